@@ -1,0 +1,69 @@
+# Needs Python 3.11 or newer and make; everything else goes into .venv.
+#   DEVICE=cpu|cuda  which lock file; by default whether nvidia-smi lists a GPU decides
+#   PYTHON=...       the interpreter that .venv is made from
+#   ARGS="..."       further Hydra overrides for quickstart, further pytest arguments for test
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help env quickstart test check format doctor clean
+
+ifndef DEVICE
+DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+endif
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE=$(DEVICE) is not known; use DEVICE=cpu or DEVICE=cuda)
+endif
+
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$each -c '$(RECENT)' 2>/dev/null && echo $$each && break; done)
+
+BIN := .venv/bin
+STAMP := .venv/installed-$(DEVICE)
+QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+help:
+	@echo 'make quickstart   install, then train and evaluate on the bundled data (2 processes, $(DEVICE))'
+	@echo 'make test         checks and the whole test suite'
+	@echo 'make check        lint, format, types'
+	@echo 'make format       rewrite the source in the project format'
+	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
+	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
+	@echo 'make clean        remove .venv and caches; runs/ stays'
+
+env: $(STAMP)
+
+# An environment of the other device is not converted but made anew: both builds of fbgemm write to one folder.
+# One retry only: where PyTorch's index is out of reach, pip asks it in vain for every package.
+$(STAMP): requirements/common.txt requirements/$(DEVICE).txt pyproject.toml
+	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo 'Python 3.11 or newer is needed and $(or $(PYTHON),python3) is not;' \
+	  'name one: make env PYTHON=/path/to/python3.11'; exit 1; } >&2
+	@test -e $@ || $(PYTHON) -m venv --clear .venv
+	@echo 'installing requirements/$(DEVICE).txt into .venv (a minute or two)'
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps -r requirements/$(DEVICE).txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+quickstart: env
+	RUN_DIR=$(QUICKSTART) NPROC=$(if $(filter cpu,$(DEVICE)),2) PATH="$(CURDIR)/$(BIN):$$PATH" \
+	  launch/torchrun.sh +experiment=quickstart $(ARGS)
+	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+doctor: env
+	@$(BIN)/python -m train.doctor
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,9 @@
+"""GPU operators with a plain PyTorch specification each, and the dispatcher that picks who serves a call.
+
+Nothing here knows a model. A family is a folder: public functions in `__init__`, the specification in `reference`,
+faster backends beside it. Importing this package registers every backend and needs neither a GPU nor Triton.
+"""
+
+from kernels import dispatch, jagged, mxfp8
+
+__all__ = ["dispatch", "jagged", "mxfp8"]

@@ -1,0 +1,115 @@
+"""`python -m kernels.bench FAMILY [--case GLOB] [--device cpu|cuda] [--graph] [--out DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import dispatch
+from kernels.bench.case import Case, Problem
+from kernels.bench.environment import commit, environment, slug
+from kernels.bench.timing import captured, interleaved
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def families() -> list[str]:
+    return sorted(path.parent.name for path in PACKAGE.glob("*/bench.py"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=sys.modules["kernels.bench"].__doc__)
+    parser.add_argument("family", choices=families())
+    parser.add_argument("--case", default="*", metavar="GLOB", help="only cases whose name matches (default: all)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--graph", action="store_true", help="time CUDA graph replays, without the launch overhead")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on a contender (default: 1)")
+    parser.add_argument("--min-rounds", type=int, default=10, help="at least this many calls of each (default: 10)")
+    parser.add_argument("--out", type=Path, default=PACKAGE / "bench" / "results", help="where the JSON files are")
+    options = parser.parse_args(arguments)
+    if options.graph and options.device == "cpu":
+        parser.error("--graph needs --device cuda")
+    device = torch.device(options.device)
+    cases = importlib.import_module(f"kernels.{options.family}.bench").cases(device)
+    chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.case)]
+    if not chosen:
+        parser.error(f"no case matches {options.case!r}; cases: {', '.join(case.name for case in cases)}")
+    return run(options.family, chosen, device, options.out, options.seconds, options.min_rounds, options.graph)
+
+
+def run(
+    family: str, cases: list[Case], device: torch.device, out: Path, seconds: float, min_rounds: int, graph: bool
+) -> int:
+    """Run the cases, print a table, write the JSON file; 1 when any contender's answer was wrong, else 0."""
+    facts = environment(device)
+    path = out / slug(facts["device"]) / f"{family}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        # Numbers of another torch, compiler or driver do not belong beside these.
+        results = earlier["cases"] if earlier["environment"] == facts else {}
+    code = commit()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), "commit", code)
+    for case in cases:
+        result = measure(case.problem(device), device, seconds, min_rounds, graph) | {"commit": code, "graph": graph}
+        results[case.name] = result
+        _print(case.name, result)
+        path.write_text(json.dumps({"family": family, "environment": facts, "cases": results}, indent=1) + "\n")
+    print(f"written: {path}")
+    wrong = any("wrong" in row for case in cases for row in results[case.name]["contenders"].values())
+    return int(wrong)
+
+
+def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: int, graph: bool) -> dict[str, Any]:
+    """Check every contender, then time those that are right; a row of the result is a time or the reason for none."""
+    rows: dict[str, dict[str, Any]] = {}
+    steps = {}
+    for name, prepare in problem.contenders.items():
+        try:
+            runner = prepare()
+            result = runner.step()
+        except dispatch.UnsupportedError as reason:
+            rows[name] = {"unavailable": str(reason)}
+            continue
+        fault = problem.check(runner.outputs(result))
+        if fault:
+            rows[name] = {"wrong": fault}
+            continue
+        try:
+            steps[name] = captured(runner.step) if graph else runner.step
+        except RuntimeError as error:
+            rows[name] = {"unavailable": f"cannot be captured in a CUDA graph: {error}"}
+    timings = interleaved(steps, device, seconds, min_rounds) if steps else {}
+    ours = next((timing.median for timing in timings.values()), None)
+    for name, timing in timings.items():
+        rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}
+        rows[name]["tflops"] = problem.flops / timing.median / 1e9
+        rows[name]["tb_per_s"] = problem.bytes / timing.median / 1e9
+        rows[name]["time_over_ours"] = timing.median / ours
+    return {"flops": problem.flops, "bytes": problem.bytes, "contenders": rows}
+
+
+def _print(name: str, result: dict[str, Any]) -> None:
+    print(f"\n{name}: {result['flops'] / 1e9:.4g} GFLOP, {result['bytes'] / 1e6:.4g} MB")
+    for contender, row in result["contenders"].items():
+        if "median_ms" not in row:
+            (word, reason), *_ = row.items()
+            print(f"  {contender:<24} {word}: {reason}")
+            continue
+        print(
+            f"  {contender:<24} {row['median_ms']:10.4f} ms ({row['low_ms']:.4f} to {row['high_ms']:.4f})"
+            f" {row['tflops']:9.3g} TFLOP/s {row['tb_per_s']:8.3g} TB/s  {row['time_over_ours']:6.2f} x ours"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

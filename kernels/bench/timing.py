@@ -1,0 +1,86 @@
+"""Interleaved timing of several functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
+WARM_UP_ROUNDS = 3
+MAX_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: median, 20th and 80th percentile."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+def interleaved(
+    steps: dict[str, Callable[[], Any]], device: torch.device, seconds: float, min_rounds: int
+) -> dict[str, Timing]:
+    """Time each step once per round, for about `seconds` a step in all but at least `min_rounds` rounds."""
+    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+    time_once = _time_cuda if device.type == "cuda" else _time_cpu
+
+    def one_round() -> dict[str, Callable[[], float]]:
+        return {name: time_once(step, flush) for name, step in steps.items()}
+
+    for _ in range(WARM_UP_ROUNDS):
+        start = time.perf_counter()
+        for read in one_round().values():
+            read()
+        elapsed = time.perf_counter() - start
+    rounds = max(min_rounds, min(MAX_ROUNDS, int(seconds * len(steps) / elapsed)))
+    reads = [one_round() for _ in range(rounds)]
+    return {name: _summary([read[name]() for read in reads]) for name in steps}
+
+
+def _time_cuda(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], float]:
+    # Read later: waiting here would let the queue run dry and time the launch instead of the kernel.
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    start.record()
+    step()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return read
+
+
+def _time_cpu(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], float]:
+    flush.zero_()
+    start = time.perf_counter()
+    step()
+    elapsed = (time.perf_counter() - start) * 1e3
+    return lambda: elapsed
+
+
+def _summary(milliseconds: list[float]) -> Timing:
+    low, median, high = torch.tensor(milliseconds).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return Timing(median, low, high, len(milliseconds))
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], None]:
+    """The replay of `step` as a CUDA graph, which leaves the launch overhead out; RuntimeError if it cannot be one."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_ROUNDS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -1,0 +1,215 @@
+"""Which backend serves an operator: a registry, a choice by device, capability, dtype and shape, and an explanation.
+
+A backend registers a function under (operator, name) with a priority and a verifier. The verifier gets the facts of a
+call (device type, compute capability, dtype, and what the operator adds, e.g. a head dimension) as keywords and
+returns None when it can serve them or one sentence saying why not. The highest priority that can serve is chosen.
+
+A backend is asked for by name in three ways; the first that says anything about the operator wins:
+
+1. the `backend` argument of a public function;
+2. the environment variable GEMSMITH_KERNELS;
+3. `force(spec)`, which the trainer calls with the config key `runtime.kernels`.
+
+A spec is a comma-separated list: `reference` asks for that backend everywhere, `jagged_attention=varlen` for one
+operator; the narrower entry wins. A request by name that cannot be served is a ValueError, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT_VARIABLE = "GEMSMITH_KERNELS"
+
+Verifier = Callable[..., "str | None"]
+Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+
+_log = logging.getLogger(__name__)
+
+
+class UnsupportedError(ValueError):
+    """A backend that was asked for by name cannot serve the call; the message says why and which ones can."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    function: Callable[..., Any]
+    supports: Verifier
+    priority: int
+
+
+def always(**facts: Hashable) -> None:
+    """The verifier of a backend that serves every call: the reference of each operator."""
+
+
+_registry: dict[str, dict[str, Backend]] = {}
+_forced: dict[str | None, str] = {}  # operator, or None for every operator -> backend
+_chosen: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+_reported: set[tuple[str, str, str]] = set()
+
+
+def register(
+    op: str, backend: str, *, supports: Verifier = always, priority: int = 0
+) -> Callable[[Implementation], Implementation]:
+    """Decorator that adds the function below it as `backend` of `op`."""
+
+    def add(function: Implementation) -> Implementation:
+        backends = _registry.setdefault(op, {})
+        if backend in backends:
+            raise ValueError(f"{op} already has a backend {backend!r}; choose another name")
+        if any(other.priority == priority for other in backends.values()):
+            raise ValueError(f"{op} already has a backend of priority {priority}; the choice would be ambiguous")
+        backends[backend] = Backend(backend, function, supports, priority)
+        _chosen.clear()
+        return function
+
+    return add
+
+
+def operators() -> dict[str, list[str]]:
+    """Every operator with the names of its backends, the preferred one first."""
+    return {op: [backend.name for backend in _by_priority(op)] for op in sorted(_registry)}
+
+
+def force(spec: str) -> None:
+    """Ask for backends by name (see the module docstring); an empty spec takes earlier requests back."""
+    requests = _parse(spec)
+    _forced.clear()
+    _forced.update(requests)
+    _chosen.clear()
+
+
+def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Callable[..., Any]:
+    """The function that serves `op` on tensors like `like`.
+
+    `facts` are the properties of this call that verifiers look at. They are part of the cache's key, so they must be
+    few and configuration-like (a head dimension, a maximum length), not the row counts of a batch.
+    """
+    key = (op, backend, like.device, like.dtype, *facts.items())
+    function = _chosen.get(key)
+    if function is None:
+        function = _select(op, backend, _facts_of(like) | facts).function
+        _chosen[key] = function
+    return function
+
+
+def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, **facts: Hashable) -> str:
+    """Text that says which backend serves `op` for these facts and why each other one does not.
+
+    Give a tensor as `like`, or `device`, `capability` (None on the CPU) and `dtype` as facts, so that a machine
+    that is not here can be asked about: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`.
+    """
+    if like is not None:
+        facts = _facts_of(like) | facts
+    lines = [f"{op} with " + ", ".join(f"{name}={value}" for name, value in facts.items())]
+    try:
+        chosen = _select(op, backend, facts).name
+    except ValueError as error:
+        if op not in _registry:
+            raise
+        lines.append(f"  refused: {error}")
+        chosen = None
+    for candidate in _by_priority(op):
+        reason = candidate.supports(**facts)
+        verdict = f"no: {reason}" if reason else "chosen" if candidate.name == chosen else "can serve"
+        lines.append(f"  {candidate.name:<12} priority {candidate.priority:>3}  {verdict}")
+    return "\n".join(lines)
+
+
+def needs_capability(device: str, capability: Hashable, *allowed: tuple[int, int]) -> str | None:
+    """A reason unless the call is on a CUDA device whose compute capability is one of `allowed`.
+
+    The list is exact: a later chip need not run an earlier chip's instructions (sm_100 has no wgmma).
+    """
+    names = ", ".join(f"sm_{major}{minor}" for major, minor in allowed)
+    if device != "cuda":
+        return f"needs a CUDA device ({names}), the tensors are on {device}"
+    if capability not in allowed:
+        return f"needs {names}, the device has capability {capability}"
+    return None
+
+
+def _facts_of(tensor: Tensor) -> dict[str, Hashable]:
+    device = tensor.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return {"device": device.type, "capability": capability, "dtype": tensor.dtype}
+
+
+def _by_priority(op: str) -> list[Backend]:
+    if op not in _registry:
+        raise ValueError(f"unknown operator {op!r}; known: {', '.join(sorted(_registry))}")
+    return sorted(_registry[op].values(), key=lambda backend: -backend.priority)
+
+
+def _parse(spec: str) -> dict[str | None, str]:
+    requests: dict[str | None, str] = {}
+    for entry in filter(None, (part.strip() for part in spec.split(","))):
+        op, _, name = entry.rpartition("=")
+        known = {name for backends in _registry.values() for name in backends}
+        if op:
+            known = {backend.name for backend in _by_priority(op)}
+        if name not in known:
+            where = f"operator {op!r}" if op else "any operator"
+            raise ValueError(f"{entry!r}: no backend {name!r} of {where}; known: {', '.join(sorted(known))}")
+        requests[op or None] = name
+    return requests
+
+
+def _requested(op: str, argument: str | None) -> tuple[str, str] | None:
+    """(backend, who asked for it) when somebody asked by name."""
+    if argument is not None:
+        return argument, "the backend argument"
+    for requests, who in (
+        (_parse(os.environ.get(ENVIRONMENT_VARIABLE, "")), f"the environment variable {ENVIRONMENT_VARIABLE}"),
+        (_forced, "the configuration (runtime.kernels)"),
+    ):
+        name = requests.get(op, requests.get(None))
+        if name is not None:
+            return name, who
+    return None
+
+
+def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> Backend:
+    backends = _by_priority(op)
+    refusals = {backend.name: backend.supports(**facts) for backend in backends}
+    able = [backend for backend in backends if refusals[backend.name] is None]
+    request = _requested(op, argument)
+    if request is not None:
+        name, who = request
+        if name not in refusals:
+            raise ValueError(f"{op} has no backend {name!r}, asked for by {who}; it has: {', '.join(refusals)}")
+        if refusals[name] is not None:
+            raise UnsupportedError(
+                f"backend {name!r} of {op}, asked for by {who}, cannot serve this call: {refusals[name]}. "
+                f"Can serve: {', '.join(backend.name for backend in able)}"
+            )
+        return _registry[op][name]
+    if not able:
+        raise UnsupportedError(f"no backend of {op} can serve this call: {refusals}")
+    for backend in backends:
+        if backend is able[0]:
+            break
+        report = (op, backend.name, str(refusals[backend.name]))
+        if report not in _reported:
+            _reported.add(report)
+            _log.info("%s: %s serves, not %s: %s", op, able[0].name, backend.name, refusals[backend.name])
+    return able[0]
+
+
+def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands as autocast would hand them to PyTorch's own matrix products: unchanged outside its regions.
+
+    Custom operators and autograd functions are not on autocast's list, so public functions call this themselves.
+    """
+    device = operands[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(operand if operand.dtype is torch.float64 else operand.to(dtype) for operand in operands)

@@ -1,0 +1,182 @@
+"""Operators on jagged tensors: (values [N, ...], offsets [B + 1]), row b is values[offsets[b]:offsets[b + 1]].
+
+Offsets are int32 or int64 on the device of the values, start at 0, do not decrease, and end at N. No operator asks
+the device for a number (the one exception says so), so every size that is not a shape is an argument: maxima are
+configured constants that no row exceeds, never the maximum of a batch. Half-precision sums are accumulated in float32.
+`backend` forces one backend by name; see `kernels.dispatch`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.jagged import reference, varlen  # noqa: F401  importing them registers their backends
+
+__all__ = [
+    "jagged_attention",
+    "jagged_concat",
+    "jagged_dense_bmm",
+    "jagged_index_select",
+    "jagged_last",
+    "jagged_to_padded",
+    "padded_to_jagged",
+    "segment_max",
+    "segment_mean",
+    "segment_sum",
+]
+
+
+def segment_sum(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+    """Sum of each row: [N, ...] -> [B, ...]; an empty row gives 0."""
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("segment_sum", backend, values)(values, offsets)
+
+
+def segment_mean(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+    """Mean of each row: [N, ...] -> [B, ...]; an empty row gives 0."""
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("segment_mean", backend, values)(values, offsets)
+
+
+def segment_max(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+    """Maximum of each row: [N, ...] -> [B, ...]; an empty row gives 0. Ties share the gradient evenly."""
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("segment_max", backend, values)(values, offsets)
+
+
+def jagged_to_padded(
+    values: Tensor,
+    offsets: Tensor,
+    max_length: int,
+    fill: float = 0.0,
+    keep: str = "first",
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """[N, ...] -> [B, max_length, ...]: rows start at position 0 and `fill` follows them.
+
+    Of a row longer than max_length the first or the last max_length values are kept, as `keep` says.
+    """
+    if keep not in ("first", "last"):
+        raise ValueError(f"keep must be 'first' or 'last', got {keep!r}")
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("jagged_to_padded", backend, values)(values, offsets, max_length, fill, keep)
+
+
+def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int, *, backend: str | None = None) -> Tensor:
+    """[B, L, ...] -> [total, ...]: the inverse of `jagged_to_padded`; positions of a row beyond L give 0.
+
+    `total` is offsets[B], which the caller knows as the shape of the values that the offsets came with.
+    """
+    check_offsets(total, offsets)
+    return dispatch.choose("padded_to_jagged", backend, padded)(padded, offsets, total)
+
+
+def jagged_concat(
+    a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offsets: Tensor, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(values [Na + Nb, ...], offsets [B + 1]) whose row b is a's row b followed by b's row b."""
+    check_offsets(a_values.shape[0], a_offsets)
+    check_offsets(b_values.shape[0], b_offsets)
+    if a_offsets.shape != b_offsets.shape:
+        raise ValueError(f"a has {len(a_offsets) - 1} rows and b has {len(b_offsets) - 1}; they must be equal")
+    return dispatch.choose("jagged_concat", backend, a_values)(a_values, a_offsets, b_values, b_offsets)
+
+
+def jagged_index_select(
+    values: Tensor, offsets: Tensor, rows: Tensor, total: int | None = None, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(values, offsets [M + 1]) whose row m is row rows[m], repetition allowed; rows [M] int64 or int32.
+
+    `total` is the sum of the selected lengths. Without it this is the one function that waits for the device.
+    """
+    check_offsets(values.shape[0], offsets)
+    selected, selected_offsets = dispatch.choose("jagged_index_select", backend, values)(values, offsets, rows, total)
+    check_offsets(selected.shape[0], selected_offsets)
+    return selected, selected_offsets
+
+
+def jagged_last(values: Tensor, offsets: Tensor, count: int, *, backend: str | None = None) -> Tensor:
+    """[N, ...] -> [B, count, ...]: the last `count` values of each row, right-aligned, zeros in front if shorter."""
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("jagged_last", backend, values)(values, offsets, count)
+
+
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, backend: str | None = None) -> Tensor:
+    """out[i] = x[i] @ y[b] for i in row b: x [N, D], y [B, D, E] -> [N, E]. No row is longer than max_length."""
+    check_offsets(x.shape[0], offsets)
+    check_lengths(offsets, max_length, "max_length")
+    x, y = dispatch.autocast_operands(x, y)
+    return dispatch.choose("jagged_dense_bmm", backend, x, width=x.shape[1])(x, offsets, y, max_length)
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    *,
+    max_q: int,
+    max_k: int,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention of each row's queries over the same row's keys.
+
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] -> [Nq, H, dv]; H is a multiple of Hkv, and head h reads key head
+    h // (H / Hkv). Scores are multiplied by `scale` (default 1 / sqrt(d)). Query i sees key j, both counted within
+    their row, when j <= i (causal) and |i - j| <= window. A query that sees no key gives zeros, with zero gradients.
+    No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype.
+    """
+    check_offsets(q.shape[0], q_offsets)
+    check_offsets(k.shape[0], k_offsets)
+    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
+            "q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] with H a multiple of Hkv"
+        )
+    if q_offsets.shape != k_offsets.shape:
+        raise ValueError(f"q has {len(q_offsets) - 1} rows and k has {len(k_offsets) - 1}; they must be equal")
+    check_lengths(q_offsets, max_q, "max_q")
+    if k_offsets is not q_offsets or max_k < max_q:
+        check_lengths(k_offsets, max_k, "max_k")
+    q, k, v = dispatch.autocast_operands(q, k, v)
+    attention = dispatch.choose(
+        "jagged_attention",
+        backend,
+        q,
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        masked=causal or window is not None,
+        same_offsets=q_offsets is k_offsets,
+    )
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[2])
+    return attention(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window)
+
+
+def check_offsets(total: int, offsets: Tensor) -> None:
+    """ValueError unless offsets end at `total`. On a GPU looking would be a sync, so only the CPU looks."""
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if offsets[-1] != total:
+        raise ValueError(f"offsets end at {int(offsets[-1])} but there are {total} values")
+
+
+def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
+    """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion."""
+    if offsets.shape[0] < 2:
+        return
+    longest = offsets.diff().max()
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}={maximum}")
+    elif longest > maximum:
+        row = int(offsets.diff().argmax())
+        raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")

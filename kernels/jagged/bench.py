@@ -1,0 +1,99 @@
+"""Benchmark cases of the jagged operators: `python -m kernels.bench jagged`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import jagged
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+
+# Rows, maximum length, mean over maximum: histories of one event type up to all of them merged.
+GPU_SHAPES = [
+    (1024, 512, 1.0),
+    (1024, 512, 0.5),
+    (1024, 512, 0.25),
+    (512, 1024, 1.0),
+    (512, 1024, 0.5),
+    (256, 2048, 1.0),
+    (256, 2048, 0.5),
+]
+CPU_SHAPES = [(4, 32, 1.0), (8, 32, 0.5)]
+HEADS, HEAD_DIM = 4, 128
+
+# bfloat16 results carry about 2^-9 of rounding and so does the softmax that enters them; a wrong mask costs 0.1 and up.
+LIMIT = 1e-2
+
+
+def cases(device: torch.device) -> list[Case]:
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    return [
+        Case(f"attention_{direction}_B{rows}_L{length}_mean{mean}", partial(_attention, direction, rows, length, mean))
+        for rows, length, mean in shapes
+        for direction in ("fwd", "bwd")
+    ]
+
+
+def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Tensor:
+    """[rows] lengths: all `maximum` when mean is 1, else uniform in 1..2 * mean * maximum."""
+    if mean == 1.0:
+        return torch.full((rows,), maximum, device=device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, int(2 * mean * maximum) + 1, (rows,), generator=generator).to(device)
+
+
+def _attention(direction: str, rows: int, maximum: int, mean: float, device: torch.device) -> Problem:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lengths = lengths_of(rows, maximum, mean, device)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    total = int(offsets[-1])
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, cotangent = (
+        torch.randn(total, HEADS, HEAD_DIM, device=device, generator=generator).to(dtype) for _ in range(4)
+    )
+    backward = direction == "bwd"
+    inputs = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
+
+    def attend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return jagged.jagged_attention(q, k, v, offsets, offsets, max_q=maximum, max_k=maximum, backend=backend)
+
+    def prepare(backend: str) -> Runner:
+        if not backward:
+            return Runner(lambda: attend(backend, q, k, v))
+        out = attend(backend, q, k, v)
+        return Runner(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True), tuple)
+
+    def prepare_padded() -> Runner:
+        """SDPA on padded tensors: the padding and the mask are made outside the timing."""
+
+        def to_padded(values: Tensor) -> Tensor:
+            return jagged.jagged_to_padded(values.detach(), offsets, maximum).transpose(1, 2).contiguous()
+
+        def to_jagged(padded: Tensor) -> Tensor:
+            return jagged.padded_to_jagged(padded.transpose(1, 2), offsets, total)
+
+        padded = [to_padded(tensor).requires_grad_(backward) for tensor in (q, k, v)]
+        mask = (torch.arange(maximum, device=device) < lengths[:, None])[:, None, None] if mean < 1.0 else None
+        if not backward:
+            return Runner(lambda: scaled_dot_product_attention(*padded, mask), lambda out: (to_jagged(out),))
+        out, padded_cotangent = scaled_dot_product_attention(*padded, mask), to_padded(cotangent)
+        return Runner(
+            lambda: torch.autograd.grad(out, padded, padded_cotangent, retain_graph=True),
+            lambda gradients: tuple(to_jagged(gradient) for gradient in gradients),
+        )
+
+    exact = [tensor.detach().float().requires_grad_(backward) for tensor in (q, k, v)]
+    expected: tuple[Tensor, ...] = (attend("reference", *exact),)
+    if backward:
+        expected = torch.autograd.grad(expected[0], exact, cotangent.float())
+    pairs = lengths.double().square().sum().item()
+    tensors = 8 if backward else 4  # q, k, v, out, and backward their gradients
+    return Problem(
+        contenders=backends_of("jagged_attention", prepare) | {"sdpa on padded": prepare_padded},
+        check=check_relative_error(expected, LIMIT),
+        flops=4 * HEADS * HEAD_DIM * pairs * (2.5 if backward else 1.0),
+        bytes=tensors * total * HEADS * HEAD_DIM * dtype.itemsize,
+    )

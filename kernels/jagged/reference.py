@@ -1,0 +1,152 @@
+"""The specification of the jagged operators, in plain PyTorch.
+
+A jagged tensor is (values [N, ...], offsets [B + 1]): row b is values[offsets[b]:offsets[b + 1]], offsets[0] is 0 and
+offsets[B] is N. Every function runs on the CPU and on a GPU, in any floating dtype, is differentiable, and never asks
+the device for a number: sizes come from shapes and from constants of the caller. The price is padded scratch memory in
+`jagged_dense_bmm` and `jagged_attention`; avoiding that is what other backends are for.
+
+Letters: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kernels import dispatch
+
+
+def row_of(offsets: Tensor, total: int) -> Tensor:
+    """Row index [total] int64 of each of the first `total` values."""
+    positions = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
+
+
+def place_in_row(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(row, position within the row), each [total] int64, of each of the first `total` values."""
+    row = row_of(offsets, total)
+    return row, torch.arange(total, device=offsets.device) - offsets.long()[row]
+
+
+def _scatter_rows(values: Tensor, kept: Tensor, index: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """[size, ...] filled with `fill`, row index[i] replaced by values[i] where kept[i].
+
+    Kept indices are unique. Rows that are not kept go to one extra row that is cut off: a mask by index, which
+    unlike a boolean mask has a shape that the host knows.
+    """
+    out = values.new_full((size + 1, *values.shape[1:]), fill)
+    return out.index_copy_(0, torch.where(kept, index, size), values)[:size]
+
+
+def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[N, Hkv, d] -> [N, num_heads, d]: each key or value head serves num_heads / Hkv consecutive query heads."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+@dispatch.register("segment_sum", "reference")
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    # Half-precision sums over a thousand events lose whole digits, so add in at least float32.
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0, unsafe=True).to(values.dtype)
+
+
+@dispatch.register("segment_mean", "reference")
+def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    counts = offsets.diff().clamp(min=1).view(-1, *[1] * (values.dim() - 1))
+    return (segment_sum(wide, offsets) / counts).to(values.dtype)
+
+
+@dispatch.register("segment_max", "reference")
+def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
+    largest = torch.segment_reduce(values, "max", offsets=offsets, axis=0, unsafe=True)
+    empty = (offsets.diff() == 0).view(-1, *[1] * (values.dim() - 1))
+    return largest.masked_fill(empty, 0.0)
+
+
+@dispatch.register("jagged_to_padded", "reference")
+def jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float, keep: str) -> Tensor:
+    row, position = place_in_row(offsets, values.shape[0])
+    if keep == "last":
+        position = position - (offsets.diff().long() - max_length).clamp(min=0)[row]
+    kept = (position >= 0) & (position < max_length)
+    num_rows = offsets.shape[0] - 1
+    padded = _scatter_rows(values, kept, row * max_length + position, num_rows * max_length, fill)
+    return padded.view(num_rows, max_length, *values.shape[1:])
+
+
+@dispatch.register("padded_to_jagged", "reference")
+def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
+    max_length = padded.shape[1]
+    row, position = place_in_row(offsets, total)
+    inside = position < max_length
+    values = padded.flatten(0, 1).index_select(0, torch.where(inside, row * max_length + position, 0))
+    return torch.where(inside.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
+
+
+@dispatch.register("jagged_concat", "reference")
+def jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    num_a, num_b = a_values.shape[0], b_values.shape[0]
+    a_target = torch.arange(num_a, device=a_offsets.device) + b_offsets.long()[row_of(a_offsets, num_a)]
+    b_target = torch.arange(num_b, device=b_offsets.device) + a_offsets.long()[row_of(b_offsets, num_b) + 1]
+    # index_copy wants unique targets: together they are a permutation of the output's rows.
+    values = torch.cat([a_values, b_values])
+    return torch.empty_like(values).index_copy_(0, torch.cat([a_target, b_target]), values), a_offsets + b_offsets
+
+
+@dispatch.register("jagged_index_select", "reference")
+def jagged_index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    lengths = offsets.diff()[rows]
+    selected = pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
+    if total is None:
+        total = int(selected[-1])
+    row, position = place_in_row(selected, total)
+    return values.index_select(0, offsets.long()[rows][row] + position), selected
+
+
+@dispatch.register("jagged_last", "reference")
+def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    row, position = place_in_row(offsets, values.shape[0])
+    slot = position - offsets.diff().long()[row] + count
+    num_rows = offsets.shape[0] - 1
+    last = _scatter_rows(values, slot >= 0, row * count + slot, num_rows * count)
+    return last.view(num_rows, count, *values.shape[1:])
+
+
+@dispatch.register("jagged_dense_bmm", "reference")
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
+    padded = jagged_to_padded(x, offsets, max_length, 0.0, "first")
+    return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])
+
+
+@dispatch.register("jagged_attention", "reference")
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    # A softmax over no keys is 0 / 0. A query that sees none looks at one more key behind all others, which is zero
+    # like its value: the result is exactly zero and so are its gradients.
+    nowhere = max_k
+    q_padded, k_padded, v_padded = (
+        jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k + 1), (v, k_offsets, max_k + 1))
+    )
+    j = torch.arange(max_k + 1, device=q.device)
+    seen = (j < k_offsets.diff()[:, None])[:, None, :]  # [B, 1 or max_q, max_k + 1]
+    if causal or window is not None:
+        i = torch.arange(max_q, device=q.device)[:, None]
+        seen = seen & (j <= i) if causal else seen
+        seen = seen & ((i - j).abs() <= window) if window is not None else seen
+    seen = seen | (~seen.any(-1, keepdim=True) & (j == nowhere))
+    out = scaled_dot_product_attention(q_padded, k_padded, v_padded, seen[:, None], scale=scale)
+    return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])

@@ -1,0 +1,93 @@
+"""Linear layers and grouped products whose operands are MXFP8, and the format itself. See `reference` for both.
+
+Recipes: "none" multiplies in the operands' own dtype, "bf16" rounds them to bfloat16, "mxfp8" quantises the operands
+of all three products (forward, input gradient, weight gradient). All of them accumulate in float32 and return the
+autocast dtype in an autocast region and the dtype of x elsewhere; gradients have the dtype of what they belong to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.mxfp8 import matmul, plain  # noqa: F401  importing them registers their backends
+from kernels.mxfp8.reference import MXTensor, swizzle_scales, unswizzle_scales
+
+RECIPES = ("none", "bf16", "mxfp8")
+
+__all__ = [
+    "RECIPES",
+    "MXTensor",
+    "check_recipe",
+    "dequantize",
+    "grouped_mm",
+    "linear",
+    "quantize",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
+
+
+def quantize(x: Tensor, axis: int = -1, *, backend: str | None = None) -> MXTensor:
+    """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable."""
+    if not x.is_floating_point() or x.dim() == 0:
+        raise ValueError(f"quantize takes a floating tensor of at least one axis, got {x.dtype} {tuple(x.shape)}")
+    return dispatch.choose("mxfp8_quantize", backend, x)(x.detach(), axis)
+
+
+def dequantize(quantized: MXTensor, dtype: torch.dtype = torch.float32, *, backend: str | None = None) -> Tensor:
+    """The values that the codes and scales stand for."""
+    return dispatch.choose("mxfp8_dequantize", backend, quantized.codes)(quantized, dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str, backend: str | None = None) -> Tensor:
+    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
+    check_recipe(recipe)
+    _check_features(x, weight)
+    out_dtype = _out_dtype(x)
+    facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    if recipe == "mxfp8":
+        product = dispatch.choose("mxfp8_linear", backend, x, **facts)
+        return product(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    if recipe == "bf16":
+        x, weight, bias = x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
+    return dispatch.choose("linear", backend, x, **facts)(x, weight, bias).to(out_dtype)
+
+
+def grouped_mm(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: str = "bf16", backend: str | None = None
+) -> Tensor:
+    """Each row of x [M, K] times its expert's matrix: weight [E, N, K] -> [M, N].
+
+    `offsets` [E] int32 on the device are cumulative ends: rows of expert e are offsets[e - 1]:offsets[e], of any
+    number including 0. Rows from offsets[E - 1] on give zeros and have zero gradients.
+    """
+    check_recipe(recipe)
+    _check_features(x, weight)
+    if offsets.shape != weight.shape[:1]:
+        raise ValueError(f"offsets must be [{weight.shape[0]}], one end per expert, got {list(offsets.shape)}")
+    out_dtype = _out_dtype(x)
+    facts = {"in_features": weight.shape[2], "out_features": weight.shape[1]}
+    if recipe == "mxfp8":
+        return dispatch.choose("mxfp8_grouped_mm", backend, x, **facts)(x, weight, offsets, out_dtype)
+    if recipe == "bf16":
+        x, weight = x.bfloat16(), weight.bfloat16()
+    else:
+        x, weight = dispatch.autocast_operands(x, weight)
+    return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, offsets).to(out_dtype)
+
+
+def _out_dtype(x: Tensor) -> torch.dtype:
+    return dispatch.autocast_operands(x)[0].dtype
+
+
+def _check_features(x: Tensor, weight: Tensor) -> None:
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} features and weight takes {weight.shape[-1]}: {tuple(weight.shape)}")
+
+
+def check_recipe(recipe: str) -> None:
+    """ValueError naming the known recipes unless `recipe` is one of them."""
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")

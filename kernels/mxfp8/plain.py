@@ -1,0 +1,95 @@
+"""The products in the operands' own precision: what the MXFP8 ones are compared with and built on.
+
+`offsets` [E] int32 are cumulative ends: rows of expert e are offsets[e - 1]:offsets[e]. Rows from offsets[E - 1] on
+belong to no expert. `grouped_mm` is differentiable; `grouped_wgrad` is its weight gradient alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels import dispatch
+
+# The CUTLASS kernels behind torch._grouped_mm; elsewhere it is a loop of its own.
+CAPABILITIES = ((9, 0), (10, 0))
+
+dispatch.register("linear", "reference")(functional.linear)
+
+
+@dispatch.register("grouped_mm", "reference")
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts; it has to know their sizes: on a GPU, a sync."""
+    *groups, rest = x.split_with_sizes(_sizes(offsets, x.shape[0]))
+    outputs = [group @ matrix.t() for group, matrix in zip(groups, weight.unbind(), strict=True)]
+    return torch.cat([*outputs, x.new_zeros(rest.shape[0], weight.shape[1])])
+
+
+@dispatch.register("grouped_wgrad", "reference")
+def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """dy [M, N], x [M, K] -> [E, N, K], the sum over each expert's rows of dy^T x; on a GPU, a sync."""
+    sizes = _sizes(offsets, x.shape[0])
+    pairs = zip(dy.split_with_sizes(sizes)[:-1], x.split_with_sizes(sizes)[:-1], strict=True)
+    return torch.stack([dy_group.t() @ x_group for dy_group, x_group in pairs])
+
+
+def _sizes(offsets: Tensor, total: int) -> list[int]:
+    """Rows of each expert, then the rows that belong to none."""
+    ends = [0, *offsets.tolist(), total]
+    if sorted(ends) != ends:
+        raise ValueError(f"offsets must not decrease and must end by the number of rows {total}, got {ends[1:-1]}")
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _supports(
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int
+) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES):
+        return reason
+    if dtype is not torch.bfloat16:
+        return f"takes bfloat16, not {dtype}"
+    if in_features % 8 or out_features % 8:
+        return f"needs rows of whole 16-byte units (features in multiples of 8), got {in_features} and {out_features}"
+    return None
+
+
+class _GroupedMM(torch.autograd.Function):
+    """`torch._grouped_mm` with its own backward, because rows without an expert come back uninitialised from it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return _clear_rest(torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets), offsets)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, offsets = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = _clear_rest(torch._grouped_mm(dy, weight, offs=offsets), offsets) if ctx.needs_input_grad[0] else None
+        dw = torch_grouped_wgrad(dy, x, offsets) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+def _clear_rest(rows: Tensor, offsets: Tensor) -> Tensor:
+    beyond = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
+    return rows.masked_fill_(beyond[:, None], 0.0)
+
+
+@dispatch.register("grouped_mm", "torch", supports=_supports, priority=10)
+def torch_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if x.shape[0] == 0:
+        return grouped_mm(x, weight, offsets)
+    # Either orientation of a contiguous matrix is taken as it is.
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    return _GroupedMM.apply(x.contiguous(), weight, offsets)
+
+
+@dispatch.register("grouped_wgrad", "torch", supports=_supports, priority=10)
+def torch_grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    # On sm_100 the gradient of an expert without rows is not written (pytorch/pytorch issue 172439).
+    empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+    return torch._grouped_mm(dy.t(), x, offs=offsets).masked_fill_(empty[:, None, None], 0.0)

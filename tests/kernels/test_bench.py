@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import dispatch
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench.__main__ import families, main, run
+from kernels.bench.environment import slug
+
+CPU = torch.device("cpu")
+
+
+def doubling(device: torch.device) -> Problem:
+    x = torch.randn(64, 64, device=device)
+
+    def unavailable() -> Runner:
+        raise dispatch.UnsupportedError("needs a device that is not here")
+
+    return Problem(
+        contenders={
+            "wrong": lambda: Runner(lambda: 2.001 * x),
+            "ours": lambda: Runner(lambda: x + x),
+            "peer": lambda: Runner(lambda: [2 * x], tuple),
+            "absent": unavailable,
+        },
+        check=check_relative_error((2 * x,), 1e-6),
+        flops=64 * 64,
+        bytes=2 * x.nbytes,
+    )
+
+
+def test_wrong_contender_gets_no_speed_and_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("doubling", [Case("double", doubling)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=False)
+    assert code == 1
+    (path,) = tmp_path.glob("*/doubling.json")
+    rows = json.loads(path.read_text())["cases"]["double"]["contenders"]
+    assert set(rows["wrong"]) == {"wrong"}
+    assert "relative error 0.0005, allowed 1e-06" in rows["wrong"]["wrong"]
+    assert rows["absent"] == {"unavailable": "needs a device that is not here"}
+    assert rows["ours"]["time_over_ours"] == 1.0
+    assert rows["peer"]["low_ms"] <= rows["peer"]["median_ms"] <= rows["peer"]["high_ms"]
+    assert rows["ours"]["tflops"] == pytest.approx(64 * 64 / rows["ours"]["median_ms"] / 1e9)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  wrong"))
+    assert "ms" not in line
+    assert "TFLOP" not in line
+
+
+def test_a_nan_is_a_wrong_answer() -> None:
+    expected = torch.ones(3)
+    assert check_relative_error((expected,), 0.1)((torch.tensor([1.0, float("nan"), 1.0]),)) is not None
+    assert check_relative_error((expected,), 0.1)((expected + 0.01,)) is None
+    assert check_equal((expected,))((expected.clone(),)) is None
+    assert check_equal((expected,))((expected * -1,)) == "output 0: 3 of 12 bytes differ"
+
+
+def test_results_of_the_same_environment_are_kept_and_others_dropped(tmp_path: Path) -> None:
+    def right(device: torch.device) -> Problem:
+        problem = doubling(device)
+        return Problem({"ours": problem.contenders["ours"]}, problem.check, problem.flops, problem.bytes)
+
+    def once(name: str) -> dict[str, object]:
+        assert run("doubling", [Case(name, right)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=False) == 0
+        return json.loads(path().read_text())
+
+    def path() -> Path:
+        (found,) = tmp_path.glob("*/doubling.json")
+        return found
+
+    once("first")
+    content = once("second")
+    assert set(content["cases"]) == {"first", "second"}
+    assert set(content["environment"]) == {"device", "python", "torch", "cuda", "driver", "triton", "ptxas"}
+    path().write_text(json.dumps(content | {"environment": {"torch": "1.0"}}))
+    assert set(once("third")["cases"]) == {"third"}
+
+
+def test_backends_become_contenders_in_order_of_preference() -> None:
+    contenders = backends_of("jagged_attention", lambda name: Runner(lambda: name))
+    assert {name: prepare().step() for name, prepare in contenders.items()} == {
+        name: name for name in dispatch.operators()["jagged_attention"]
+    }
+
+
+QUICK = ["--device", "cpu", "--seconds", "0.001", "--min-rounds", "3", "--out"]
+
+
+def assert_family_was_timed(family: str, out: Path) -> None:
+    (path,) = out.glob(f"*/{family}.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert len(cases) == 4
+    assert all("median_ms" in case["contenders"]["reference"] for case in cases.values())
+    assert all(case["commit"] for case in cases.values())
+
+
+def test_jagged_family_on_the_cpu(tmp_path: Path) -> None:
+    assert main(["jagged", *QUICK, str(tmp_path)]) == 0
+    assert_family_was_timed("jagged", tmp_path)
+
+
+def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kernels.bench", "mxfp8", *QUICK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_family_was_timed("mxfp8", tmp_path)
+
+
+def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert families() == ["jagged", "mxfp8"]
+    with pytest.raises(SystemExit):
+        main(["jaged"])
+    assert "jagged" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["jagged", "--case", "nothing*", "--device", "cpu"])
+    assert "attention_fwd_B4_L32_mean1.0" in capsys.readouterr().err
+
+
+def test_slug() -> None:
+    assert slug("NVIDIA H200 (80 GB)") == "nvidia-h200-80-gb"

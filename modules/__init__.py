@@ -1,0 +1,1 @@
+"""Drop-in modules and the models made of them. Nothing here knows a trainer, a config object or a process group."""

@@ -1,0 +1,195 @@
+"""`RequestBatch`, the one structure that every model takes, and `FeatureSpec`, which says what is in it.
+
+R requests (a user at a moment) hold C candidates (the things scored for them); C = R with one candidate a request is
+the classical impression batch and no case of its own. Packing rows into a batch is `train.data.batch`'s work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+UNKNOWN_ID = 0
+"""Row of every table that unseen and missing ids map to; known ids start at 1."""
+
+
+@dataclass(frozen=True)
+class SparseFeature:
+    """A categorical feature: exactly one id a row, or any number of them when `is_list` (mean-pooled to one token)."""
+
+    name: str
+    table: str
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class EventType:
+    """A kind of behaviour (click, like, ...): position-aligned `fields`, of which the newest `max_length` are kept."""
+
+    name: str
+    fields: tuple[SparseFeature, ...]
+    max_length: int
+
+    def key(self, field: SparseFeature) -> str:
+        """Name of a field of this event type in `RequestBatch.histories`."""
+        return f"{self.name}.{field.name}"
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.key(field) for field in self.fields]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What a data source offers and a model is built for. `tables` maps a table's name to its number of rows."""
+
+    tables: dict[str, int]
+    request: tuple[SparseFeature, ...]
+    candidate: tuple[SparseFeature, ...]
+    histories: tuple[EventType, ...]
+    request_dense: tuple[str, ...]
+    candidate_dense: tuple[str, ...]
+    tasks: tuple[str, ...]
+    max_candidates: int  # of one request, in any batch: a constant that attention over a request's candidates needs
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.lookups()]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(
+                f"feature names must be unique over request, candidate and histories; repeated: {repeated}"
+            )
+        unknown = sorted({table for _, table in self.lookups()} - set(self.tables))
+        if unknown:
+            raise ValueError(f"features refer to undeclared tables: {unknown}; declared: {sorted(self.tables)}")
+        if not self.tasks:
+            raise ValueError("a feature spec needs at least one task, e.g. tasks=('click',)")
+        if self.max_candidates < 1:
+            raise ValueError(f"max_candidates must be at least 1, got {self.max_candidates}")
+
+    def lookups(self) -> Iterator[tuple[str, str]]:
+        """(feature name, table) of every lookup, in the order of `RequestBatch.lookup`'s keys."""
+        for feature in (*self.request, *self.candidate):
+            yield feature.name, feature.table
+        for event in self.histories:
+            for field in event.fields:
+                yield event.key(field), field.table
+
+    @property
+    def num_request_tokens(self) -> int:
+        """One token a feature; all dense features of a side make one token together."""
+        return len(self.request) + bool(self.request_dense)
+
+    @property
+    def num_candidate_tokens(self) -> int:
+        return len(self.candidate) + bool(self.candidate_dense)
+
+    @property
+    def max_history(self) -> int:
+        """Longest history of a request, over all event types together."""
+        return sum(event.max_length for event in self.histories)
+
+
+@dataclass
+class RequestBatch(Pipelineable):
+    """R requests with their C candidates, jagged histories and labels.
+
+    `candidate_offsets` is non-decreasing and starts at 0; requests without candidates are allowed. Histories are oldest
+    first and strictly before `request_time`. A label of NaN was not observed.
+    """
+
+    request_sparse: KeyedJaggedTensor  # keys: spec.request, stride R
+    candidate_sparse: KeyedJaggedTensor  # keys: spec.candidate, stride C
+    request_dense: Tensor  # [R, m_u] float32
+    candidate_dense: Tensor  # [C, m_c] float32
+    histories: KeyedJaggedTensor  # keys: event.field, stride R
+    history_times: KeyedJaggedTensor  # keys: event, stride R; values int64 seconds
+    request_time: Tensor  # [R] int64 seconds
+    candidate_offsets: Tensor  # [R + 1] int64
+    labels: Tensor  # [C, tasks] float32
+    weights: Tensor  # [C, tasks] float32
+    group: Tensor  # [C] int64, the user that GAUC groups by
+    row: Tensor  # [C] int64, the candidate's row in its source, for predictions and error messages
+
+    @property
+    def num_requests(self) -> int:
+        return self.request_time.shape[0]
+
+    @property
+    def num_candidates(self) -> int:
+        return self.labels.shape[0]
+
+    @property
+    def owner(self) -> Tensor:
+        """[C] int64: the request of each candidate. Needs no host sync."""
+        counts = self.candidate_offsets.diff()
+        requests = torch.arange(self.num_requests, device=counts.device)
+        return torch.repeat_interleave(requests, counts, output_size=self.num_candidates)
+
+    @property
+    def lookup(self) -> KeyedJaggedTensor:
+        """Every id of the batch as one KeyedJaggedTensor over R, in the order of `FeatureSpec.lookups`.
+
+        A request's candidates are contiguous, so the ids of a candidate feature are also a jagged list per request. One
+        stride for all features means one embedding collection, one all-to-all, and tables that request, candidate and
+        history features share.
+        """
+        requests, parts = self.num_requests, [self.request_sparse, self.candidate_sparse, self.histories]
+        per_candidate = self.candidate_sparse.lengths().view(len(self.candidate_sparse.keys()), self.num_candidates)
+        ends = torch.nn.functional.pad(per_candidate.cumsum(1), (1, 0))
+        per_request = ends[:, self.candidate_offsets].diff(dim=1).to(per_candidate.dtype)
+        lengths = [self.request_sparse.lengths(), per_request.flatten(), self.histories.lengths()]
+        return KeyedJaggedTensor(
+            keys=[key for part in parts for key in part.keys()],
+            values=torch.cat([part.values() for part in parts]),
+            lengths=torch.cat(lengths),
+            stride=requests,
+        )
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> RequestBatch:
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
+        return RequestBatch(**moved)
+
+    def pin_memory(self) -> RequestBatch:
+        return RequestBatch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for f in fields(self):
+            getattr(self, f.name).record_stream(stream)
+
+    def expand(self) -> RequestBatch:
+        """The same candidates with a request of their own each: the batch that a broadcasting model would train on."""
+        owner = self.owner
+        return RequestBatch(
+            request_sparse=_select_rows(self.request_sparse, owner),
+            candidate_sparse=self.candidate_sparse,
+            request_dense=self.request_dense[owner],
+            candidate_dense=self.candidate_dense,
+            histories=_select_rows(self.histories, owner),
+            history_times=_select_rows(self.history_times, owner),
+            request_time=self.request_time[owner],
+            candidate_offsets=torch.arange(self.num_candidates + 1, device=owner.device),
+            labels=self.labels,
+            weights=self.weights,
+            group=self.group,
+            row=self.row,
+        )
+
+
+def _select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
+    """The given rows of every key, in order and with repetition."""
+    num_keys, num_rows = len(features.keys()), features.stride()
+    key = torch.arange(num_keys, device=rows.device).repeat_interleave(rows.numel())
+    source = key * num_rows + rows.repeat(num_keys)
+    lengths = features.lengths()[source]
+    starts = features.offsets()[source]
+    ends = lengths.cumsum(0)
+    position = torch.arange(int(lengths.sum()), device=rows.device)
+    segment = torch.searchsorted(ends, position, right=True)
+    values = features.values()[starts[segment] + position - (ends - lengths)[segment]]
+    return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths, stride=rows.numel())

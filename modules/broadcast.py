@@ -1,0 +1,53 @@
+"""From request rows to candidate rows: everything of a request is computed once and broadcast as late as possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.jagged import segment_sum
+from modules.batch import RequestBatch
+
+
+class _Expand(torch.autograd.Function):
+    """The gradient of a request is the sum over its candidates, which are contiguous: a segment sum.
+
+    Indexing's own backward adds with atomics in the gradient's dtype; this is deterministic and sums in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return x.index_select(0, owner)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (offsets,) = ctx.saved_tensors
+        return segment_sum(grad, offsets), None, None
+
+
+@dataclass(frozen=True)
+class CandidateRows:
+    """Which row each of C candidates belongs to; the candidates of row r are `offsets[r]:offsets[r + 1]`."""
+
+    owner: Tensor  # [C] int64, non-decreasing
+    offsets: Tensor  # [rows + 1] int64
+
+    @classmethod
+    def of(cls, batch: RequestBatch) -> CandidateRows:
+        return cls(batch.owner, batch.candidate_offsets)
+
+    @classmethod
+    def identity(cls, num_candidates: int, device: torch.device) -> CandidateRows:
+        """Every candidate has a row of its own."""
+        offsets = torch.arange(num_candidates + 1, device=device)
+        return cls(offsets[:-1], offsets)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """[rows, ...] -> [C, ...]: each candidate gets its row."""
+        return _Expand.apply(x, self.owner, self.offsets)

@@ -1,0 +1,122 @@
+"""From ids to tokens: one TorchRec EmbeddingCollection for all features, and the assembly of its rows into tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from kernels.jagged import segment_mean
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+
+
+@dataclass
+class JaggedSequence:
+    """Behaviour tokens of every request, oldest first. Row r is `values[offsets[r]:offsets[r + 1]]`."""
+
+    values: Tensor  # [sum T, width]
+    offsets: Tensor  # [R + 1] int64
+    times: Tensor  # [sum T] int64 seconds
+
+
+@dataclass
+class Tokens:
+    """What a model mixes: tokens of width d of requests and of candidates, and one jagged sequence an event type.
+
+    A sequence's width is (number of fields) * d: the aligned fields of an event stand side by side.
+    """
+
+    request: Tensor  # [R, n_request, d]
+    candidate: Tensor  # [C, n_candidate, d]
+    histories: dict[str, JaggedSequence]
+
+
+class FeatureEmbedding(nn.Module):
+    """Looks up every id of a batch and assembles tokens.
+
+    One collection serves request, candidate and history features together, so a table can be shared by all of them.
+    Lists are pooled after the lookup rather than in an EmbeddingBagCollection: a table cannot be shared between two
+    collections, and unpooled lookups can be sharded every way on every device. Build on `device="meta"` and let
+    DistributedModelParallel materialise the shards; no process then ever holds a whole table.
+    """
+
+    def __init__(self, spec: FeatureSpec, dim: int, device: torch.device | str = "meta") -> None:
+        super().__init__()
+        features: dict[str, list[str]] = {}
+        for name, table in spec.lookups():
+            features.setdefault(table, []).append(name)
+        self.collection = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=table,
+                    num_embeddings=spec.tables[table],
+                    embedding_dim=dim,
+                    feature_names=names,
+                    init_fn=partial(nn.init.normal_, std=1 / math.sqrt(dim)),
+                )
+                for table, names in features.items()
+            ],
+            device=torch.device(device),
+        )
+        self.assemble = TokenAssembly(spec, dim)
+
+    def forward(self, batch: RequestBatch) -> Tokens:
+        return self.assemble(self.collection(batch.lookup), batch)
+
+
+class TokenAssembly(nn.Module):
+    """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
+
+    InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
+    The train loop hooks this module's input: it is where gradients of the tables can be inspected before the fused
+    optimiser applies them.
+    """
+
+    def __init__(self, spec: FeatureSpec, dim: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
+        self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
+
+    def forward(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> Tokens:
+        request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
+        candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
+        if self.request_dense is not None:
+            request.append(self.request_dense(batch.request_dense))
+        if self.candidate_dense is not None:
+            candidate.append(self.candidate_dense(batch.candidate_dense))
+        return Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+
+    def _side(
+        self, embedded: dict[str, JaggedTensor], lengths: Tensor, features: Sequence[SparseFeature], num_rows: int
+    ) -> list[Tensor]:
+        lengths = lengths.view(len(features), num_rows)
+        tokens = []
+        for index, feature in enumerate(features):
+            rows = embedded[feature.name].values()
+            if feature.is_list:
+                rows = segment_mean(rows, nn.functional.pad(lengths[index].cumsum(0), (1, 0)))
+            tokens.append(rows)
+        return tokens
+
+    def _histories(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> dict[str, JaggedSequence]:
+        if not self.spec.histories:
+            return {}
+        lengths = batch.histories.lengths().view(-1, batch.num_requests)
+        values, offsets, key = {}, {}, 0
+        for event in self.spec.histories:
+            values[event.name] = torch.cat([embedded[name].values() for name in event.keys], dim=-1)
+            offsets[event.name] = nn.functional.pad(lengths[key].cumsum(0), (1, 0))
+            key += len(event.fields)
+        times = batch.history_times.values().split([rows.shape[0] for rows in values.values()])
+        return {
+            event: JaggedSequence(values[event], offsets[event], time)
+            for event, time in zip(values, times, strict=True)
+        }

@@ -1,0 +1,54 @@
+"""Multi-head self-attention over jagged sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kernels.jagged import jagged_attention
+from modules.mlp import linear_flops
+from modules.rotary import rotate
+
+
+class JaggedSelfAttention(nn.Module):
+    """Softmax self-attention within each row of (values [N, dim], offsets [B + 1]) -> [N, dim]; nothing is padded.
+
+    Every token of a row sees every other (InterFormer's sequences end before the candidate, so nothing needs a causal
+    mask); `window` limits a token to neighbours |i - j| <= window. `max_length` is a constant that no row exceeds, not
+    a maximum of the batch. There is no dropout on attention weights: fused kernels do not hold them in memory.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, max_length: int, window: int | None = None) -> None:
+        super().__init__()
+        self.head_dim = head_dim(dim, num_heads)
+        self.num_heads = num_heads
+        self.max_length = max_length
+        self.window = window
+        self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`."""
+        projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
+        query, key, value = projected.unbind(1)
+        attended = jagged_attention(
+            rotate(query, *rotation),
+            rotate(key, *rotation),
+            value,
+            offsets,
+            offsets,
+            max_q=self.max_length,
+            max_k=self.max_length,
+            window=self.window,
+        )
+        return self.output(attended.flatten(1))
+
+    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
+        """Forward FLOPs; with a window this counts all pairs, an upper bound."""
+        return num_tokens * linear_flops(self) + 4 * self.output.in_features * sum_squared_lengths
+
+
+def head_dim(dim: int, num_heads: int) -> int:
+    """Width of a head; ValueError unless it is a whole, even number (rotation pairs features)."""
+    if dim % (2 * num_heads):
+        raise ValueError(f"dim={dim} must be a multiple of 2 * num_heads={2 * num_heads}, e.g. dim={16 * num_heads}")
+    return dim // num_heads

@@ -1,0 +1,41 @@
+"""Linear compression of embeddings (LCE): a linear map over the token axis."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from modules.broadcast import CandidateRows
+from modules.mlp import linear_flops
+
+
+class LCE(nn.Module):
+    """Mix n tokens into `num_out`, Y = W X with W [num_out, n], the same for every feature of the width; no bias.
+
+    When some tokens are a request's and the same for all its candidates, W splits into [W_request | W_candidate] and
+
+        Y[c] = W_candidate X_candidate[c] + (W_request X_request)[owner(c)],
+
+    so the request part is computed once a request and only its num_out tokens are broadcast, not its inputs.
+    """
+
+    def __init__(self, num_candidate: int, num_out: int, num_request: int = 0) -> None:
+        super().__init__()
+        self.candidate = nn.Linear(num_candidate, num_out, bias=False)
+        self.request = nn.Linear(num_request, num_out, bias=False) if num_request else None
+        # Each part alone would scale by its own number of tokens; together they are one map over all of them.
+        bound = (num_candidate + num_request) ** -0.5
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """candidate [C, num_candidate, d], request [R, num_request, d] with its rows -> [C, num_out, d]."""
+        mixed = self.candidate(candidate.mT)
+        if self.request is not None:
+            assert request is not None, "this LCE was built with request tokens"
+            assert rows is not None, "request tokens come with their rows"
+            mixed = mixed + rows.expand(self.request(request.mT))
+        return mixed.mT
+
+    def flops(self, num_candidates: float, num_requests: float, dim: int) -> float:
+        shared = num_requests * linear_flops(self.request) if self.request is not None else 0
+        return dim * (num_candidates * linear_flops(self.candidate) + shared)

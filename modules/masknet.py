@@ -1,0 +1,32 @@
+"""MaskNet over the aligned fields of a behaviour sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from modules.mlp import MLP, linear_flops
+from modules.norms import rms_norm
+
+
+class MaskNet(nn.Module):
+    """MLP_lce(S * MLP_mask(S)): the k fields of each event, side by side, become one token (InterFormer 4.1).
+
+    Open in the paper and chosen here, after MaskNet (arXiv 2102.07619): fields are normalised one by one, the mask has
+    no sigmoid and a hidden layer twice as wide as its input, MLP_lce is one linear layer. Only fields that describe the
+    same event belong side by side; sequences of different events are merged along time (`modules.history`).
+    """
+
+    def __init__(self, num_fields: int, dim: int) -> None:
+        super().__init__()
+        width = num_fields * dim
+        self.num_fields = num_fields
+        self.mask = MLP(width, [2 * width], width)
+        self.output = nn.Linear(width, dim)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[N, num_fields * dim] -> [N, dim]."""
+        normed = rms_norm(values.unflatten(1, (self.num_fields, -1))).flatten(1)
+        return self.output(normed * self.mask(normed))
+
+    def flops(self, num_tokens: float) -> float:
+        return num_tokens * linear_flops(self)

@@ -1,0 +1,24 @@
+"""Ranking models by name. Each takes (spec, dim, fields of its configuration) and maps tokens to logits [C, tasks]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from modules.batch import FeatureSpec
+from modules.models.baselines import DIN, DLRM, DCNv2
+from modules.models.interformer import InterFormer
+
+MODELS: dict[str, type[nn.Module]] = {"interformer": InterFormer, "din": DIN, "dcnv2": DCNv2, "dlrm": DLRM}
+
+
+def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
+    """The model called `name`, for the data described by `spec`; `fields` are its constructor's arguments.
+
+    A model has `forward(tokens, batch) -> logits [C, tasks]`, `aux_loss() -> scalar tensor` and `flops_per_batch(
+    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    return MODELS[name](spec, **fields)

@@ -1,0 +1,219 @@
+"""The arches of InterFormer (arXiv 2411.09852): summaries of both sides, interaction, sequence.
+
+Letters: C candidates; rows, those of the sequence: requests, or candidates in the paper's form; N tokens of all
+sequences together, CLS included; n feature tokens; d the width of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.jagged import jagged_dense_bmm, jagged_last, jagged_to_padded
+from modules.broadcast import CandidateRows
+from modules.interaction import DHENLayer
+from modules.jagged_attention import JaggedSelfAttention
+from modules.lce import LCE
+from modules.mlp import MLP, linear_flops
+from modules.moe import MoE
+from modules.norms import rms_norm
+from modules.pooling import PMA
+
+GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+FEED_FORWARDS = ("none", "dense", "moe")
+
+
+class Gating(nn.Module):
+    """Gating(Z) = gate(Z * MLP(Z)), the same for every token: [..., d] -> [..., d].
+
+    The gate is outermost as printed in the paper (and not Z * gate(MLP(Z))); identity is the default because a sigmoid
+    would squash tokens into (0, 1) and turn the zeros of missing recent tokens into 0.5. The MLP has one hidden layer
+    as wide as the token and an output bias that starts at 1: at first tokens pass. Only the MLP sees Z normalised, so
+    that the product carries the magnitude of a token once: without the norm it would grow with its square.
+    """
+
+    def __init__(self, dim: int, gate: str) -> None:
+        super().__init__()
+        self.hidden = MLP(dim, [dim])
+        self.output = nn.Linear(dim, dim)
+        nn.init.ones_(self.output.bias)
+        self.gate = GATES[gate]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gate(tokens * self.output(self.hidden(rms_norm(tokens))))
+
+
+class Summary(nn.Module):
+    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_sum, d]; X as it is, magnitudes carry information."""
+
+    def __init__(self, num_tokens: int, num_sum: int, dim: int, gate: str) -> None:
+        super().__init__()
+        self.lce = LCE(num_tokens, num_sum)
+        self.gating = Gating(dim, gate)
+        self.num_sum = num_sum
+        self.dim = dim
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gating(self.lce(tokens))
+
+    def flops(self, rows: float) -> float:
+        return self.lce.flops(rows, 0, self.dim) + rows * self.num_sum * linear_flops(self.gating)
+
+
+class SequenceSummary(nn.Module):
+    """S_sum = Gating([CLS | PMA | recent K]) of each candidate: [C, num_cls + num_pma + num_recent, d].
+
+    CLS and recent tokens are the request's, gated at R rows and then broadcast; PMA is where the candidate meets the
+    sequence: its queries are seeds plus an LCE of the candidate's tokens.
+    """
+
+    def __init__(
+        self,
+        num_candidate: int,
+        num_request: int,
+        dim: int,
+        *,
+        num_heads: int,
+        num_cls: int,
+        num_pma: int,
+        num_recent: int,
+        gate: str,
+        max_candidates: int,
+        max_length: int,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.num_cls = num_cls
+        self.num_pma = num_pma
+        self.num_recent = num_recent
+        self.condition = LCE(num_candidate, num_pma, num_request)
+        self.pma = PMA(dim, num_heads, num_pma, max_candidates=max_candidates, max_length=max_length)
+        self.gating = Gating(dim, gate)
+
+    def forward(
+        self, candidate: Tensor, request: Tensor | None, values: Tensor, offsets: Tensor, rows: CandidateRows
+    ) -> Tensor:
+        """`candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
+        condition = self.condition(rms_norm(candidate), None if request is None else rms_norm(request), rows)
+        pooled = self.pma(condition, rows.offsets, rms_norm(values), offsets)
+        shared = torch.cat([self.cls(values, offsets), self._recent(values, offsets)], dim=1)
+        cls, recent = rows.expand(self.gating(shared)).split([self.num_cls, self.num_recent], dim=1)
+        return torch.cat([cls, self.gating(pooled), recent], dim=1)
+
+    def cls(self, values: Tensor, offsets: Tensor) -> Tensor:
+        """[rows, num_cls, d]: the tokens that were prepended to each row."""
+        return jagged_to_padded(values, offsets, self.num_cls)
+
+    def _recent(self, values: Tensor, offsets: Tensor) -> Tensor:
+        """[rows, num_recent, d]: the newest events, right-aligned, zeros where missing; CLS tokens do not count."""
+        num_events = offsets.diff() - self.num_cls
+        age = torch.arange(self.num_recent, 0, -1, device=offsets.device)
+        return jagged_last(values, offsets, self.num_recent) * (age <= num_events[:, None])[..., None]
+
+    def flops(self, num_candidates: float, rows: float, num_tokens: float) -> float:
+        """A candidate is taken to meet a sequence of mean length: the product is not a sum the trainer keeps."""
+        gated = rows * (self.num_cls + self.num_recent) + num_candidates * self.num_pma
+        return (
+            self.condition.flops(num_candidates, rows, self.dim)
+            + self.pma.flops(num_candidates, num_tokens, num_candidates * num_tokens / rows)
+            + gated * linear_flops(self.gating)
+        )
+
+
+class InteractionArch(nn.Module):
+    """X + MLP(DHEN([X | S_sum])): [C, n, d] and [C, num_summary, d] -> [C, n, d]; the MLP restores the n tokens."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_summary: int,
+        dim: int,
+        *,
+        dhen_layers: int,
+        dcn_rank: int,
+        interaction_hidden: Sequence[int],
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        mixed = num_tokens + num_summary
+        self.dhen = nn.Sequential(
+            *(
+                DHENLayer(mixed, dim, rank=dcn_rank, hidden=interaction_hidden, dropout=dropout)
+                for _ in range(dhen_layers)
+            )
+        )
+        self.restore = MLP(mixed * dim, interaction_hidden, num_tokens * dim, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, summary: Tensor) -> Tensor:
+        mixed = self.dhen(torch.cat([rms_norm(tokens), summary], dim=1))
+        return tokens + self.dropout(self.restore(mixed.flatten(1)).view_as(tokens))
+
+    def flops(self, num_candidates: float) -> float:
+        dhen = sum(layer.flops() for layer in self.dhen if isinstance(layer, DHENLayer))
+        return num_candidates * (dhen + linear_flops(self.restore))
+
+
+class PersonalizedFFN(nn.Module):
+    """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_sum, d].
+
+    That matrix has rank num_sum, so it is never formed: (S X_sum^T) W is the same product with fewer operations. W
+    starts small, so that the residual branch around it starts near the identity for every row.
+    """
+
+    def __init__(self, num_sum: int, dim: int, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.output = nn.Linear(num_sum, dim, bias=False)
+        nn.init.normal_(self.output.weight, std=0.1 * (num_sum * dim) ** -0.5)
+
+    def forward(self, summary: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        """summary [rows, num_sum, d], values [N, d], offsets [rows + 1] -> [N, d]."""
+        return self.output(jagged_dense_bmm(values, offsets, summary.mT, self.max_length))
+
+    def flops(self, num_tokens: float) -> float:
+        return 2 * num_tokens * linear_flops(self)
+
+
+class SequenceArch(nn.Module):
+    """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all."""
+
+    def __init__(
+        self,
+        num_sum: int,
+        dim: int,
+        *,
+        num_heads: int,
+        max_length: int,
+        feed_forward: str,
+        feed_forward_dim: int,
+        moe: Mapping[str, Any],
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.pffn = PersonalizedFFN(num_sum, dim, max_length)
+        self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
+        self.feed_forward: nn.Module | None = None
+        self.feed_forward_flops = 0  # of one token
+        if feed_forward == "dense":
+            self.feed_forward = MLP(dim, [feed_forward_dim], dim)
+            self.feed_forward_flops = linear_flops(self.feed_forward)
+        elif feed_forward == "moe":
+            self.feed_forward = MoE(dim, **moe)
+            active = moe["top_k"] + moe["num_shared_experts"]
+            self.feed_forward_flops = 2 * dim * moe["num_experts"] + 6 * dim * moe["expert_dim"] * active
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, summary: Tensor, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        values = values + self.dropout(self.pffn(summary, rms_norm(values), offsets))
+        values = values + self.dropout(self.attention(rms_norm(values), offsets, rotation))
+        if self.feed_forward is not None:
+            values = values + self.dropout(self.feed_forward(rms_norm(values)))
+        return values
+
+    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
+        flops = self.pffn.flops(num_tokens) + self.attention.flops(num_tokens, sum_squared_lengths)
+        return flops + num_tokens * self.feed_forward_flops

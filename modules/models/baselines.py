@@ -1,0 +1,175 @@
+"""Baselines on the tokens that InterFormer gets: DIN, DCNv2 and DLRM.
+
+DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events.
+All use SiLU, dropout in their MLPs, and a head of its own for each task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.jagged import jagged_index_select, segment_mean, segment_sum
+from modules.batch import EventType, FeatureSpec, RequestBatch
+from modules.broadcast import CandidateRows
+from modules.embedding import JaggedSequence, Tokens
+from modules.interaction import CrossNet, DotInteraction
+from modules.mlp import MLP, TaskHeads, linear_flops
+
+
+class ActivationUnit(nn.Module):
+    """DIN's attention (arXiv 1706.06978): sum over events of MLP([q, k, q - k, q * k]) k, without a softmax.
+
+    q holds, for every field of the event, the candidate's token that shares its table (item against item, category
+    against category); a field that no candidate feature shares a table with is held against the mean candidate token.
+    SiLU instead of DIN's Dice, whose batch statistics would depend on which candidates share a batch.
+    """
+
+    def __init__(self, spec: FeatureSpec, event: EventType, dim: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        tables = [feature.table for feature in spec.candidate]
+        self.matches = [tables.index(field.table) if field.table in tables else None for field in event.fields]
+        self.width = len(event.fields) * dim
+        self.score = MLP(4 * self.width, hidden, 1)
+
+    def forward(self, candidate: Tensor, sequence: JaggedSequence, rows: CandidateRows) -> Tensor:
+        """candidate [C, n_c, d], sequence values [N, fields * d] at R rows -> [C, fields * d]; no event gives zeros.
+
+        The number of pairs of candidate and event is known only on the device: one host sync.
+        """
+        fallback = candidate.mean(1)
+        query = torch.cat([fallback if match is None else candidate[:, match] for match in self.matches], dim=1)
+        key, offsets = jagged_index_select(sequence.values, sequence.offsets, rows.owner)
+        candidates = torch.arange(query.shape[0], device=query.device)
+        pair_owner = torch.repeat_interleave(candidates, offsets.diff(), output_size=key.shape[0])
+        query = CandidateRows(pair_owner, offsets).expand(query)
+        weight = self.score(torch.cat([query, key, query - key, query * key], dim=1))
+        return segment_sum(weight * key, offsets)
+
+    def flops(self, pairs: float) -> float:
+        return pairs * linear_flops(self)
+
+
+class _Baseline(nn.Module):
+    def aux_loss(self) -> Tensor:
+        return next(self.parameters()).new_zeros(())
+
+
+class DIN(_Baseline):
+    """Deep Interest Network: an activation unit for each event type, then an MLP over all tokens."""
+
+    def __init__(
+        self, spec: FeatureSpec, dim: int, *, dropout: float, attention_hidden: Sequence[int], hidden: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.events = spec.histories
+        units = nn.ModuleList(ActivationUnit(spec, event, dim, attention_hidden) for event in spec.histories)
+        self.units = cast("Sequence[ActivationUnit]", units)
+        self.heads = TaskHeads(_num_tokens(spec) * dim, hidden, len(spec.tasks), dropout)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        rows = CandidateRows.of(batch)
+        features = [rows.expand(tokens.request).flatten(1), tokens.candidate.flatten(1)]
+        for event, unit in zip(self.events, self.units, strict=True):
+            features.append(unit(tokens.candidate, tokens.histories[event.name], rows))
+        return self.heads(torch.cat(features, dim=1))
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products. Lengths and numbers of candidates are taken to be independent, and
+        event types with different numbers of fields to occur in proportion to their `max_length`."""
+        pairs = sum_lengths * num_candidates / num_requests
+        capacity = sum(event.max_length for event in self.events)
+        shares = zip(self.events, self.units, strict=True)
+        attention = sum(unit.flops(pairs * event.max_length / capacity) for event, unit in shares)
+        return attention + num_candidates * linear_flops(self.heads)
+
+
+class DCNv2(_Baseline):
+    """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
+
+    def __init__(
+        self, spec: FeatureSpec, dim: int, *, dropout: float, num_cross_layers: int, rank: int, hidden: Sequence[int]
+    ) -> None:
+        super().__init__()
+        width = _num_tokens(spec) * dim
+        self.cross = CrossNet(width, num_cross_layers, rank)
+        self.deep = MLP(width, hidden, dropout=dropout)
+        self.heads = TaskHeads(width + (hidden[-1] if hidden else width), [], len(spec.tasks))
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        x = _all_tokens(tokens, batch).flatten(1)
+        return self.heads(torch.cat([self.cross(x), self.deep(x)], dim=1))
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products; histories are only averaged."""
+        return num_candidates * linear_flops(self)
+
+
+class DLRM(_Baseline):
+    """DLRM (arXiv 1906.00091): dense tokens pass a bottom MLP, all tokens meet in inner products, then a top MLP.
+
+    The dense tokens of request and candidate become one token; without dense features there is no bottom MLP and the
+    top MLP reads inner products alone.
+    """
+
+    dense: Tensor
+    sparse: Tensor
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        dim: int,
+        *,
+        dropout: float,
+        bottom_hidden: Sequence[int],
+        top_hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        num_tokens = _num_tokens(spec)
+        dense = [spec.num_request_tokens - 1] * bool(spec.request_dense) + [num_tokens - 1] * bool(spec.candidate_dense)
+        sparse = [index for index in range(num_tokens) if index not in dense]
+        self.register_buffer("dense", torch.tensor(dense, dtype=torch.int64), persistent=False)
+        self.register_buffer("sparse", torch.tensor(sparse, dtype=torch.int64), persistent=False)
+        self.bottom = MLP(len(dense) * dim, bottom_hidden, dim, dropout) if dense else None
+        self.dot = DotInteraction(len(sparse) + bool(dense))
+        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), top_hidden, len(spec.tasks), dropout)
+        self.dim = dim
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        x = _all_tokens(tokens, batch)
+        sparse = x.index_select(1, self.sparse)
+        if self.bottom is None:
+            return self.heads(self.dot(sparse))
+        dense = self.bottom(x.index_select(1, self.dense).flatten(1))
+        pairs = self.dot(torch.cat([dense[:, None], sparse], dim=1))
+        return self.heads(torch.cat([dense, pairs], dim=1))
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products; histories are only averaged."""
+        return num_candidates * (linear_flops(self) + self.dot.flops(self.dim))
+
+
+def _num_tokens(spec: FeatureSpec) -> int:
+    """Tokens of a candidate when each history field counts as one."""
+    fields = sum(len(event.fields) for event in spec.histories)
+    return spec.num_request_tokens + fields + spec.num_candidate_tokens
+
+
+def _all_tokens(tokens: Tokens, batch: RequestBatch) -> Tensor:
+    """[C, n, d]: request tokens, the mean of each history field (zeros without events), candidate tokens."""
+    dim = tokens.request.shape[2]
+    means = [segment_mean(history.values, history.offsets) for history in tokens.histories.values()]
+    shared = torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)
+    return torch.cat([CandidateRows.of(batch).expand(shared), tokens.candidate], dim=1)

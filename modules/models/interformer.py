@@ -1,0 +1,260 @@
+"""InterFormer (arXiv 2411.09852): feature interaction and sequence modelling that inform each other in every layer.
+
+A layer has three arches. The Cross Arch summarises both sides, the Interaction Arch mixes the feature tokens X with the
+sequence summary, the Sequence Arch transforms the sequence by weights made from the summary of X, then attends.
+
+What the paper leaves open, and what is done here:
+- Residuals and norms: the equations have none. Every arch is a pre-norm residual branch (RMSNorm without affine).
+- Rows: see `InterFormer`, `sequence_context`.
+- Gating and PFFN: see `modules.models.arches`. MaskNet, event types, PMA, DHEN, heads: see `modules.masknet`,
+  `modules.history`, `modules.pooling`, `modules.interaction`, `modules.mlp.TaskHeads`.
+- The head reads a Cross Arch of its own on the outputs of the last layer. Read literally, it takes the summaries of the
+  last layer's inputs, and that layer's Interaction and Sequence Arch would get no gradient.
+- Positions count back from the newest event (1, 2, ...), so that recency means the same in short and long histories;
+  CLS tokens are at 0, which is no rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.jagged import jagged_concat, jagged_index_select
+from modules.batch import FeatureSpec, RequestBatch
+from modules.broadcast import CandidateRows
+from modules.embedding import Tokens
+from modules.history import HistoryEncoder
+from modules.mlp import TaskHeads, linear_flops
+from modules.models.arches import FEED_FORWARDS, GATES, InteractionArch, SequenceArch, SequenceSummary, Summary
+from modules.moe import MoE
+from modules.rotary import rotation
+
+SEQUENCE_CONTEXTS = ("request", "candidate")
+
+
+class InterFormerLayer(nn.Module):
+    """Summaries of both sides (`summary`, `cross`: the Cross Arch), then Interaction Arch and Sequence Arch.
+
+    `InterFormer` calls the summaries, because what they read differs between the first layer and later ones.
+    """
+
+    def __init__(
+        self, summary: Summary, cross: SequenceSummary, interaction: InteractionArch, sequence: SequenceArch
+    ) -> None:
+        super().__init__()
+        self.summary = summary
+        self.cross = cross
+        self.interaction = interaction
+        self.sequence = sequence
+
+    def forward(
+        self,
+        x: Tensor,
+        values: Tensor,
+        summary: Tensor,
+        sequence_summary: Tensor,
+        offsets: Tensor,
+        angles: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """X [C, n, d] and sequence values [N, d] of the next layer; the two arches do not depend on each other."""
+        return self.interaction(x, sequence_summary), self.sequence(summary, values, offsets, angles)
+
+    def flops(self, num_candidates: float, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
+        return (
+            self.summary.flops(rows)
+            + self.cross.flops(num_candidates, rows, num_tokens)
+            + self.interaction.flops(num_candidates)
+            + self.sequence.flops(num_tokens, sum_squared_lengths)
+        )
+
+
+class InterFormer(nn.Module):
+    """Logits [C, tasks] from tokens; arguments are the fields of the model's configuration.
+
+    `sequence_context` says which tokens inform the sequence:
+
+    - "request": the summary that becomes CLS and generates the PFFN weights is made of request tokens only, so the
+      sequence stays at R rows however many candidates a request has. In the first layer it summarises the request
+      tokens; in later layers the request tokens together with the CLS tokens, which carry what the sequence has added:
+      the request-level counterpart of X. Candidates meet the sequence in PMA and in the Interaction Arch.
+    - "candidate": the paper's form. The summary is made of all tokens X, so every candidate has a sequence of its own
+      and all runs at C rows. How many events that makes is known only on the device: one host sync a step.
+
+    Both are one code path: rows and owner map are chosen at the start, and in the second form the map is the identity.
+    """
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        dim: int,
+        *,
+        dropout: float,
+        num_layers: int,
+        num_heads: int,
+        num_cls: int,
+        num_pma: int,
+        num_recent: int,
+        dhen_layers: int,
+        dcn_rank: int,
+        interaction_hidden: Sequence[int],
+        gate: str,
+        feed_forward: str,
+        feed_forward_dim: int,
+        moe: Mapping[str, Any],
+        sequence_context: str,
+        head_hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        counts = {
+            "num_layers": num_layers,
+            "num_cls": num_cls,
+            "num_pma": num_pma,
+            "num_recent": num_recent,
+            "dhen_layers": dhen_layers,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        _check("gate", gate, GATES)
+        _check("feed_forward", feed_forward, FEED_FORWARDS)
+        _check("sequence_context", sequence_context, SEQUENCE_CONTEXTS)
+
+        self.head_dim = dim // num_heads
+        self.per_candidate = sequence_context == "candidate"
+        num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
+        num_tokens = num_request + num_candidate
+        num_summary = num_cls + num_pma + num_recent
+        max_length = num_cls + spec.max_history
+
+        def summary(num_tokens: int) -> Summary:
+            return Summary(num_tokens, num_cls, dim, gate)
+
+        def cross(num_candidate: int, num_request: int = 0) -> SequenceSummary:
+            return SequenceSummary(
+                num_candidate,
+                num_request,
+                dim,
+                num_heads=num_heads,
+                num_cls=num_cls,
+                num_pma=num_pma,
+                num_recent=num_recent,
+                gate=gate,
+                max_candidates=1 if self.per_candidate else spec.max_candidates,
+                max_length=max_length,
+            )
+
+        def interaction() -> InteractionArch:
+            return InteractionArch(
+                num_tokens,
+                num_summary,
+                dim,
+                dhen_layers=dhen_layers,
+                dcn_rank=dcn_rank,
+                interaction_hidden=interaction_hidden,
+                dropout=dropout,
+            )
+
+        def sequence() -> SequenceArch:
+            return SequenceArch(
+                num_cls,
+                dim,
+                num_heads=num_heads,
+                max_length=max_length,
+                feed_forward=feed_forward,
+                feed_forward_dim=feed_forward_dim,
+                moe=moe,
+                dropout=dropout,
+            )
+
+        # The first layer meets request and candidate tokens apart, which lets their LCE run at the rows of each.
+        first = summary(num_tokens if self.per_candidate else num_request)
+        later = num_tokens if self.per_candidate else num_request + num_cls
+        layers = [InterFormerLayer(first, cross(num_candidate, num_request), interaction(), sequence())]
+        layers += [
+            InterFormerLayer(summary(later), cross(num_tokens), interaction(), sequence())
+            for _ in range(num_layers - 1)
+        ]
+
+        self.history = HistoryEncoder(spec, dim)
+        self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
+        self.head_summary = summary(num_tokens)
+        self.head_cross = cross(num_tokens)
+        self.heads = TaskHeads((num_cls + num_summary) * dim, head_hidden, len(spec.tasks), dropout)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        rows = CandidateRows.of(batch)
+        request, candidate = tokens.request, tokens.candidate
+        values, offsets = self.history(tokens)
+        if self.per_candidate:
+            request = rows.expand(request)
+            values, offsets = jagged_index_select(values, offsets, rows.owner)
+            rows = CandidateRows.identity(batch.num_candidates, values.device)
+
+        x = torch.cat([rows.expand(request), candidate], dim=1)
+        first, *later = self.layers
+        summary = first.summary(x if self.per_candidate else request)
+        values, offsets = _prepend(summary, values, offsets)
+        angles = rotation(_positions(offsets, summary.shape[1], values.shape[0]), self.head_dim)
+        sequence_summary = first.cross(candidate, request, values, offsets, rows)
+        x, values = first(x, values, summary, sequence_summary, offsets, angles)
+        for layer in later:
+            context = x if self.per_candidate else torch.cat([request, layer.cross.cls(values, offsets)], dim=1)
+            sequence_summary = layer.cross(x, None, values, offsets, rows)
+            x, values = layer(x, values, layer.summary(context), sequence_summary, offsets, angles)
+
+        summary = self.head_summary(x)
+        sequence_summary = self.head_cross(x, None, values, offsets, rows)
+        return self.heads(torch.cat([summary, sequence_summary], dim=1).flatten(1))
+
+    def aux_loss(self) -> Tensor:
+        """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
+        losses = [module.aux_loss for module in self.modules() if isinstance(module, MoE)]
+        return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products, embeddings excluded, from the true lengths of histories.
+
+        A request's length counts the events of all types together. Where candidates weight lengths (PMA, and everything
+        under "candidate") their numbers and the lengths are taken to be independent.
+        """
+        flops = self.history.flops(sum_lengths)
+        rows = num_requests
+        if self.per_candidate:
+            rows = num_candidates
+            sum_lengths *= num_candidates / num_requests
+            sum_squared_lengths *= num_candidates / num_requests
+        num_cls = self.head_cross.num_cls
+        num_tokens = sum_lengths + rows * num_cls
+        pairs = sum_squared_lengths + 2 * num_cls * sum_lengths + rows * num_cls**2
+        for layer in self.layers:
+            flops += layer.flops(num_candidates, rows, num_tokens, pairs)
+        flops += self.head_summary.flops(num_candidates)
+        flops += self.head_cross.flops(num_candidates, rows, num_tokens)
+        return flops + num_candidates * linear_flops(self.heads)
+
+
+def _check(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of the sequence behind its summary tokens [rows, num_cls, d]."""
+    rows, num_cls, _ = summary.shape
+    summary_offsets = torch.arange(rows + 1, device=offsets.device) * num_cls
+    return jagged_concat(summary.flatten(0, 1), summary_offsets, values.to(summary.dtype), offsets)
+
+
+def _positions(offsets: Tensor, num_cls: int, total: int) -> Tensor:
+    """[total] int64: 0 for the num_cls tokens in front of each row, then ages: 1 is the newest event."""
+    index = torch.arange(total, device=offsets.device)
+    counts = offsets.diff()
+    start = torch.repeat_interleave(offsets[:-1], counts, output_size=total)
+    end = torch.repeat_interleave(offsets[1:], counts, output_size=total)
+    return torch.where(index < start + num_cls, 0, end - index)

@@ -1,0 +1,40 @@
+"""The whole model: embeddings looked up by TorchRec, then an architecture that only sees tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from modules.batch import RequestBatch
+from modules.embedding import FeatureEmbedding
+
+
+class Architecture(Protocol):
+    """What every module of `modules.models` offers to the one who trains it, besides being a module."""
+
+    def aux_loss(self) -> Tensor:
+        """Scalar to add to the loss of the last forward."""
+        ...
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Model FLOPs of a forward, from counts and sums over requests of the history length and its square."""
+        ...
+
+
+class RankingModel(nn.Module):
+    """Logits [C, tasks] of a `RequestBatch`.
+
+    The two halves are separate modules so that the sharded pipeline can start the next batch's lookups while this one
+    is in `arch`, which it need not look into.
+    """
+
+    def __init__(self, embedding: FeatureEmbedding, arch: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.arch = arch
+
+    def forward(self, batch: RequestBatch) -> Tensor:
+        return self.arch(self.embedding(batch), batch)

@@ -1,0 +1,58 @@
+"""SwiGLU experts: two grouped GEMMs over tokens sorted by expert. `Experts.recipe` is all that precision touches.
+
+M rows in expert order, E experts, D the model width, F the hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kernels.mxfp8 import grouped_mm
+from modules.precision import Quantizable
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2F] to [..., F]: silu(first half) * second half (arXiv 2002.05202); computed in fp32, then rounded."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    return (nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+class Experts(Quantizable):
+    """E SwiGLU feed-forwards without bias: y = W_down (silu(W_gate x) * (W_up x)).
+
+    `w_gate_up` [E, 2F, D] holds W_gate in rows 0:F and W_up in rows F:2F of every expert, `w_down` is [E, D, F]: both
+    as [out, in], like nn.Linear. Gate and up are one parameter because they are one GEMM in the forward, and in the
+    backward one GEMM sums their input gradients.
+    """
+
+    def __init__(self, dim: int, expert_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * expert_dim, dim))
+        self.w_down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(fan-in of one expert), nn.Linear's own: an expert starts as a dense SwiGLU would."""
+        for weight in (self.w_gate_up, self.w_down):
+            bound = 1 / math.sqrt(weight.shape[-1])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [M, D] in expert order, ends [E] int32 cumulative -> [M, D] in autocast's dtype, else in that of x."""
+        gate_up = grouped_mm(x, self.w_gate_up, ends, recipe=self.recipe)
+        return grouped_mm(swiglu(gate_up), self.w_down, ends, recipe=self.recipe)
+
+
+class SharedExperts(nn.Module):
+    """Experts that every token passes through: `num_experts` SwiGLUs of width F side by side are one of n * F."""
+
+    def __init__(self, dim: int, expert_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * num_experts * expert_dim, bias=False)
+        self.down = nn.Linear(num_experts * expert_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))

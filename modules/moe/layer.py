@@ -1,0 +1,68 @@
+"""The routed mixture of experts as one layer: router, dispatcher, experts, and optionally shared experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modules.moe.balancing import load_balancing_loss
+from modules.moe.dispatcher import Dispatcher
+from modules.moe.experts import Experts, SharedExperts
+from modules.moe.router import Router
+
+
+class MoE(nn.Module):
+    """y_n = sum_{e in top-k(n)} weight_{n,e} * expert_e(x_n) + shared(x_n). No token is dropped and no capacity exists.
+
+    `aux_loss` is the weighted balancing loss of the last forward, a scalar to add to the training loss.
+
+    Args:
+        dim: width of a token; expert_dim: hidden width of one expert.
+        score: "softmax" over the experts, or "sigmoid" of each on its own.
+        normalize_weights: divide a token's k mixing weights by their sum. With sigmoid scores and without it the scale
+            of the output grows with k.
+        num_shared_experts: experts of the same width that every token passes through, unweighted.
+        bias_update_rate: step of the loss-free balancing, see `update_router_biases`; 0 turns it off.
+        aux_loss_weight: of `load_balancing_loss` in `aux_loss`; 0 turns it off.
+    Raises:
+        ValueError: top_k outside 1..num_experts, unknown score, or a router that could get no gradient.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        expert_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize_weights: bool = True,
+        num_shared_experts: int = 0,
+        bias_update_rate: float = 1e-3,
+        aux_loss_weight: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.router = Router(
+            dim,
+            num_experts,
+            top_k,
+            score=score,
+            normalize_weights=normalize_weights,
+            bias_update_rate=bias_update_rate,
+        )
+        self.dispatcher = Dispatcher()
+        self.experts = Experts(dim, expert_dim, num_experts)
+        self.shared = SharedExperts(dim, expert_dim, num_shared_experts) if num_shared_experts else None
+        self.aux_loss_weight = aux_loss_weight
+        self.aux_loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, dim] -> [N, dim] in autocast's dtype if autocast is on, else in that of x. N may be 0."""
+        routing = self.router(x)
+        if self.aux_loss_weight:
+            self.aux_loss = self.aux_loss_weight * load_balancing_loss(routing.scores, routing.counts)
+        else:
+            self.aux_loss = routing.scores.new_zeros(())
+        rows, ends, handle = self.dispatcher.dispatch(x, routing)
+        y = self.dispatcher.combine(self.experts(rows, ends), routing, handle)
+        return y if self.shared is None else y + self.shared(x)

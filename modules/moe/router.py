@@ -1,0 +1,99 @@
+"""Which experts a token goes to, with which weights, and how many tokens each expert got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from modules.precision import FP32Linear
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
+
+
+class Routing(NamedTuple):
+    """N tokens, k experts each, E experts."""
+
+    experts: Tensor  # [N, k] int64, distinct within a row
+    weights: Tensor  # [N, k] mixing weights, fp32
+    scores: Tensor  # [N, E] fp32
+    counts: Tensor  # [E] int64, selections of each expert; sums to N * k
+
+
+class Router(nn.Module):
+    """Top-k token-choice router in fp32.
+
+    Experts are selected by score + `expert_bias` and weighted by the score alone: the bias steers load and never
+    enters the output (auxiliary-loss-free balancing, arXiv 2408.15664). It is a buffer, so checkpoints hold it and no
+    optimiser or weight decay touches it. Selections made in training mode accumulate in `tokens_per_expert` until
+    `update_router_biases`; that buffer is zero between optimiser steps and is not saved.
+
+    `force_balance` ignores the scores when selecting and hands every expert the same load, for benchmarks.
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize_weights: bool = True,
+        bias_update_rate: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"moe.top_k must be in 1..num_experts={num_experts}, got {top_k}")
+        if score not in SCORES:
+            raise ValueError(f"moe.score must be one of {sorted(SCORES)}, got {score!r}")
+        if top_k == 1 and num_experts > 1 and normalize_weights:
+            raise ValueError(
+                "moe.top_k=1 with normalize_weights=true makes every mixing weight 1, so the router gets no gradient; "
+                "set moe.normalize_weights=false or moe.top_k=2"
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.normalize_weights = normalize_weights
+        self.bias_update_rate = bias_update_rate
+        self.force_balance = False
+        self.gate = FP32Linear(dim, num_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(num_experts))
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [N, dim] of any float dtype."""
+        scores = SCORES[self.score](self.gate(x))
+        experts = self._select(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.normalize_weights:
+            # All selected scores can underflow to 0 together, when the bias selects them.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        # bincount would sync with the host. Integer atomics commute, so this scatter is deterministic.
+        chosen = experts.flatten()
+        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if self.training:
+            self.tokens_per_expert += counts
+        return Routing(experts, weights, scores, counts)
+
+    def _select(self, scores: Tensor) -> Tensor:
+        if self.force_balance:
+            selections = torch.arange(scores.shape[0] * self.top_k, device=scores.device)
+            return (selections % self.num_experts).view(-1, self.top_k)
+        return (scores + self.expert_bias).topk(self.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def update_bias(self, counts: Tensor) -> None:
+        """One step of loss-free balancing on the globally reduced counts [E] of the optimiser step.
+
+        bias += delta - mean(delta) with delta = rate * sign(mean(counts) - counts); subtracting the mean keeps the bias
+        from drifting as a whole. The sign is taken in integers, where a balanced expert is exactly balanced.
+        """
+        delta = self.bias_update_rate * (counts.sum() - self.num_experts * counts).sign().to(self.expert_bias.dtype)
+        self.expert_bias += delta - delta.mean()

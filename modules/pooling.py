@@ -1,0 +1,33 @@
+"""Pooling by multi-head attention (PMA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modules.target_attention import TargetAttention
+
+
+class PMA(nn.Module):
+    """Learned seeds attend to a jagged sequence: its summary in `num_seeds` tokens.
+
+    As in InterFormer only the attention of Set Transformer's PMA (arXiv 1810.00825), without its residual, feed-forward
+    and norms. Beyond InterFormer a `condition` is added to the seeds, so that each candidate asks its own questions.
+    """
+
+    def __init__(self, dim: int, num_heads: int, num_seeds: int, *, max_candidates: int, max_length: int) -> None:
+        super().__init__()
+        # Unit variance: comparable to the normalised tokens that the condition is made of.
+        self.seeds = nn.Parameter(torch.randn(num_seeds, dim))
+        self.attention = TargetAttention(
+            dim, num_heads, num_seeds, max_candidates=max_candidates, max_length=max_length
+        )
+
+    def forward(self, condition: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        """condition [C, num_seeds, dim] (zeros: plain PMA), candidate_offsets [R + 1], values [N, dim], offsets [R + 1]
+        -> [C, num_seeds, dim]. The summary of an empty sequence is zeros."""
+        return self.attention(self.seeds + condition, candidate_offsets, values, offsets)
+
+    def flops(self, num_candidates: float, num_tokens: float, candidate_token_pairs: float) -> float:
+        """See `TargetAttention.flops`."""
+        return self.attention.flops(num_candidates, num_tokens, candidate_token_pairs)

@@ -1,0 +1,156 @@
+"""Which layers run their GEMMs on MXFP8 operands: chosen by name, once, and printed.
+
+Everything else follows the trainer's autocast. Parameters stay what they were (fp32 masters under their own names), so
+runs of either precision load each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.mxfp8 import linear
+
+BLOCK = 32
+"""Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
+
+HIGH_PRECISION = {"fp32": "fp32", "bf16": "bf16 autocast", "mxfp8": "bf16 autocast"}
+"""What a layer that is not quantised runs as, by the run's precision."""
+
+
+class Row(NamedTuple):
+    """One module of the table: `shape` of each of its parameters, `note` says why a matched module is not quantised."""
+
+    name: str
+    kind: str
+    shape: str
+    recipe: str
+    note: str = ""
+
+
+class FP32Linear(nn.Linear):
+    """Linear layer that computes in fp32 whatever autocast says and is never quantised: router gates, logit layers.
+
+    The dtype is fp32 or that of the weight, whichever is wider, so float64 models stay float64.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
+class Quantizable(nn.Module):
+    """A module whose GEMMs run as its `recipe` says (`kernels.mxfp8.RECIPES`); "none" is plain autocast."""
+
+    recipe: str = "none"
+
+
+class MXLinear(Quantizable, nn.Linear):
+    """Linear layer with a recipe. `apply_recipe` makes it out of an nn.Linear; the state dict is the same."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, recipe=self.recipe)
+
+
+def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Row]:
+    """Quantise the nn.Linear layers and MoE experts of `model` whose qualified names match one of `globs`, in place.
+
+    Call it once, before the model is wrapped (wrappers prefix names). `*` matches dots too. A glob may cover modules
+    that cannot be quantised, and the rows then say why they are not; a glob that is left with nothing is an error.
+
+    Args:
+        recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" needs at least one.
+    Returns:
+        One row for every module that holds parameters, in the model's order.
+    Raises:
+        ValueError: unknown recipe, globs that the recipe does not use or lacks, or a glob that quantises nothing.
+    """
+    if recipe not in HIGH_PRECISION:
+        raise ValueError(f"unknown precision {recipe!r}; choose one of {sorted(HIGH_PRECISION)}")
+    quantizing = recipe == "mxfp8"
+    if quantizing and not globs:
+        raise ValueError(
+            "precision mxfp8 with an empty quantize list is bf16; name layers, e.g. quantize=['*.experts']"
+        )
+    if globs and not quantizing:
+        raise ValueError(f"precision {recipe} quantises nothing, yet quantize={list(globs)}; use mxfp8 or quantize=[]")
+
+    holders = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    obstacles = {name: _obstacle(module) for name, module in holders.items()}
+    matched = {name for glob in globs for name in _matches(glob, obstacles)}
+    rows = []
+    for name, module in holders.items():
+        kind = type(module).__name__
+        shape = ", ".join("x".join(map(str, parameter.shape)) for parameter in module.parameters(recurse=False))
+        if name in matched and not obstacles[name]:
+            _quantize(module, recipe)
+            rows.append(Row(name, kind, shape, recipe))
+        else:
+            stays_fp32 = isinstance(module, FP32Linear | nn.Embedding | nn.EmbeddingBag)
+            runs_as = "fp32" if stays_fp32 else HIGH_PRECISION[recipe]
+            rows.append(Row(name, kind, shape, runs_as, obstacles[name] if name in matched else ""))
+    return rows
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text. Modules that differ only by a list index (`layers.0.x`, `layers.1.x`) share a line."""
+    counts = Counter(row._replace(name=re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)) for row in rows)
+    lines = [("module", "kind", "shape", "runs as", "count", "note")]
+    lines += [(row.name, row.kind, row.shape, row.recipe, str(count), row.note) for row, count in counts.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why a module cannot run on MXFP8 operands; empty if it can."""
+    if isinstance(module, FP32Linear):
+        return "router gates and logit layers stay in fp32"
+    if type(module) is not nn.Linear and not isinstance(module, Quantizable):
+        return "neither nn.Linear nor MoE experts"
+    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+    for width in (width for weight in weights for width in weight.shape[-2:]):
+        if width % BLOCK:
+            return f"width {width} is not a multiple of {BLOCK}"
+    return ""
+
+
+def _matches(glob: str, obstacles: dict[str, str]) -> list[str]:
+    names = [name for name in obstacles if fnmatchcase(name, glob)]
+    if all(obstacles[name] for name in names):
+        usable = [name for name, obstacle in obstacles.items() if not obstacle]
+        closest = difflib.get_close_matches(glob, usable, n=3, cutoff=0.0)
+        found = "; ".join(f"{name} ({obstacles[name]})" for name in names[:3]) or "no module with parameters"
+        raise ValueError(f"quantize glob {glob!r} quantises nothing: it matches {found}. Closest that could: {closest}")
+    return names
+
+
+def _quantize(module: nn.Module, recipe: str) -> None:
+    # Swapping the class keeps parameters, hooks and every reference to the layer, which a replacement would not.
+    if isinstance(module, nn.Linear):
+        module.__class__ = MXLinear
+    assert isinstance(module, Quantizable)
+    module.recipe = recipe
+
+
+@contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Within it, quantised layers multiply their operands as they are (under autocast: in its dtype)."""
+    layers = [module for module in model.modules() if isinstance(module, Quantizable)]
+    recipes = [layer.recipe for layer in layers]
+    for layer in layers:
+        layer.recipe = "none"
+    try:
+        yield
+    finally:
+        for layer, recipe in zip(layers, recipes, strict=True):
+            layer.recipe = recipe

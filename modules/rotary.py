@@ -1,0 +1,26 @@
+"""Rotary position embedding (RoPE, arXiv 2104.09864) for jagged sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BASE = 10_000.0
+"""InterFormer states no base; this is the original one."""
+
+
+def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [N, head_dim / 2] float32, of integer `positions` [N]. Position 0 is no rotation."""
+    pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angle = positions[:, None].float() * BASE ** (-pair / head_dim)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head of x [N, H, d] by its token's angles; feature i is paired with feature i + d/2.
+
+    Computed in at least float32 and returned in the dtype of x.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

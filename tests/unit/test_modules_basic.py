@@ -1,0 +1,121 @@
+"""Norm, rotation, MLP heads, broadcast and LCE against float64 oracles written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+
+from modules.broadcast import CandidateRows
+from modules.lce import LCE
+from modules.mlp import MLP, TaskHeads, linear_flops
+from modules.norms import rms_norm
+from modules.rotary import BASE, rotate, rotation
+
+
+def test_rms_norm_matches_its_formula_and_survives_zeros():
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    assert gradcheck(rms_norm, x)
+    zeros = torch.zeros(2, 8, requires_grad=True)
+    rms_norm(zeros).sum().backward()
+    assert (rms_norm(zeros) == 0).all()
+    assert zeros.grad.isfinite().all()
+
+
+def test_rms_norm_of_bf16_keeps_the_dtype_and_takes_statistics_in_fp32():
+    # A mean of 4096 squares has no correct digit when summed in bf16, whose running sum stalls at 256 times a term.
+    x = (torch.randn(2, 4096) * 300).bfloat16()
+    out = rms_norm(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, rms_norm(x.double()).bfloat16(), rtol=2**-8, atol=0)  # one rounding to bf16
+
+
+def test_rotation_is_multiplication_by_a_complex_phase():
+    positions, head_dim = torch.tensor([0, 1, 7, 150]), 6
+    x = torch.randn(4, 2, head_dim, dtype=torch.float64)
+    frequencies = BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    phase = torch.polar(torch.ones(4, 3, dtype=torch.float64), positions[:, None] * frequencies)
+    rotated = torch.complex(x[..., :3], x[..., 3:]) * phase[:, None]
+    expected = torch.cat([rotated.real, rotated.imag], dim=-1)
+    # Angles up to 150 are held in float32: 150 * 2^-24 = 9e-6.
+    torch.testing.assert_close(rotate(x, *rotation(positions, head_dim)), expected, rtol=0, atol=1e-4)
+    assert rotate(x.bfloat16(), *rotation(positions, head_dim)).dtype == torch.bfloat16
+
+
+def test_rotated_products_depend_on_the_difference_of_positions_only():
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+
+    def product(i: int, j: int) -> torch.Tensor:
+        return (rotate(q, *rotation(torch.tensor([i]), 8)) * rotate(k, *rotation(torch.tensor([j]), 8))).sum()
+
+    torch.testing.assert_close(product(3, 1), product(12, 10), rtol=0, atol=1e-5)  # float32 angles
+    assert (product(3, 1) - product(4, 1)).abs() > 1e-3
+
+
+def test_task_heads_are_separate_and_give_logits_in_the_weights_dtype():
+    heads = TaskHeads(6, [5, 4], num_tasks=3)
+    x = torch.randn(7, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = heads(x)
+    assert (logits.shape, logits.dtype) == ((7, 3), torch.float32)
+    heads(x)[:, 1].sum().backward()
+    touched = {name.split(".")[1] for name, p in heads.named_parameters() if p.grad is not None and p.grad.any()}
+    assert touched == {"1"}
+    assert TaskHeads(6, [], num_tasks=2)(x).shape == (7, 2)
+
+
+def test_linear_flops_counts_every_linear():
+    assert linear_flops(MLP(6, [5, 4], 3)) == 2 * (6 * 5 + 5 * 4 + 4 * 3)
+    assert linear_flops(nn.Linear(6, 5)) == 60
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0], [1], [0, 4]])
+def test_expand_repeats_rows_and_sums_their_gradients(counts):
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    rows = CandidateRows(owner, torch.nn.functional.pad(torch.tensor(counts).cumsum(0), (1, 0)))
+    x = torch.randn(len(counts), 2, 3, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rows.expand(x), x[owner])
+    weight = torch.randn(len(owner), 2, 3, dtype=torch.float64)
+    (actual,) = torch.autograd.grad((rows.expand(x) * weight).sum(), x)
+    (expected,) = torch.autograd.grad((x[owner] * weight).sum(), x)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_expand_sums_bf16_gradients_in_fp32():
+    num_candidates = 1000
+    rows = CandidateRows(torch.zeros(num_candidates, dtype=torch.int64), torch.tensor([0, num_candidates]))
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows.expand(x).sum().backward()
+    # A running bf16 sum of ones stops at 256; 1000 is a bf16 number.
+    assert x.grad.item() == num_candidates
+
+
+def test_identity_rows_give_each_candidate_its_own():
+    rows = CandidateRows.identity(3, torch.device("cpu"))
+    x = torch.randn(3, 2)
+    assert torch.equal(rows.expand(x), x)
+    assert rows.offsets.tolist() == [0, 1, 2, 3]
+
+
+def test_lce_with_request_tokens_equals_one_map_over_all_tokens():
+    lce = LCE(num_candidate=3, num_out=4, num_request=2).double()
+    rows = CandidateRows(torch.tensor([0, 0, 2]), torch.tensor([0, 2, 2, 3]))
+    candidate = torch.randn(3, 3, 5, dtype=torch.float64, requires_grad=True)
+    request = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    inputs = (candidate, request, lce.candidate.weight, lce.request.weight)
+    weight = torch.cat([lce.request.weight, lce.candidate.weight], dim=1)
+    expected = torch.einsum("mk,ckd->cmd", weight, torch.cat([request[rows.owner], candidate], dim=1))
+    actual = lce(candidate, request, rows)
+    torch.testing.assert_close(actual, expected)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_lce_of_candidate_tokens_alone():
+    lce = LCE(3, 2).double()
+    tokens = torch.randn(4, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(lce(tokens), torch.einsum("mk,ckd->cmd", lce.candidate.weight, tokens))
+    assert lce(tokens[:0]).shape == (0, 2, 5)

@@ -1,0 +1,199 @@
+"""The arches of InterFormer against loops, and the points where implementations of it go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from modules.broadcast import CandidateRows
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from modules.models.arches import Gating, PersonalizedFFN, SequenceArch, SequenceSummary, Summary
+from modules.models.interformer import InterFormer, _positions, _prepend
+from modules.norms import rms_norm
+from modules.rotary import rotation
+from tests.unit.factories import random_batch, random_spec
+from train.config import InterFormerConfig
+
+DIM = 8
+
+
+def offsets_of(lengths: list[int]) -> torch.Tensor:
+    return pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def fields(**changes):
+    fields = dataclasses.asdict(InterFormerConfig(dim=DIM, interaction_hidden=[8], head_hidden=[8], dcn_rank=4))
+    del fields["name"]
+    return fields | changes
+
+
+def interformer(spec, **changes) -> InterFormer:
+    torch.manual_seed(0)
+    return build("interformer", spec, **fields(**changes))
+
+
+@pytest.mark.parametrize("gate", ["identity", "sigmoid", "tanh"])
+def test_gate_is_outside_of_the_product(gate):
+    gating = Gating(DIM, gate).double()
+    z = torch.randn(4, 3, DIM, dtype=torch.float64)
+    product = z * gating.output(gating.hidden(rms_norm(z)))
+    function = {"identity": lambda x: x, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[gate]
+    torch.testing.assert_close(gating(z), function(product))
+    # What a missing recent token becomes.
+    assert (gating(torch.zeros(1, DIM, dtype=torch.float64)) == (0.5 if gate == "sigmoid" else 0)).all()
+
+
+def test_gating_starts_by_letting_tokens_pass():
+    torch.manual_seed(0)
+    z = torch.randn(100, 32)
+    assert torch.nn.functional.cosine_similarity(Gating(32, "identity")(z), z).min() > 0.8
+
+
+def test_pffn_is_a_matrix_of_each_row_made_from_its_summary():
+    pffn = PersonalizedFFN(3, DIM, max_length=4).double()
+    lengths = [2, 0, 4]
+    summary = torch.randn(3, 3, DIM, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
+    matrices = torch.einsum("bnd,en->bde", summary, pffn.output.weight)
+    row = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    expected = torch.einsum("td,tde->te", values, matrices[row])
+    actual = pffn(summary, values, offsets_of(lengths))
+    torch.testing.assert_close(actual, expected)
+    inputs = (summary, values, pffn.output.weight)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_pffn_branch_starts_near_the_identity():
+    torch.manual_seed(0)
+    pffn, values = PersonalizedFFN(4, 64, max_length=50), rms_norm(torch.randn(50, 64))
+    out = pffn(rms_norm(torch.randn(1, 4, 64)), values, offsets_of([50]))
+    assert 0.02 < out.norm() / values.norm() < 0.3
+
+
+def test_sequence_summary_is_cls_then_pma_then_recent_events_without_cls():
+    torch.manual_seed(0)
+    num_cls, num_recent = 2, 3
+    cross = SequenceSummary(
+        4,
+        0,
+        DIM,
+        num_heads=2,
+        num_cls=num_cls,
+        num_pma=1,
+        num_recent=num_recent,
+        gate="identity",
+        max_candidates=2,
+        max_length=7,
+    ).double()
+    lengths = [5, 0, 1]
+    offsets = offsets_of([n + num_cls for n in lengths])
+    values = torch.randn(int(offsets[-1]), DIM, dtype=torch.float64)
+    rows = CandidateRows(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3, 4]))
+    x = torch.randn(4, 4, DIM, dtype=torch.float64)
+    summary = cross(x, None, values, offsets, rows)
+
+    pooled = cross.pma(cross.condition(rms_norm(x)), rows.offsets, rms_norm(values), offsets)
+    expected = []
+    for candidate, row in enumerate(rows.owner.tolist()):
+        tokens = values[offsets[row] : offsets[row + 1]]
+        cls, events = tokens[:num_cls], tokens[num_cls:]
+        recent = torch.zeros(num_recent, DIM, dtype=torch.float64)
+        if len(events):
+            kept = events[-num_recent:]
+            recent[num_recent - len(kept) :] = kept  # right-aligned: the newest event has a slot of its own
+        expected.append(cross.gating(torch.cat([cls, pooled[candidate], recent])))
+    torch.testing.assert_close(summary, torch.stack(expected))
+    assert summary.shape[1] == num_cls + 1 + num_recent
+
+
+def test_first_layer_condition_splits_into_request_and_candidate():
+    cross = SequenceSummary(
+        3,
+        2,
+        DIM,
+        num_heads=2,
+        num_cls=1,
+        num_pma=2,
+        num_recent=1,
+        gate="identity",
+        max_candidates=2,
+        max_length=3,
+    ).double()
+    rows = CandidateRows(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 3]))
+    request, candidate = torch.randn(2, 2, DIM).double(), torch.randn(3, 3, DIM).double()
+    values, offsets = torch.randn(4, DIM).double(), offsets_of([3, 1])
+    each = CandidateRows.identity(3, candidate.device)
+    expanded = cross(candidate, request[rows.owner], values[[0, 1, 2, 0, 1, 2, 3]], offsets_of([3, 3, 1]), each)
+    torch.testing.assert_close(cross(candidate, request, values, offsets, rows), expanded)
+
+
+def test_summary_mixes_tokens_then_gates():
+    summary = Summary(3, 2, DIM, "identity").double()
+    tokens = torch.randn(4, 3, DIM, dtype=torch.float64)
+    torch.testing.assert_close(summary(tokens), summary.gating(summary.lce(tokens)))
+
+
+def test_cls_tokens_come_first_and_have_no_position():
+    summary, values = torch.arange(6.0).view(3, 2, 1), torch.arange(10.0, 14.0).view(4, 1)
+    values, offsets = _prepend(summary, values, offsets_of([3, 0, 1]))
+    assert values.flatten().tolist() == [0, 1, 10, 11, 12, 2, 3, 4, 5, 13]
+    assert offsets.tolist() == [0, 5, 7, 10]
+    assert _positions(offsets, 2, 10).tolist() == [0, 0, 3, 2, 1, 0, 0, 0, 0, 1]
+
+
+def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals():
+    arch = SequenceArch(
+        2, DIM, num_heads=2, max_length=4, feed_forward="dense", feed_forward_dim=16, moe={}, dropout=0.0
+    ).double()
+    summary, values = torch.randn(2, 2, DIM).double(), torch.randn(6, DIM).double()
+    offsets = offsets_of([4, 2])
+    angles = rotation(torch.arange(6), DIM // 2)
+    s = values + arch.pffn(summary, rms_norm(values), offsets)
+    s = s + arch.attention(rms_norm(s), offsets, angles)
+    s = s + arch.feed_forward(rms_norm(s))
+    torch.testing.assert_close(arch(summary, values, offsets, angles), s)
+
+
+@pytest.mark.parametrize(("context", "expected_rows"), [("request", 2), ("candidate", 5)])
+def test_request_context_keeps_the_sequence_at_request_rows(context, expected_rows):
+    spec = random_spec()
+    model = interformer(spec, sequence_context=context)
+    batch = random_batch(spec, (4, 1), (5, 5))
+    seen = []
+    for layer in model.layers:
+        layer.sequence.register_forward_hook(lambda module, args, out: seen.append((args[0].shape[0], out.shape[0])))
+    model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)
+    assert seen == [(expected_rows, expected_rows * (2 * 5 + 4))] * 2
+
+
+def test_number_of_summary_tokens_is_the_papers():
+    model = interformer(random_spec())
+    assert model.heads.trunks[0][0].in_features == (4 + 4 + 2 + 2) * DIM
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": "relu"}, "gate must be one of identity, sigmoid, tanh, got 'relu'"),
+        ({"feed_forward": "big"}, "feed_forward must be one of none, dense, moe"),
+        ({"sequence_context": "user"}, "sequence_context must be one of request, candidate"),
+        ({"num_pma": 0}, "num_pma must be at least 1, got 0"),
+        ({"num_heads": 3}, r"dim=8 must be a multiple of 2 \* num_heads=6"),
+    ],
+)
+def test_wrong_fields_are_errors_that_name_the_key(changes, message):
+    with pytest.raises(ValueError, match=message):
+        interformer(random_spec(), **changes)
+
+
+def test_more_candidates_than_the_spec_allows_is_an_error():
+    spec = random_spec()
+    model, batch = interformer(spec), random_batch(spec, (5,), (2,))
+    with pytest.raises(ValueError, match="more than max_q=8"):
+        model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)

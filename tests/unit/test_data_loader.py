@@ -1,0 +1,148 @@
+"""The loader: a fixed order shared out over ranks, whatever the workers, and resumed where it stopped."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.test_batch import assert_same
+from train.config import MovieLensConfig, SyntheticConfig
+from train.data import build_source
+from train.data.loader import build_loader
+
+
+@pytest.fixture(scope="module")
+def movielens(tmp_path_factory):
+    return build_source(MovieLensConfig(cache_dir=str(tmp_path_factory.mktemp("cache"))))
+
+
+@pytest.fixture(scope="module")
+def synthetic():
+    return build_source(SyntheticConfig(num_requests=1000, candidates=2))
+
+
+def load(source, split="valid", **changes) -> list:
+    settings = {
+        "batch_size": 64,
+        "seed": 0,
+        "rank": 0,
+        "world_size": 1,
+        "shuffle": True,
+        "num_workers": 0,
+        "prefetch": 2,
+    }
+    loader = build_loader(source, split, **(settings | changes))
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    return batches
+
+
+def rows(batches) -> list[int]:
+    return [row for batch in batches for row in batch.row.tolist()]
+
+
+def test_every_request_comes_once_in_a_new_order_each_epoch(movielens):
+    everything = sorted(movielens.batch("valid", np.arange(movielens.num_requests("valid"))).row.tolist())
+    first, second = rows(load(movielens)), rows(load(movielens, epoch=1))
+    assert sorted(first) == sorted(second) == everything
+    assert first != second
+    assert first == rows(load(movielens))
+    assert first != rows(load(movielens, seed=1))
+    in_order = load(movielens, shuffle=False)
+    assert (torch.cat([batch.request_time for batch in in_order]).diff() >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["movielens", "synthetic"])
+def test_workers_change_nothing(name, request):
+    source = request.getfixturevalue(name)
+    reference = load(source)
+    for workers in (1, 2):
+        batches = load(source, num_workers=workers)
+        assert len(batches) == len(reference)
+        for mine, theirs in zip(batches, reference, strict=True):
+            assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_each_global_batch(movielens, world_size):
+    alone = load(movielens, batch_size=60)
+    ranks = [
+        load(movielens, batch_size=60 // world_size, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    for step, whole in enumerate(alone):
+        shares = [batches[step] for batches in ranks]
+        assert rows(shares) == rows([whole])
+        sizes = [batch.num_requests for batch in shares]
+        assert sum(sizes) == whole.num_requests
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_rank_without_rows_takes_the_step_with_an_empty_request(synthetic):
+    ranks = [load(synthetic, "valid", batch_size=33, rank=rank, world_size=3) for rank in range(3)]
+    assert [len(batches) for batches in ranks] == [2, 2, 2]
+    last = [batches[1] for batches in ranks]
+    assert sorted((batch.num_requests, batch.num_candidates) for batch in last) == [(1, 0), (1, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 50), (2, 32), (3, 16)])
+def test_resuming_goes_on_with_the_requests_that_are_left(movielens, world_size, batch_size):
+    whole = rows(load(movielens, batch_size=50))
+    consumed = 7 * 50
+    before = rows(load(movielens, batch_size=50)[:7])
+    ranks = [
+        load(movielens, batch_size=batch_size, start=consumed, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    after = [row for step in zip(*ranks, strict=True) for row in rows(step)]
+    assert before + after == whole
+    assert load(movielens, start=movielens.num_requests("valid")) == []
+
+
+def test_resumed_batches_are_the_same_batches(movielens):
+    whole = load(movielens, num_workers=1)
+    for mine, theirs in zip(load(movielens, start=5 * 64, num_workers=2), whole[5:], strict=True):
+        assert_same(mine, theirs)
+
+
+def test_global_random_state_is_left_alone(movielens):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    load(movielens, num_workers=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_stream_that_is_shuffled_already_needs_no_permutation(synthetic):
+    assert rows(load(synthetic, "train")) == list(range(2000))
+    huge = build_source(replace(synthetic.cfg, num_requests=10**12))
+    loader = build_loader(
+        huge,
+        "train",
+        batch_size=4,
+        seed=0,
+        rank=1,
+        world_size=2,
+        start=8 * 10**9,
+        shuffle=True,
+        num_workers=0,
+        prefetch=2,
+    )
+    assert len(loader) == (10**12 - 8 * 10**9) // 8
+    assert next(iter(loader)).row[0] == 2 * (8 * 10**9 + 4)
+
+
+def test_an_error_in_a_worker_arrives_with_its_message(movielens):
+    broken = pickle.loads(pickle.dumps(movielens))
+    broken._arrays["candidate_ids"] = np.full_like(broken._arrays["candidate_ids"], 10**6)
+    with pytest.raises(ValueError, match="id 1000000 of feature 'movie' at source row"):
+        load(broken, num_workers=1)
+
+
+def test_sources_travel_to_workers_without_their_data(movielens):
+    assert len(pickle.dumps(movielens)) < 1000
+    copy = pickle.loads(pickle.dumps(movielens))
+    assert_same(copy.batch("test", np.arange(20)), movielens.batch("test", np.arange(20)))

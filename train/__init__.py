@@ -1,0 +1,1 @@
+"""The training job: configuration, data, the loop, checkpoints, tracking and the precision comparison."""

@@ -1,0 +1,358 @@
+"""The configuration's schema. Hydra composes YAML into it, `validate` checks across fields, the rest sees plain data.
+
+Every field is documented beside it. A misspelt key anywhere is an error because these classes are the schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+
+@dataclass
+class MoEConfig:
+    """Routed mixture of SwiGLU experts, a drop-in feed-forward."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 128  # hidden width of one expert
+    score: str = "softmax"  # softmax | sigmoid
+    normalize_weights: bool = True  # divide the top-k mixing weights by their sum
+    num_shared_experts: int = 0  # experts that every token passes through
+    bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
+    aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    dim: int = 32  # width of every token and of every embedding row
+    dropout: float = 0.0
+
+
+@dataclass
+class InterFormerConfig(ModelConfig):
+    name: str = "interformer"
+    num_layers: int = 2
+    num_heads: int = 2
+    num_cls: int = 4  # summary tokens of the non-sequence side; prepended to the sequence as CLS
+    num_pma: int = 2
+    num_recent: int = 2
+    dhen_layers: int = 1
+    dcn_rank: int = 32
+    interaction_hidden: list[int] = field(default_factory=lambda: [128])  # the MLP that restores n x d tokens
+    gate: str = "identity"  # identity | sigmoid | tanh: the outer function of Gating(Z) = gate(Z * MLP(Z))
+    feed_forward: str = "none"  # none | dense | moe: feed-forward after the sequence attention
+    feed_forward_dim: int = 128
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    sequence_context: str = "request"  # request: sequence stays at R rows; candidate: the paper's form, C rows
+    head_hidden: list[int] = field(default_factory=lambda: [128, 64])
+
+
+@dataclass
+class DINConfig(ModelConfig):
+    name: str = "din"
+    attention_hidden: list[int] = field(default_factory=lambda: [64])
+    hidden: list[int] = field(default_factory=lambda: [128, 64])
+
+
+@dataclass
+class DCNv2Config(ModelConfig):
+    name: str = "dcnv2"
+    num_cross_layers: int = 3
+    rank: int = 32
+    hidden: list[int] = field(default_factory=lambda: [128, 64])
+
+
+@dataclass
+class DLRMConfig(ModelConfig):
+    name: str = "dlrm"
+    bottom_hidden: list[int] = field(default_factory=lambda: [64])
+    top_hidden: list[int] = field(default_factory=lambda: [128, 64])
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+    batch_size: int = 256  # requests a rank and step
+    num_workers: int = 1  # loader processes a rank; 0 loads in the training process
+    prefetch: int = 4  # batches that each worker prepares ahead
+    cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
+    max_history: int = 50  # newest events kept of each event type
+    split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
+    request_window: int = 60  # seconds: candidates of a user that start within it form one request
+    max_candidates: int = 8  # of one request
+    id_map: str = "vocabulary"  # vocabulary: saved, built on the training split; hash: into hash_rows rows
+    hash_rows: int = 100_000
+    min_count: int = 1  # ids seen fewer times in training map to the unknown row
+    bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
+
+
+@dataclass
+class MovieLensConfig(DataConfig):
+    name: str = "movielens"
+    path: str = "builtin"  # builtin: the bundled ml-latest-small; else a folder in an official MovieLens layout
+
+
+@dataclass
+class JoinConfig:
+    """A side table with one row for each value of its key: columns that the rows lack come from it."""
+
+    files: list[str] = MISSING
+    column: str = MISSING  # column of the rows that refers to it
+    key: str | None = None  # its key column; default: the same name
+
+
+@dataclass
+class HistoryConfig:
+    """One event type. Its events are the user's earlier rows, or rows of a log, or lists that stand in each row."""
+
+    fields: list[str] = MISSING  # columns of ids, position-aligned; list columns when `lists`
+    where: dict[str, Any] = field(default_factory=dict)  # only rows that have this value, or one of these, in a column
+    files: list[str] = field(default_factory=list)  # a log of events; absent: the labelled rows themselves
+    user: str | None = None  # user and time column of that log; default: the same names
+    time: str | None = None
+    lists: bool = False  # read list columns of the row, oldest event first
+    times: str | None = None  # with lists: list column of the events' times; absent: only their order is known
+
+
+@dataclass
+class EventsConfig(DataConfig):
+    name: str = "events"
+    root: str = "."  # folder that relative file names start from
+    files: list[str] = MISSING  # parquet or CSV files, folders, globs
+    valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
+    test_files: list[str] = field(default_factory=list)
+    csv_separator: str = ","
+    column_names: list[str] = field(default_factory=list)  # of CSV files without a header line
+    joins: list[JoinConfig] = field(default_factory=list)
+    labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or a comparison: "rating >= 4"
+    user: str | None = None  # column of the user id; absent: every row is a user of its own
+    time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request
+    time_format: str = "s"  # s | ms since 1970 | a strptime pattern, e.g. "%y%m%d%H"; timestamps are read as such
+    request: str | None = None  # column of the request id; absent: rows of a user within request_window
+    request_categorical: list[str] = field(default_factory=list)
+    request_list: list[str] = field(default_factory=list)
+    request_numeric: list[str] = field(default_factory=list)
+    candidate_categorical: list[str] = field(default_factory=list)
+    candidate_list: list[str] = field(default_factory=list)
+    candidate_numeric: list[str] = field(default_factory=list)
+    log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
+    list_separator: str = "|"  # of list columns that arrive as text
+    tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
+    histories: dict[str, HistoryConfig] = field(default_factory=dict)  # event type -> where its events come from
+
+
+@dataclass
+class SyntheticConfig(DataConfig):
+    name: str = "synthetic"
+    seed: int = 0  # another seed is another population, not another order
+    num_requests: int = 1_000_000  # of the training split; valid and test hold a tenth each
+    num_users: int = 100_000
+    num_items: int = 100_000
+    num_categories: int = 100  # of items; memory of a batch holds requests x categories counts
+    event_types: list[str] = field(default_factory=lambda: ["click", "view"])
+    mean_history: float = 20.0  # of the log-normal lengths, before truncation at max_history
+    history_sigma: float = 1.0
+    candidates: int = 1  # per request; a mean when candidate_jitter is true
+    candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
+    num_request_features: int = 4  # categorical: the user, then contexts
+    num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
+    num_dense: int = 8  # numeric features of requests, and as many of candidates
+    zipf: float = 1.05  # exponent of the id popularity
+    tasks: list[str] = field(default_factory=lambda: ["click", "like"])
+
+
+@dataclass
+class PrecisionConfig:
+    name: str = MISSING  # fp32 | bf16 | mxfp8
+    quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-3  # dense AdamW
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.01
+    sparse: str = "rowwise_adagrad"  # rowwise_adagrad | adam | sgd, fused into the backward of the tables
+    sparse_lr: float = 0.02
+    warmup_steps: int = 20
+    min_lr: float = 0.1  # of the cosine, as a fraction of lr
+    clip_norm: float = 10.0  # of the dense gradient; 0 turns it off
+    accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
+
+
+@dataclass
+class ParallelConfig:
+    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])
+    hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
+    host_gib: float = 64.0
+    reserve: float = 0.15  # fraction of it left to the dense part and activations
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0: only at the end of an epoch
+    keep: int = 2  # newest ones kept; the best on validation is kept besides
+    load: str | None = None  # start from this checkpoint's weights (a new run, not a resumption)
+    async_save: bool = True
+
+
+@dataclass
+class TrackingConfig:
+    wandb: str = "auto"  # auto: online with a key, else offline | online | offline | disabled
+    project: str = "gemsmith"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: list[str] = field(default_factory=list)
+    tensorboard: bool = True
+    progress: str = "auto"  # bar on rank 0: auto (when stderr is a terminal) | always | never
+
+
+@dataclass
+class RuntimeConfig:
+    run_dir: str = ""  # named once by the launcher (RUN_DIR), else by rank 0; starting again with it resumes
+    device: str = "auto"  # auto | cpu | cuda
+    seed: int = 0
+    epochs: int = 1
+    steps: int = 0  # stop after this many steps; 0: the epochs decide
+    eval_every: int = 0  # steps between validations; 0: at the end of each epoch
+    eval_steps: int = 0  # batches of a validation; 0: all
+    early_stop: int = 0  # validations without a better NE before training stops; 0 never
+    log_every: int = 20
+    bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
+    kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
+    compile: bool = False  # torch.compile the dense part
+    deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
+    threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
+    profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never
+
+
+@dataclass
+class Config:
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    precision: PrecisionConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    tracking: TrackingConfig = MISSING
+    runtime: RuntimeConfig = MISSING
+
+
+MODELS = (InterFormerConfig, DINConfig, DCNv2Config, DLRMConfig)
+SOURCES = (MovieLensConfig, EventsConfig, SyntheticConfig)
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra; YAML files name theirs as `<group>/<name>_schema` in their defaults list."""
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for model in MODELS:
+        store.store(group="model", name=f"{model.name}_schema", node=model)
+    for source in SOURCES:
+        store.store(group="data", name=f"{source.name}_schema", node=source)
+    for group, node in {
+        "precision": PrecisionConfig,
+        "optimizer": OptimizerConfig,
+        "parallel": ParallelConfig,
+        "checkpoint": CheckpointConfig,
+        "tracking": TrackingConfig,
+        "runtime": RuntimeConfig,
+    }.items():
+        store.store(group=group, name=f"{group}_schema", node=node)
+
+
+CHOICES = {
+    "model.gate": ("identity", "sigmoid", "tanh"),
+    "model.feed_forward": ("none", "dense", "moe"),
+    "model.sequence_context": ("request", "candidate"),
+    "model.moe.score": ("softmax", "sigmoid"),
+    "data.id_map": ("vocabulary", "hash"),
+    "data.bad_rows": ("raise", "skip"),
+    "precision.name": ("fp32", "bf16", "mxfp8"),
+    "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
+    "tracking.wandb": ("auto", "online", "offline", "disabled"),
+    "runtime.device": ("auto", "cpu", "cuda"),
+    "runtime.bad_batch": ("skip", "stop"),
+}
+AT_LEAST_ONE = (
+    "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.dhen_layers", "model.moe.num_experts",
+    "data.batch_size", "data.max_history", "data.max_candidates", "optimizer.accumulate", "checkpoint.keep",
+    "runtime.epochs", "runtime.log_every",
+)  # fmt: skip
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The composed configuration as plain dataclasses, validated."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
+    """A configuration read back from a checkpoint, with `key=value` overrides of existing keys."""
+    nodes = {node.name: node for node in (*MODELS, *SOURCES)}
+    schema = OmegaConf.structured(Config)
+    for group in ("model", "data"):
+        schema[group] = OmegaConf.structured(nodes[saved[group]["name"]])
+    composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
+    assert isinstance(composed, DictConfig)
+    return to_config(composed)
+
+
+def validate(config: Config) -> None:
+    """Rules across fields. Raises ValueError naming the key and a value that works."""
+    for key, allowed in CHOICES.items():
+        value = _get(config, key)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{key}={value} is not known; choose one of {', '.join(allowed)}")
+    for key in AT_LEAST_ONE:
+        value = _get(config, key)
+        if value is not None and value < 1:
+            raise ValueError(f"{key}={value} must be at least 1, e.g. {key}=1")
+    model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
+    if isinstance(model, InterFormerConfig):
+        if model.dim % (2 * model.num_heads):
+            pairs = 2 * model.num_heads
+            raise ValueError(
+                f"model.dim={model.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
+                f"pairs), e.g. model.dim={pairs * max(1, model.dim // pairs)}"
+            )
+        if model.feed_forward == "moe" and not 1 <= model.moe.top_k <= model.moe.num_experts:
+            raise ValueError(
+                f"model.moe.top_k={model.moe.top_k} must lie in 1..model.moe.num_experts={model.moe.num_experts}"
+            )
+    if precision.name == "mxfp8" and not precision.quantize:
+        raise ValueError(
+            'precision=mxfp8 quantises nothing: precision.quantize is empty; e.g. precision.quantize=["arch.*"]'
+        )
+    if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
+        raise ValueError(
+            f"data.split={data.split} must be three fractions that sum to 1, e.g. data.split=[0.8,0.1,0.1]"
+        )
+    if not 0 <= model.dropout < 1:
+        raise ValueError(f"model.dropout={model.dropout} must lie in [0, 1), e.g. model.dropout=0.1")
+    if len(optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
+    if not 0 <= optimizer.min_lr <= 1:
+        raise ValueError(
+            f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr; choose one in 0..1, e.g. 0.1"
+        )
+    if not 0 <= config.parallel.reserve < 1:
+        raise ValueError(f"parallel.reserve={config.parallel.reserve} must lie in [0, 1), e.g. parallel.reserve=0.15")
+
+
+def _get(config: object, key: str) -> Any:
+    """Value at a dotted key, or None where this kind of model or data has no such key."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config

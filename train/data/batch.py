@@ -1,0 +1,162 @@
+"""Packs numpy columns into a `RequestBatch`. No Python loop over rows or requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+
+
+@dataclass
+class Ids:
+    """Ids of one feature: `lengths[i]` of them for row i, or exactly one a row when `lengths` is None."""
+
+    values: np.ndarray
+    lengths: np.ndarray | None = None
+
+
+@dataclass
+class Events:
+    """The events of one type, request after request, oldest first."""
+
+    fields: list[np.ndarray]  # one [sum T] array of ids for each field of the event type
+    times: np.ndarray  # [sum T] int64 seconds
+    lengths: np.ndarray  # [R]
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum lengths] int64: starts[0], starts[0] + 1, ... (lengths[0] of them), then those of starts[1], and so on."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    shift = np.repeat(np.asarray(starts, np.int64) - (ends - lengths), lengths)
+    return shift + np.arange(shift.size)
+
+
+def pack(
+    spec: FeatureSpec,
+    *,
+    request: Sequence[Ids],
+    candidate: Sequence[Ids],
+    request_dense: np.ndarray,
+    candidate_dense: np.ndarray,
+    histories: Sequence[Events],
+    request_time: np.ndarray,
+    candidate_counts: np.ndarray,
+    labels: np.ndarray,
+    group: np.ndarray,
+    row: np.ndarray,
+) -> RequestBatch:
+    """Columns in the order of `spec`'s features, candidates of a request contiguous; every weight is 1.
+
+    Raises ValueError when an id is negative or not below the rows of its table: embedding kernels do not check.
+    """
+    num_requests, num_candidates = len(request_time), len(row)
+
+    def nth_candidate(index: int) -> str:
+        return f"source row {row[index]}"
+
+    def nth_request(index: int) -> str:
+        return f"request {index} of the batch"
+
+    for features, columns, name_row in (
+        (spec.request, request, nth_request),
+        (spec.candidate, candidate, nth_candidate),
+    ):
+        for feature, ids in zip(features, columns, strict=True):
+            _check_ids(feature.name, feature, spec, ids.values, ids.lengths, name_row)
+    for event, events in zip(spec.histories, histories, strict=True):
+        for field, values in zip(event.fields, events.fields, strict=True):
+            _check_ids(event.key(field), field, spec, values, events.lengths, nth_request)
+    return RequestBatch(
+        request_sparse=_keyed([f.name for f in spec.request], request, num_requests),
+        candidate_sparse=_keyed([f.name for f in spec.candidate], candidate, num_candidates),
+        request_dense=_tensor(request_dense, torch.float32),
+        candidate_dense=_tensor(candidate_dense, torch.float32),
+        histories=_keyed(
+            [key for event in spec.histories for key in event.keys],
+            [Ids(values, events.lengths) for events in histories for values in events.fields],
+            num_requests,
+        ),
+        history_times=_keyed(
+            [event.name for event in spec.histories],
+            [Ids(events.times, events.lengths) for events in histories],
+            num_requests,
+        ),
+        request_time=_tensor(request_time, torch.int64),
+        candidate_offsets=torch.nn.functional.pad(_tensor(candidate_counts, torch.int64).cumsum(0), (1, 0)),
+        labels=_tensor(labels, torch.float32),
+        weights=torch.ones(num_candidates, len(spec.tasks)),
+        group=_tensor(group, torch.int64),
+        row=_tensor(row, torch.int64),
+    )
+
+
+def empty_batch(spec: FeatureSpec) -> RequestBatch:
+    """One request of unknown ids with no history and no candidate: the step of a rank that has no rows left."""
+
+    def unknown(features: Sequence[SparseFeature], rows: int) -> list[Ids]:
+        one = np.full(rows, UNKNOWN_ID)
+        return [Ids(one[:0], np.zeros(rows)) if feature.is_list else Ids(one) for feature in features]
+
+    def no_events(event: EventType) -> Events:
+        return Events([np.zeros(0)] * len(event.fields), np.zeros(0), np.zeros(1))
+
+    none = np.zeros(0)
+    return pack(
+        spec,
+        request=unknown(spec.request, 1),
+        candidate=unknown(spec.candidate, 0),
+        request_dense=np.zeros((1, len(spec.request_dense))),
+        candidate_dense=np.zeros((0, len(spec.candidate_dense))),
+        histories=[no_events(event) for event in spec.histories],
+        request_time=np.zeros(1),
+        candidate_counts=np.zeros(1),
+        labels=np.zeros((0, len(spec.tasks))),
+        group=none,
+        row=none,
+    )
+
+
+def _check_ids(
+    name: str,
+    feature: SparseFeature,
+    spec: FeatureSpec,
+    values: np.ndarray,
+    lengths: np.ndarray | None,
+    name_row: Callable[[int], str],
+) -> None:
+    rows = spec.tables[feature.table]
+    if values.size == 0 or (values.min() >= 0 and values.max() < rows):
+        return
+    position = int(np.flatnonzero((values < 0) | (values >= rows))[0])
+    owner = position if lengths is None else int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+    raise ValueError(
+        f"id {values[position]} of feature {name!r} at {name_row(owner)} is outside table {feature.table!r}: "
+        f"expected 0 to {rows - 1}"
+    )
+
+
+def _keyed(keys: list[str], columns: Sequence[Ids], stride: int) -> KeyedJaggedTensor:
+    lengths = [np.ones(stride) if column.lengths is None else column.lengths for column in columns]
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=_concatenate([column.values for column in columns], torch.int64),
+        lengths=_concatenate(lengths, torch.int32),
+        stride=stride,
+    )
+
+
+def _concatenate(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+    result = torch.empty(sum(part.size for part in parts), dtype=dtype)
+    if parts:
+        np.concatenate(parts, out=result.numpy(), casting="unsafe")
+    return result
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)

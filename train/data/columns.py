@@ -1,0 +1,185 @@
+"""Arrow columns as numpy: ids as codes into distinct texts, lists, numbers and times; what cannot be read is masked.
+
+Ids are compared as text, so 12 in a parquet file, "12" in a CSV file and 12.0 in a column that pandas made float are
+one id. Null and empty text are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from train.data.batch import ranges
+
+NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+
+
+@dataclass
+class Coded:
+    """One id a row: `values[codes[i]]`, or missing where the code is -1."""
+
+    codes: np.ndarray  # [N] int32
+    values: pa.StringArray
+
+    def take(self, rows: np.ndarray) -> Coded:
+        """The given rows; row -1 is missing."""
+        return Coded(np.append(self.codes, np.int32(-1))[rows], self.values)
+
+    def recode(self, values: pa.StringArray) -> np.ndarray:
+        """[N] int32 position of each row's id in `values`, -1 where it is missing or not among them."""
+        position = pc.index_in(self.values, value_set=values, skip_nulls=True).fill_null(-1).to_numpy()
+        return np.append(position, -1).astype(np.int32)[self.codes]
+
+    def isin(self, accepted: Sequence[object]) -> np.ndarray:
+        """[N] bool: rows whose id is one of `accepted`, compared as text; None accepts missing ones."""
+        wanted = pa.array([_canonical(pa.array([value]))[0].as_py() for value in accepted], pa.string())
+        known = pc.is_in(self.values, value_set=wanted).to_numpy(zero_copy_only=False)
+        return np.append(known, None in accepted)[self.codes]
+
+
+@dataclass
+class CodedLists:
+    """A list of ids a row: codes `codes[offsets[i]:offsets[i + 1]]`."""
+
+    codes: np.ndarray
+    offsets: np.ndarray  # [N + 1] int64
+    values: pa.StringArray
+
+    def take(self, rows: np.ndarray) -> CodedLists:
+        """The given rows; row -1 is an empty list."""
+        lengths = np.append(np.diff(self.offsets), 0)[rows]
+        starts = self.offsets[rows]
+        offsets = np.append(0, np.cumsum(lengths))
+        return CodedLists(self.codes[ranges(starts, lengths)], offsets, self.values)
+
+
+def coded_integers(numbers: np.ndarray) -> Coded:
+    """Integers as ids."""
+    distinct, codes = np.unique(numbers, return_inverse=True)
+    return Coded(codes.astype(np.int32), pa.array(distinct).cast(pa.string()))
+
+
+def relabel(codes: np.ndarray, texts: pa.StringArray) -> Coded:
+    """The ids `texts[codes]`, of which texts may be equal or null; code -1 is missing."""
+    distinct = pc.unique(texts.drop_null())
+    return Coded(Coded(codes, texts).recode(distinct), distinct)
+
+
+def read_ids(column: pa.ChunkedArray) -> Coded:
+    """A categorical column of any scalar type."""
+    codes, values = _dictionary(column)
+    return relabel(codes, _canonical(values))
+
+
+def read_lists(column: pa.ChunkedArray, separator: str) -> CodedLists:
+    """A list column, or text whose items are joined by `separator`. Null and empty text are empty lists."""
+    items, offsets, rows = _lists(column, separator)
+    ids = read_ids(pa.chunked_array([items]))
+    lists = CodedLists(ids.codes, offsets, ids.values)
+    return lists if rows is None else lists.take(rows)
+
+
+def read_time_lists(
+    column: pa.ChunkedArray, separator: str, time_format: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(times of all rows one after another, bad, offsets [N + 1]) of a list column of times, as `read_milliseconds`."""
+    items, offsets, rows = _lists(column, separator)
+    times, bad = read_milliseconds(pa.chunked_array([items]), time_format)
+    if rows is None:
+        return times, bad, offsets
+    lengths = np.append(np.diff(offsets), 0)[rows]
+    picked = ranges(offsets[rows], lengths)
+    return times[picked], bad[picked], np.append(0, np.cumsum(lengths))
+
+
+def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray | None]:
+    """(items, offsets of lists, list of each row or None when they are one to one): equal texts are split once."""
+    rows = None
+    if is_text(column.type):
+        rows, values = _dictionary(column)
+        texts = values.cast(pa.string())
+        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+        column = pa.chunked_array([pc.split_pattern(texts, separator)])
+    elif not _is_list(column.type):
+        raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    items = pc.list_flatten(column).combine_chunks()
+    return items, np.append(0, np.cumsum(lengths)), rows
+
+
+def read_numbers(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers [N] float64 with NaN for missing, bad [N] bool: no number, or NaN or infinity spelt out)."""
+    if is_text(column.type):
+        codes, values = _dictionary(column)
+        texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
+        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+        valid = pc.match_substring_regex(texts, NUMBER).fill_null(True)
+        numbers = pc.if_else(valid, texts, None).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        bad = ~valid.to_numpy(zero_copy_only=False) | np.isinf(numbers)
+        return np.append(numbers, np.nan)[codes], np.append(bad, False)[codes]
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or _is_exact(column.type)):
+        raise ValueError(f"it is {column.type}, expected numbers")
+    missing = column.is_null().to_numpy()
+    numbers = column.cast(pa.float64(), safe=False).to_numpy()
+    return numbers, ~missing & ~np.isfinite(numbers)
+
+
+def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.ndarray, np.ndarray]:
+    """(times [N] int64 milliseconds since 1970 in UTC, bad [N] bool: missing or unreadable).
+
+    Arrow timestamps and dates are read as such. `time_format` says what numbers and text are: s, ms, or a strptime
+    pattern, e.g. "%y%m%d%H".
+    """
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        bad = column.is_null().to_numpy()
+        return column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy(), bad
+    if "%" in time_format:
+        ids = read_ids(column)
+        stamps = pc.strptime(ids.values, format=time_format, unit="s", error_is_null=True)
+        unread = np.append(stamps.is_null().to_numpy(zero_copy_only=False), True)
+        seconds = np.append(stamps.cast(pa.int64()).fill_null(0).to_numpy(), 0)
+        return seconds[ids.codes] * 1000, unread[ids.codes]
+    numbers, bad = read_numbers(column)
+    bad |= np.isnan(numbers)
+    scale = {"s": 1000.0, "ms": 1.0}[time_format]
+    return np.floor(np.where(bad, 0.0, numbers) * scale).astype(np.int64), bad
+
+
+def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
+    """(codes [N] with -1 for null, distinct values)."""
+    if pa.types.is_null(column.type):
+        column = column.cast(pa.string())
+    if not pa.types.is_dictionary(column.type):
+        try:
+            column = column.dictionary_encode()
+        except pa.ArrowNotImplementedError:
+            raise ValueError(f"it is {column.type}, expected one number or text a row") from None
+    encoded = column.unify_dictionaries().combine_chunks()
+    return encoded.indices.fill_null(-1).to_numpy().astype(np.int32), encoded.dictionary
+
+
+def _canonical(values: pa.Array) -> pa.StringArray:
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    if pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+    texts = pc.replace_substring_regex(values.cast(pa.string()), r"^(-?\d+)\.0+$", r"\1")
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_exact(kind: pa.DataType) -> bool:
+    return pa.types.is_boolean(kind) or pa.types.is_decimal(kind)

@@ -1,0 +1,228 @@
+"""Any table of labelled events, described by `train.config.EventsConfig`: a new dataset is a YAML file and no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from modules.batch import EventType, FeatureSpec, SparseFeature
+from train.config import EventsConfig, HistoryConfig
+from train.data import store
+from train.data.columns import Coded, CodedLists, coded_integers
+from train.data.files import Layout, find_files
+from train.data.histories import History, from_lists, from_log, from_rows
+from train.data.prepare import Dense, standardise, write
+from train.data.requests import SPLITS, Requests, group_requests
+from train.data.rows import Join, Rows
+
+
+def cache_folder(cfg: EventsConfig) -> Path:
+    """Where these events are prepared."""
+    patterns = [cfg.files, cfg.valid_files, cfg.test_files]
+    patterns += [join.files for join in cfg.joins] + [history.files for history in cfg.histories.values()]
+    return store.cache_folder(cfg, [file for files in patterns for file in find_files(files, cfg.root)])
+
+
+def prepare(cfg: EventsConfig, folder: Path) -> None:
+    """Write the prepared form of the events into a folder."""
+    _check(cfg)
+    spec = feature_spec(cfg)
+    layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
+    parts = [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
+    headed = Layout(cfg.csv_separator)
+    joins = [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
+    rows = Rows([file for files in parts for file in files], _wanted(cfg), layout, cfg.bad_rows, joins)
+
+    user = rows.required_ids(cfg.user) if cfg.user else coded_integers(np.arange(len(rows)))
+    time = rows.milliseconds(cfg.time, cfg.time_format) if cfg.time else np.arange(len(rows)) * 1000
+    request = rows.required_ids(cfg.request).codes if cfg.request else None
+    labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
+    numeric = {name: _scale(rows.numbers(name), name in cfg.log_numeric) for name in _numeric(cfg)}
+    columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
+    columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
+    builders = {name: _history(cfg, layout, rows, user, time, history) for name, history in cfg.histories.items()}
+    rows.report()
+
+    requests = group_requests(
+        np.flatnonzero(~rows.bad),
+        user.codes,
+        time,
+        request=request,
+        part=_part(rows, [len(files) for files in parts]),
+        window=cfg.request_window,
+        max_candidates=_max_candidates(cfg),
+        split=cfg.split,
+    )
+    write(
+        folder,
+        cfg,
+        spec,
+        rows.table,
+        requests,
+        user=user.codes,
+        time=time,
+        columns=columns,
+        labels=labels,
+        dense=_dense(cfg, numeric, requests),
+        histories={name: build(requests) for name, build in builders.items()},
+    )
+
+
+def feature_spec(cfg: EventsConfig) -> FeatureSpec:
+    """The features that the configuration names; table sizes are not known yet."""
+
+    def features(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
+        return tuple(SparseFeature(name, cfg.tables.get(name, name), is_list) for name in names)
+
+    request = features(cfg.request_categorical) + features(cfg.request_list, True)
+    candidate = features(cfg.candidate_categorical) + features(cfg.candidate_list, True)
+    histories = tuple(EventType(name, features(h.fields), cfg.max_history) for name, h in cfg.histories.items())
+    used = [feature.table for feature in (*request, *candidate, *(f for event in histories for f in event.fields))]
+    return FeatureSpec(
+        tables=dict.fromkeys(used, 0),
+        request=request,
+        candidate=candidate,
+        histories=histories,
+        request_dense=tuple(cfg.request_numeric),
+        candidate_dense=tuple(cfg.candidate_numeric),
+        tasks=tuple(cfg.labels),
+        max_candidates=_max_candidates(cfg),
+    )
+
+
+def _check(cfg: EventsConfig) -> None:
+    for name, history in cfg.histories.items():
+        key = f"data.histories.{name}"
+        if not history.fields:
+            raise ValueError(f"{key}.fields is empty; name at least one column, e.g. [item_id]")
+        if history.lists and (history.where or history.files):
+            raise ValueError(f"{key}.lists reads lists of the row itself; where and files go with lists=false")
+        if history.times and not cfg.time:
+            raise ValueError(f"{key}.times dates events: data.time must name the time column of the rows")
+        if history.times and not history.lists:
+            raise ValueError(f"{key}.times names a list column and goes with lists=true; a log's time column is `time`")
+        if not history.lists and not cfg.user:
+            raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
+        if history.files and not cfg.time:
+            raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
+    if cfg.time_format not in ("s", "ms") and "%" not in cfg.time_format:
+        raise ValueError(f"data.time_format={cfg.time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+    used = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list}
+    used |= {name for history in cfg.histories.values() for name in history.fields}
+    for key, stray in (
+        ("tables", sorted(set(cfg.tables) - used)),
+        ("log_numeric", sorted(set(cfg.log_numeric) - set(_numeric(cfg)))),
+    ):
+        if stray:
+            raise ValueError(f"data.{key} names {stray}, which is no such feature or field of this configuration")
+
+
+def _max_candidates(cfg: EventsConfig) -> int:
+    """Rows without a time or a request id cannot be told to belong together."""
+    return cfg.max_candidates if cfg.time or cfg.request else 1
+
+
+def _numeric(cfg: EventsConfig) -> list[str]:
+    return [*cfg.request_numeric, *cfg.candidate_numeric]
+
+
+def _categorical(cfg: EventsConfig) -> list[str]:
+    own = [history for history in cfg.histories.values() if not (history.lists or history.files)]
+    fields = [name for history in own for name in history.fields]
+    return list(dict.fromkeys([*cfg.request_categorical, *cfg.candidate_categorical, *fields]))
+
+
+def _wanted(cfg: EventsConfig) -> set[str]:
+    """Every column that the configuration names."""
+    names = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list, *_numeric(cfg)}
+    names |= {column.partition(">=")[0].strip() for column in cfg.labels.values()}
+    names |= {name for name in (cfg.user, cfg.time, cfg.request) if name}
+    for history in cfg.histories.values():
+        if history.lists:
+            names |= {*history.fields, *([history.times] if history.times else [])}
+        elif not history.files:
+            names |= set(history.where)
+    return names
+
+
+def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
+    """[N] index of the split that a row's file decides, -1 where time does."""
+    train, valid, test = file_counts
+    part_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
+    if valid and test:
+        part_of_file[:train] = SPLITS.index("train")
+    return part_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
+
+
+def _scale(numbers: np.ndarray, logarithmic: bool) -> np.ndarray:
+    return np.sign(numbers) * np.log1p(np.abs(numbers)) if logarithmic else numbers
+
+
+def _dense(cfg: EventsConfig, numeric: Mapping[str, np.ndarray], requests: Requests) -> Dense:
+    scaled, statistics = {}, {}
+    for name, values in numeric.items():
+        scaled[name], statistics[name] = standardise(values, requests.rows("train"))
+
+    def stack(names: list[str], rows: np.ndarray) -> np.ndarray:
+        return np.stack([scaled[name][rows] for name in names], 1) if names else np.zeros((len(rows), 0), np.float32)
+
+    return Dense(stack(cfg.request_numeric, requests.first), stack(cfg.candidate_numeric, requests.order), statistics)
+
+
+def _history(
+    cfg: EventsConfig, layout: Layout, rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
+) -> Callable[[Requests], History]:
+    """Read the columns of an event type and flag what is wrong in them; the rest needs to know the requests."""
+    if history.lists:
+        return _list_history(cfg, rows, time, history)
+    if history.files:
+        return _log_history(cfg, layout, user, time, history)
+    chosen = _where(rows, history)
+    return lambda requests: from_rows(np.flatnonzero(chosen & ~rows.bad), user.codes, time, requests)
+
+
+def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
+    """[N] bool: rows that meet every condition."""
+    chosen = np.ones(len(rows), bool)
+    for name, accepted in history.where.items():
+        chosen &= rows.ids(name).isin(accepted if isinstance(accepted, list) else [accepted])
+    return chosen
+
+
+def _log_history(
+    cfg: EventsConfig, layout: Layout, user: Coded, time: np.ndarray, history: HistoryConfig
+) -> Callable[[Requests], History]:
+    assert cfg.user
+    assert cfg.time
+    user_column, time_column = history.user or cfg.user, history.time or cfg.time
+    wanted = {*history.fields, *history.where, user_column, time_column}
+    log = Rows(find_files(history.files, cfg.root), wanted, layout, cfg.bad_rows)
+    log_user = log.required_ids(user_column)
+    log_time = log.milliseconds(time_column, cfg.time_format)
+    log.report()
+    events = np.flatnonzero(_where(log, history) & ~log.bad)
+    owner = log_user.recode(user.values)
+    fields = {name: log.ids(name) for name in history.fields}
+    return lambda requests: from_log(events, owner, log_time, fields, user.codes, time, requests)
+
+
+def _list_history(
+    cfg: EventsConfig, rows: Rows, time: np.ndarray, history: HistoryConfig
+) -> Callable[[Requests], History]:
+    lists = {name: rows.lists(name, cfg.list_separator) for name in history.fields}
+    lengths = np.diff(lists[history.fields[0]].offsets)
+    aligned = (
+        f"expected as many items as {history.fields[0]!r}; columns that are not aligned are event types of their own"
+    )
+    for name, other in lists.items():
+        rows.flag(np.diff(other.offsets) != lengths, name, aligned)
+    times = None
+    if history.times:
+        times = rows.time_lists(history.times, cfg.list_separator, cfg.time_format)
+        values, offsets = times
+        rows.flag(np.diff(offsets) != lengths, history.times, aligned)
+        late = values // 1000 >= np.repeat(time // 1000, np.diff(offsets))
+        rows.flag(rows.owners(late, offsets), history.times, "expected times before the row's own", drop=False)
+    return lambda requests: from_lists(lists, times, time, requests)

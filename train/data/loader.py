@@ -1,0 +1,110 @@
+"""Batches of one epoch in a fixed order, shared out over ranks, made in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from modules.batch import RequestBatch
+from train.data.batch import empty_batch
+from train.data.source import Source
+
+
+def build_loader(
+    source: Source,
+    split: str,
+    *,
+    batch_size: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    epoch: int = 0,
+    start: int = 0,
+    shuffle: bool,
+    num_workers: int,
+    prefetch: int,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """This rank's batches of an epoch from its `start`-th request on; `len()` is their number, the same on every rank.
+
+    The order depends on (seed, epoch) alone and its steps on `batch_size * world_size`, so a run that has consumed
+    `start` requests over all ranks goes on exactly where it stopped, also with another number of ranks. A global batch
+    is the next `batch_size * world_size` requests, the last one what is left; each rank takes an even, contiguous
+    share, and one without a share gets a request without candidates, so that all ranks take the same number of steps.
+
+    Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
+    """
+    order = _Order(
+        source.num_requests(split),
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        start=start,
+        shuffle_key=(seed, epoch) if shuffle and not source.shuffled else None,
+    )
+    # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
+    # dropout, the same whether a run is resumed or not.
+    return DataLoader(
+        _Batches(source, split),
+        sampler=order,
+        batch_size=None,
+        collate_fn=_as_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+class _Batches(Dataset):
+    """Maps an array of request numbers to their batch."""
+
+    def __init__(self, source: Source, split: str) -> None:
+        self.source = source
+        self.split = split
+
+    def __getitem__(self, requests: np.ndarray) -> RequestBatch:
+        if requests.size == 0:
+            return empty_batch(self.source.spec)
+        return self.source.batch(self.split, requests)
+
+
+class _Order(Sampler):
+    """Request numbers of each of a rank's batches."""
+
+    def __init__(
+        self,
+        num_requests: int,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        start: int,
+        shuffle_key: tuple[int, int] | None,
+    ) -> None:
+        self.num_requests = num_requests
+        self.global_batch = batch_size * world_size
+        self.rank = rank
+        self.world_size = world_size
+        self.start = start
+        self.shuffle_key = shuffle_key
+
+    def __len__(self) -> int:
+        return -(-max(self.num_requests - self.start, 0) // self.global_batch)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = None
+        if self.shuffle_key is not None:
+            order = np.random.default_rng(self.shuffle_key).permutation(self.num_requests)
+        for begin in range(self.start, self.num_requests, self.global_batch):
+            size = min(self.global_batch, self.num_requests - begin)
+            first, end = (begin + share * size // self.world_size for share in (self.rank, self.rank + 1))
+            yield np.arange(first, end) if order is None else order[first:end]
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,155 @@
+"""The last stage of preparation, common to all sources: rows, requests and histories to the columns of a cache folder.
+
+The columns of the file set are held in memory while they are prepared: ids as 4 bytes each, numbers as 8, lists as 4 an
+item. Training then reads memory-mapped files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modules.batch import FeatureSpec, SparseFeature
+from train.config import DataConfig
+from train.data import store
+from train.data.columns import Coded, CodedLists
+from train.data.files import Table
+from train.data.histories import History
+from train.data.requests import Requests
+from train.data.vocabulary import Hashing, Occurrences, Vocabulary
+
+
+@dataclass
+class Dense:
+    """Standardised numeric features and, for each, the mean and standard deviation that were used."""
+
+    request: np.ndarray  # [R, m_u] float32
+    candidate: np.ndarray  # [C, m_c] float32
+    statistics: dict[str, dict[str, float]]
+
+
+def standardise(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean."""
+    sample = values[training]
+    sample = sample[~np.isnan(sample)]
+    mean = float(sample.mean()) if sample.size else 0.0
+    std = float(sample.std()) if sample.size else 0.0
+    scaled = (values - mean) / (std if std > 0 else 1.0)
+    return np.nan_to_num(scaled, nan=0.0).astype(np.float32), {"mean": mean, "std": std}
+
+
+def write(
+    folder: Path,
+    cfg: DataConfig,
+    spec: FeatureSpec,
+    table: Table,
+    requests: Requests,
+    *,
+    user: np.ndarray,
+    time: np.ndarray,
+    columns: Mapping[str, Coded | CodedLists],
+    labels: np.ndarray,
+    dense: Dense,
+    histories: Mapping[str, History],
+) -> None:
+    """Write the prepared form.
+
+    user (codes), time (milliseconds) [N] and labels [N, tasks] belong to rows; `columns` has every sparse feature and
+    every field of events that are rows, by name. The sizes in `spec.tables` are set here, from training ids.
+    """
+    training = np.zeros(len(table.number), bool)
+    training[requests.rows("train")] = True
+    if not training.any():
+        raise ValueError(f"the training split is empty: data.split={list(cfg.split)} of {len(requests.order)} rows")
+    if cfg.id_map == "hash":
+        ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
+    else:
+        occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
+        ids = Vocabulary(occurrences, cfg.min_count)
+        ids.save(folder / "vocabulary")
+    spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
+    first, order = requests.first, requests.order
+    arrays: dict[str, np.ndarray] = {
+        "request_time": time[first] // 1000,
+        "user": user[first].astype(np.int64),
+        "candidate_offsets": requests.offsets,
+        "row": table.number[order],
+        "labels": labels[order].astype(np.float32),
+        "request_dense": dense.request,
+        "candidate_dense": dense.candidate,
+    }
+    for side, features, rows in (("request", spec.request, first), ("candidate", spec.candidate, order)):
+        single = np.zeros((len(rows), sum(not feature.is_list for feature in features)), np.int32)
+        taken = 0
+        for feature in features:
+            column = columns[feature.name].take(rows)
+            if isinstance(column, CodedLists):
+                arrays[f"{side}_list.{feature.name}.ids"] = ids.ids(feature.table, column)
+                arrays[f"{side}_list.{feature.name}.offsets"] = column.offsets
+            else:
+                single[:, taken] = ids.ids(feature.table, column)
+                taken += 1
+        arrays[f"{side}_ids"] = single
+    for event in spec.histories:
+        history, name = histories[event.name], f"history.{event.name}"
+        fields = [_field(history, field, columns) for field in event.fields]
+        mapped = [ids.ids(field.table, column) for field, column in zip(event.fields, fields, strict=True)]
+        arrays[f"{name}.ids"] = np.stack(mapped, 1)
+        arrays[f"{name}.times"] = history.times
+        arrays[f"{name}.starts"], arrays[f"{name}.ends"] = history.starts, history.ends
+    meta: dict[str, Any] = {
+        "spec": dataclasses.asdict(spec),
+        "bounds": requests.bounds,
+        "label_rates": _label_rates(spec, labels[training]),
+        "numeric": dense.statistics,
+        "files": table.files,
+        "first_row": table.first_row,
+    }
+    store.save(folder, arrays, meta)
+
+
+def _field(history: History, field: SparseFeature, columns: Mapping[str, Coded | CodedLists]) -> Coded:
+    if history.rows is None:
+        return history.fields[field.name]
+    column = columns[field.name]
+    assert isinstance(column, Coded)
+    return column.take(history.rows)
+
+
+def _training_ids(
+    spec: FeatureSpec,
+    columns: Mapping[str, Coded | CodedLists],
+    histories: Mapping[str, History],
+    training: np.ndarray,
+    bounds: tuple[int, int],
+) -> Iterator[Occurrences]:
+    """Ids of training rows, and those of other events that training requests see. No row is counted twice."""
+    counted = set()
+    row_fields = [f for e in spec.histories if histories[e.name].rows is not None for f in e.fields]
+    for feature in (*spec.request, *spec.candidate, *row_fields):
+        if (feature.table, feature.name) not in counted:
+            counted.add((feature.table, feature.name))
+            column = columns[feature.name]
+            lengths = np.diff(column.offsets) if isinstance(column, CodedLists) else 1
+            yield feature.table, column, np.repeat(training, lengths)
+    for event in spec.histories:
+        history = histories[event.name]
+        if history.rows is None:
+            seen = history.seen(*bounds)
+            for field in event.fields:
+                yield field.table, history.fields[field.name], seen
+
+
+def _label_rates(spec: FeatureSpec, labels: np.ndarray) -> dict[str, float]:
+    rates = {}
+    for task, column in zip(spec.tasks, labels.T, strict=True):
+        observed = column[~np.isnan(column)]
+        if not observed.size:
+            raise ValueError(f"task {task!r} has no observed label in the training split")
+        rates[task] = float(observed.mean())
+    return rates

@@ -1,0 +1,172 @@
+"""Labelled rows as numpy columns, joined with side tables; malformed rows raise or are skipped and named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from train.data import columns
+from train.data.columns import Coded, CodedLists
+from train.data.files import Layout, column_names, read_files
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Join:
+    """A side table with one row for each value of `key`, to which `column` of the main rows refers."""
+
+    files: Sequence[Path]
+    key: str
+    column: str
+    layout: Layout
+
+
+class Rows:
+    """Columns of the rows of some files. A column that those lack is taken from the first joined table that has it.
+
+    `bad_rows` "raise": the first malformed row is a ValueError that names it; "skip": such rows are marked in `bad` and
+    `report` names them. A malformed value in a joined table is then a missing one.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], wanted: Collection[str], layout: Layout, bad_rows: str, joins: Sequence[Join] = ()
+    ) -> None:
+        self.bad_rows = bad_rows
+        names = column_names(files[0], layout)
+        absent = sorted(set(wanted) - set(names))
+        known = {files[0]: names}
+        self.sides: list[tuple[Join, Rows]] = []
+        for join in joins:
+            known[join.files[0]] = theirs = column_names(join.files[0], join.layout)
+            taken = [name for name in absent if name in theirs]
+            absent = [name for name in absent if name not in theirs]
+            if taken:
+                self.sides.append((join, Rows(join.files, [join.key, *taken], join.layout, bad_rows)))
+        if absent:
+            held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
+            raise ValueError(f"no column {absent[0]!r}: {held}")
+        own = {name for name in wanted if name in names} | {join.column for join, _ in self.sides}
+        self.table = read_files(files, sorted(own), layout, skip_malformed=bad_rows == "skip")
+        self.bad = np.zeros(len(self), bool)
+        self._flaws: list[str] = []
+        self._matches: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.table.number)
+
+    def ids(self, name: str) -> Coded:
+        side = self._side(name)
+        return side[0].ids(name).take(side[1]) if side else self._read(name, columns.read_ids)
+
+    def required_ids(self, name: str) -> Coded:
+        """Ids of which none may be missing."""
+        ids = self.ids(name)
+        self.flag(ids.codes < 0, name, "expected an id")
+        return ids
+
+    def lists(self, name: str, separator: str) -> CodedLists:
+        side = self._side(name)
+        if side:
+            return side[0].lists(name, separator).take(side[1])
+        return self._read(name, lambda column: columns.read_lists(column, separator))
+
+    def numbers(self, name: str) -> np.ndarray:
+        """[N] float64 with NaN for missing; text that is no number, NaN and infinity are malformed."""
+        side = self._side(name)
+        if side:
+            return np.append(side[0].numbers(name), np.nan)[side[1]]
+        numbers, bad = self._read(name, columns.read_numbers)
+        self.flag(bad, name, "expected a finite number or nothing")
+        return np.where(bad, np.nan, numbers)
+
+    def labels(self, name: str) -> np.ndarray:
+        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may be a comparison, e.g. "rating >= 4"."""
+        column, _, threshold = (part.strip() for part in name.partition(">="))
+        numbers = self.numbers(column)
+        if threshold:
+            return np.where(np.isnan(numbers), np.nan, numbers >= float(threshold))
+        self.flag(~np.isnan(numbers) & (numbers != 0) & (numbers != 1), column, "expected a label of 0, 1 or nothing")
+        return numbers
+
+    def milliseconds(self, name: str, time_format: str) -> np.ndarray:
+        """[N] int64 since 1970; a missing or unreadable time is malformed."""
+        times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
+        self.flag(bad, name, f"expected a time of format {time_format!r}")
+        return times
+
+    def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
+        """(milliseconds of all rows one after another, offsets [N + 1])."""
+        times, bad, offsets = self._read(name, lambda column: columns.read_time_lists(column, separator, time_format))
+        self.flag(self.owners(bad, offsets), name, f"expected times of format {time_format!r}")
+        return times, offsets
+
+    def owners(self, chosen: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """[N] bool: rows that hold one of the `chosen` list items."""
+        rows = np.zeros(len(self), bool)
+        rows[np.searchsorted(offsets, np.flatnonzero(chosen), side="right") - 1] = True
+        return rows
+
+    def flag(self, bad: np.ndarray, name: str, expected: str, drop: bool = True) -> None:
+        """Rows `bad` [N] do not hold what is `expected` in a column: raise, or note it and (if `drop`) skip them."""
+        if not bad.any():
+            return
+        index = int(np.flatnonzero(bad)[0])
+        mine = name in self.table.columns.column_names
+        value = f" is {str(self.table.columns[name][index].as_py())[:100]}" if mine else ""
+        flaw = f"{self.table.locate(index)}: column {name!r}{value}, {expected}"
+        if self.bad_rows == "raise":
+            raise ValueError(f"{flaw}; data.bad_rows=skip leaves such input out")
+        self._flaws.append(f"{bad.sum()} rows, the first is {flaw}")
+        if drop:
+            self.bad |= bad
+
+    def report(self) -> None:
+        """A warning for each kind of flaw that was skipped; ValueError when no row is left."""
+        for rows in (self, *(side for _, side in self.sides)):
+            for flaw in rows._flaws:
+                logger.warning("bad input: %s", flaw)
+        if self.bad.any():
+            logger.warning("skipped %d of %d rows from %s on", self.bad.sum(), len(self), self.table.files[0])
+        if self.bad.all():
+            raise ValueError(f"every row of {', '.join(self.table.files)} is malformed; see the warnings above")
+
+    def _side(self, name: str) -> tuple[Rows, np.ndarray] | None:
+        """The joined table that serves a column, and its row for each row here: -1 where it has none."""
+        if name in self.table.columns.column_names:
+            return None
+        for index, (join, side) in enumerate(self.sides):
+            if name in side.table.columns.column_names:
+                if index not in self._matches:
+                    self._matches[index] = self._match(join, side)
+                return side, self._matches[index]
+        raise KeyError(name)
+
+    def _match(self, join: Join, side: Rows) -> np.ndarray:
+        theirs, mine = side.required_ids(join.key), self.ids(join.column)
+        usable = np.flatnonzero(~side.bad)
+        distinct, at = np.unique(theirs.codes[usable], return_index=True)
+        if len(distinct) < len(usable):
+            again = int(np.delete(usable, at)[0])
+            raise ValueError(
+                f"{side.table.locate(again)}: {join.key}={theirs.values[theirs.codes[again]]} is a repeated key"
+            )
+        row_of = np.full(len(theirs.values) + 1, -1)
+        row_of[distinct] = usable[at]
+        return row_of[mine.recode(theirs.values)]
+
+    def _read(self, name: str, read: Callable[[pa.ChunkedArray], Result]) -> Result:
+        if name not in self.table.columns.column_names:
+            raise ValueError(f"column {name!r} must stand in {self.table.files[0]} itself, not in a joined table")
+        try:
+            return read(self.table.columns[name])
+        except ValueError as error:
+            raise ValueError(f"{self.table.files[0]}: column {name!r}: {error}") from None

@@ -1,0 +1,129 @@
+"""What every source offers, and the source that reads prepared columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
+from train.data import store
+from train.data.batch import Events, Ids, pack, ranges
+from train.data.files import locate
+
+
+class Source(Protocol):
+    """Requests of three splits, "train", "valid" and "test", each numbered from 0.
+
+    `shuffled`: the requests of a split stand in random order already, so that a loader need not shuffle them.
+    """
+
+    spec: FeatureSpec
+    shuffled: bool
+
+    def num_requests(self, split: str) -> int: ...
+
+    def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
+        """The requests of these numbers (int64), in this order, on the CPU."""
+        ...
+
+    def label_rates(self) -> dict[str, float]:
+        """Positive rate of each task's observed labels in the training split."""
+        ...
+
+    def locate(self, row: int) -> str:
+        """Where a `RequestBatch.row` comes from, for error messages: file and row."""
+        ...
+
+
+class PreparedSource:
+    """Requests out of a folder written by `train.data.prepare`. Only what a batch needs is read from the disk."""
+
+    shuffled = False
+
+    def __init__(self, folder: Path, max_history: int) -> None:
+        self.folder = folder
+        self.max_history = max_history
+        self.meta = store.load_meta(folder)
+        self.spec = spec_from_dict(self.meta["spec"], max_history)
+
+    def __reduce__(self) -> tuple[type[PreparedSource], tuple[Path, int]]:
+        return PreparedSource, (self.folder, self.max_history)
+
+    def num_requests(self, split: str) -> int:
+        first, end = self.meta["bounds"][split]
+        return end - first
+
+    def label_rates(self) -> dict[str, float]:
+        return self.meta["label_rates"]
+
+    def locate(self, row: int) -> str:
+        return locate(self.meta["files"], self.meta["first_row"], row)
+
+    def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
+        arrays = self._arrays
+        rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
+        starts = arrays["candidate_offsets"][rows]
+        counts = arrays["candidate_offsets"][rows + 1] - starts
+        candidates = ranges(starts, counts)
+        return pack(
+            self.spec,
+            request=self._features("request", self.spec.request, rows),
+            candidate=self._features("candidate", self.spec.candidate, candidates),
+            request_dense=arrays["request_dense"][rows],
+            candidate_dense=arrays["candidate_dense"][candidates],
+            histories=[self._events(event, rows) for event in self.spec.histories],
+            request_time=arrays["request_time"][rows],
+            candidate_counts=counts,
+            labels=arrays["labels"][candidates],
+            group=arrays["user"][np.repeat(rows, counts)],
+            row=arrays["row"][candidates],
+        )
+
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {path.stem: store.load(path) for path in self.folder.glob("*.npy")}
+
+    def _features(self, side: str, features: Sequence[SparseFeature], rows: np.ndarray) -> list[Ids]:
+        single = self._arrays[f"{side}_ids"][rows]
+        columns, taken = [], 0
+        for feature in features:
+            if feature.is_list:
+                offsets = self._arrays[f"{side}_list.{feature.name}.offsets"]
+                lengths = offsets[rows + 1] - offsets[rows]
+                columns.append(
+                    Ids(self._arrays[f"{side}_list.{feature.name}.ids"][ranges(offsets[rows], lengths)], lengths)
+                )
+            else:
+                columns.append(Ids(single[:, taken]))
+                taken += 1
+        return columns
+
+    def _events(self, event: EventType, rows: np.ndarray) -> Events:
+        name = f"history.{event.name}"
+        ends = self._arrays[f"{name}.ends"][rows]
+        lengths = np.minimum(ends - self._arrays[f"{name}.starts"][rows], event.max_length)
+        picked = ranges(ends - lengths, lengths)
+        ids = self._arrays[f"{name}.ids"][picked]
+        return Events(list(ids.T), self._arrays[f"{name}.times"][picked], lengths)
+
+
+def spec_from_dict(saved: dict, max_history: int) -> FeatureSpec:
+    """The inverse of `dataclasses.asdict`, with the newest `max_history` events kept of each event type."""
+
+    def features(items: Sequence[dict]) -> tuple[SparseFeature, ...]:
+        return tuple(SparseFeature(**item) for item in items)
+
+    return FeatureSpec(
+        tables=saved["tables"],
+        request=features(saved["request"]),
+        candidate=features(saved["candidate"]),
+        histories=tuple(EventType(item["name"], features(item["fields"]), max_history) for item in saved["histories"]),
+        request_dense=tuple(saved["request_dense"]),
+        candidate_dense=tuple(saved["candidate_dense"]),
+        tasks=tuple(saved["tasks"]),
+        max_candidates=saved["max_candidates"],
+    )

@@ -1,0 +1,65 @@
+"""The cache of prepared data: a folder of .npy arrays, opened memory-mapped, and a meta.json beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.config import DataConfig
+
+FORMAT = 1
+"""Raised whenever the prepared form changes, so that older caches are prepared anew."""
+
+ONLY_LOADING = ("batch_size", "num_workers", "prefetch", "cache_dir", "max_history")
+"""Settings that do not change what is prepared."""
+
+
+def cache_folder(cfg: DataConfig, files: Iterable[Path]) -> Path:
+    """Where this configuration of these files (name, size, modification time) is prepared."""
+    settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in ONLY_LOADING}
+    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    text = json.dumps([FORMAT, settings, stamps], sort_keys=True)
+    return Path(cfg.cache_dir).resolve() / f"{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def prepare_once(folder: Path, prepare: Callable[[Path], None], rank: int, barrier: Callable[[], None] | None) -> None:
+    """Rank 0 prepares into a temporary folder and renames it when whole; the others wait at `barrier`."""
+    if rank == 0 and not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            prepare(partial)
+            os.rename(partial, folder)
+        except OSError:
+            if not folder.exists():  # else another job has prepared the same data meanwhile
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    if barrier is not None:
+        barrier()
+    if not folder.exists():
+        raise ValueError(f"rank {rank} does not see {folder}: point data.cache_dir at a folder that all nodes share")
+
+
+def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def load_meta(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "meta.json").read_text())
+
+
+def load(path: Path) -> np.ndarray:
+    """A memory-mapped array."""
+    return np.asarray(np.load(path, mmap_mode="r"))

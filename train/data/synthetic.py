@@ -1,0 +1,258 @@
+"""A stream of requests of any size with a planted, learnable signal and no disk.
+
+Whatever is in a request is a pure function of (seed, split, request number): counters run through SplitMix64, so
+nothing depends on which requests share a batch, on ranks or on workers. Users and items are numbered by popularity (id
+1 leads) and drawn from a Zipf law cut at the table's end; item i belongs to category (i - 1) mod num_categories.
+
+The signal. Every request has three interest categories of its own, which nothing but its histories shows: six events
+in ten come from them, and so does every other candidate. The logit of a task is
+
+    a bias + the sum over event types e of w[task, e] * (share of the request's events of type e that are in the
+    candidate's category)
+    + item quality + the dot product of a user's and an item's latent vector + small effects of features and numbers,
+
+where each task listens most to one event type. A model that cannot match the candidate with the history is left with
+the last line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
+from train.config import SyntheticConfig
+from train.data.batch import Events, Ids, pack, ranges
+from train.data.requests import SPLITS
+from train.data.vocabulary import GOLDEN, splitmix64
+
+INTERESTS = 3
+EVENTS_OF_INTEREST, CANDIDATES_OF_INTEREST = 154, 128  # of 256
+LATENT = 4
+CONTEXT_ROWS = 1000  # ids of each feature beyond user, item and category
+START = 1_600_000_000  # second of the first training request; they come one a second
+EVENT_GAP = 256  # seconds between two events of one type, on average
+BIAS, STRONG, WEAK, QUALITY, EFFECT = -2.0, 9.0, 3.0, 0.5, 0.2
+
+
+@dataclass
+class _Draw:
+    """Everything about some requests. Ids count from 0 here."""
+
+    request_ids: list[np.ndarray]
+    candidate_ids: list[np.ndarray]
+    counts: np.ndarray  # [R] candidates
+    request_dense: np.ndarray
+    candidate_dense: np.ndarray
+    time: np.ndarray
+    events: list[Events]
+    plain_logits: np.ndarray  # [C, tasks] what ids and numbers give
+    history_logits: np.ndarray  # [C, tasks] what histories add
+    label_uniform: np.ndarray  # [C, tasks]
+
+
+class SyntheticSource:
+    """Requests made up on demand; see the module's text."""
+
+    shuffled = True
+
+    def __init__(self, cfg: SyntheticConfig) -> None:
+        if cfg.num_request_features < 1 or cfg.num_candidate_features < 2:
+            raise ValueError(
+                "a synthetic request has at least its user and a candidate its item and category: set "
+                "data.num_request_features >= 1 and data.num_candidate_features >= 2"
+            )
+        if cfg.num_items < 2 * cfg.num_categories:
+            raise ValueError(
+                f"data.num_items={cfg.num_items} must be at least twice data.num_categories={cfg.num_categories}"
+            )
+        self.cfg = cfg
+        self.most_candidates = cfg.candidates * (2 if cfg.candidate_jitter else 1)
+        item, category = SparseFeature("item", "item"), SparseFeature("category", "category")
+        contexts = _numbered("context", cfg.num_request_features - 1)
+        attributes = _numbered("attribute", cfg.num_candidate_features - 2)
+        self.spec = FeatureSpec(
+            tables={
+                "user": cfg.num_users + 1,
+                "item": cfg.num_items + 1,
+                "category": cfg.num_categories + 1,
+                **dict.fromkeys([*contexts, *attributes], CONTEXT_ROWS + 1),
+            },
+            request=tuple(SparseFeature(name, name) for name in ("user", *contexts)),
+            candidate=(item, category, *(SparseFeature(name, name) for name in attributes)),
+            histories=tuple(EventType(name, (item, category), cfg.max_history) for name in cfg.event_types),
+            request_dense=tuple(_numbered("request_number", cfg.num_dense)),
+            candidate_dense=tuple(_numbered("candidate_number", cfg.num_dense)),
+            tasks=tuple(cfg.tasks),
+            max_candidates=self.most_candidates,
+        )
+        self._seed = np.array([cfg.seed], np.uint64)
+
+    def num_requests(self, split: str) -> int:
+        return self.cfg.num_requests if split == "train" else max(1, self.cfg.num_requests // 10)
+
+    def locate(self, row: int) -> str:
+        return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"
+
+    def label_rates(self) -> dict[str, float]:
+        """Mean probability over the first 4,096 training requests."""
+        logits = self.bayes_logits("train", np.arange(min(4096, self.cfg.num_requests)))
+        return dict(zip(self.spec.tasks, _sigmoid(logits).mean(0).tolist(), strict=True))
+
+    def bayes_logits(self, split: str, requests: np.ndarray, histories: bool = True) -> np.ndarray:
+        """[C, tasks] float32: the logits that labels are drawn from, or those without what the histories add."""
+        draw = self._draw(split, requests)
+        return draw.plain_logits + draw.history_logits if histories else draw.plain_logits
+
+    def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
+        draw = self._draw(split, requests)
+        probability = _sigmoid(draw.plain_logits + draw.history_logits)
+        return pack(
+            self.spec,
+            request=[Ids(ids + 1) for ids in draw.request_ids],
+            candidate=[Ids(ids + 1) for ids in draw.candidate_ids],
+            request_dense=draw.request_dense,
+            candidate_dense=draw.candidate_dense,
+            histories=draw.events,
+            request_time=draw.time,
+            candidate_counts=draw.counts,
+            labels=draw.label_uniform < probability,
+            group=np.repeat(draw.request_ids[0], draw.counts),
+            row=ranges(np.asarray(requests, np.int64) * self.most_candidates, draw.counts),
+        )
+
+    def _draw(self, split: str, requests: np.ndarray) -> _Draw:
+        cfg, spec = self.cfg, self.spec
+        number, split_index = np.asarray(requests, np.int64), SPLITS.index(split)
+        key = _mix(self._seed, np.array([split_index], np.uint64), number.astype(np.uint64))
+        time = START + number + sum(self.num_requests(name) for name in SPLITS[:split_index])
+        counts = np.full(len(number), cfg.candidates)
+        if cfg.candidate_jitter:
+            counts = _below(_bits(key, "count"), self.most_candidates + 1)
+        owner = np.repeat(np.arange(len(number)), counts)
+        candidate = _mix(_bits(key, "candidate")[owner], ranges(np.zeros(len(counts)), counts).astype(np.uint64))
+
+        interests = _below(_bits(key, "interests", INTERESTS), cfg.num_categories)
+        user = _zipf(_uniform(_bits(key, "user")), cfg.num_users, cfg.zipf)
+        item, category = self._items(candidate, interests, owner, CANDIDATES_OF_INTEREST)
+        contexts = [_below(_bits(key, feature.name), CONTEXT_ROWS) for feature in spec.request[1:]]
+        item_key = _mix(self._seed, item.astype(np.uint64))
+        attributes = [_below(_bits(item_key, feature.name), CONTEXT_ROWS) for feature in spec.candidate[2:]]
+        request_dense = _normal(_bits(key, "dense", cfg.num_dense))
+        candidate_dense = _normal(_bits(candidate, "dense", cfg.num_dense))
+
+        events, history_logits = [], np.zeros((len(owner), len(cfg.tasks)), np.float32)
+        for index in range(len(cfg.event_types)):
+            event_key = _mix(key, np.array([index], np.uint64))
+            history, matches = self._history(event_key, interests, time)
+            share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
+            for task in range(len(cfg.tasks)):
+                history_logits[:, task] += (STRONG if task % len(cfg.event_types) == index else WEAK) * share
+            events.append(history)
+
+        affinity = self._effects("user", user, LATENT)[owner] * self._effects("item", item, LATENT)
+        plain = BIAS + QUALITY * (
+            affinity.sum(1, keepdims=True) / LATENT**0.5 + self._effects("quality", item, len(cfg.tasks))
+        )
+        named = zip(spec.request[1:] + spec.candidate[2:], [ids[owner] for ids in contexts] + attributes, strict=True)
+        for feature, ids in named:
+            plain += EFFECT * self._effects(feature.name, ids, len(cfg.tasks))
+        numbers = np.concatenate([request_dense[owner], candidate_dense], 1)
+        plain += EFFECT * numbers @ self._effects("dense", np.arange(numbers.shape[1]), len(cfg.tasks))
+        return _Draw(
+            request_ids=[user, *contexts],
+            candidate_ids=[item, category, *attributes],
+            counts=counts,
+            request_dense=request_dense,
+            candidate_dense=candidate_dense,
+            time=time,
+            events=events,
+            plain_logits=plain.astype(np.float32),
+            history_logits=history_logits,
+            label_uniform=_uniform(_bits(candidate, "label", len(cfg.tasks))),
+        )
+
+    def _history(self, key: np.ndarray, interests: np.ndarray, time: np.ndarray) -> tuple[Events, np.ndarray]:
+        """(events of one type, how many of them each request has in each category [R, num_categories])."""
+        sigma, mean, num_categories = self.cfg.history_sigma, self.cfg.mean_history, self.cfg.num_categories
+        length = np.exp(np.log(mean) - sigma**2 / 2 + sigma * _normal(_bits(key, "length")))
+        lengths = np.minimum(length, self.cfg.max_history).astype(np.int64)
+        owner = np.repeat(np.arange(len(key)), lengths)
+        age = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(owner)) - 1  # 0 is the newest
+        bits = splitmix64(key[owner] + age.astype(np.uint64) * GOLDEN)
+        item, category = self._items(bits, interests, owner, EVENTS_OF_INTEREST)
+        jitter = (bits >> np.uint64(16)).astype(np.int64) % EVENT_GAP
+        times = time[owner] - 1 - age * EVENT_GAP - jitter
+        matches = np.bincount(owner * num_categories + category, minlength=len(key) * num_categories)
+        return Events([item + 1, category + 1], times, lengths), matches.reshape(len(key), num_categories)
+
+    def _items(
+        self, bits: np.ndarray, interests: np.ndarray, owner: np.ndarray, of_interest: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(item, category): popular items, moved into one of the owner's interests in `of_interest` cases of 256."""
+        item, low = _zipf(_uniform(bits), self.cfg.num_items, self.cfg.zipf), bits.astype(np.uint32)
+        category = item % self.cfg.num_categories
+        wanted = interests.ravel()[owner * INTERESTS + (low >> 8) % 256 * INTERESTS // 256]
+        wanted = np.where(low % 256 < of_interest, wanted, category)
+        item += wanted - category
+        return np.where(item < self.cfg.num_items, item, item - self.cfg.num_categories), wanted
+
+    def _effects(self, name: str, ids: np.ndarray, columns: int) -> np.ndarray:
+        """[N, columns] standard normal numbers that belong to each id in every request."""
+        return _normal(_bits(_mix(self._seed, ids.astype(np.uint64)), name, columns))
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}_{index}" for index in range(count)]
+
+
+@cache
+def _stream(name: str) -> np.ndarray:
+    """[1] A constant of the name, so that draws of different purposes are independent."""
+    return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint64)
+
+
+def _mix(bits: np.ndarray, *counters: np.ndarray) -> np.ndarray:
+    """uint64 that depends on every argument; arguments broadcast."""
+    for counter in counters:
+        bits = splitmix64((bits + counter + np.uint64(1)) * GOLDEN)
+    return bits
+
+
+def _bits(key: np.ndarray, name: str, columns: int | None = None) -> np.ndarray:
+    """[N] or [N, columns] random bits of each key for one purpose."""
+    bits = _mix(key, _stream(name))
+    return bits if columns is None else _mix(bits[:, None], np.arange(columns, dtype=np.uint64))
+
+
+def _uniform(bits: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) out of the upper 32 bits; the lower ones stay free for other draws."""
+    return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _below(bits: np.ndarray, bound: int) -> np.ndarray:
+    """int64 in [0, bound), bound <= 2^32."""
+    return ((bits >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
+
+
+def _normal(bits: np.ndarray) -> np.ndarray:
+    """float32 standard normal (Box and Muller 1958)."""
+    radius = np.sqrt(-2 * np.log1p(-_uniform(bits)))
+    return (radius * np.cos(2 * np.pi * _uniform(bits << np.uint64(32)))).astype(np.float32)
+
+
+def _zipf(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
+    """int64 in [0, size): the inverse distribution function of the density x^-exponent on [1, size + 1), floored."""
+    top, power = np.log(size + 1.0), 1 - exponent
+    if abs(power) < 1e-6:
+        rank = np.exp(uniform * top)
+    else:
+        rank = np.exp(np.log1p(uniform * np.expm1(power * top)) / power)
+    return np.minimum(rank.astype(np.int64) - 1, size - 1)
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-logits))

@@ -1,0 +1,106 @@
+"""From ids to rows of embedding tables, by vocabulary or by hashing. Unseen and missing ids get `UNKNOWN_ID`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from modules.batch import UNKNOWN_ID
+from train.data.columns import Coded, CodedLists
+
+Occurrences = tuple[str, Coded | CodedLists, np.ndarray]
+"""(table, column, mask [N] of the column's codes that belong to the training split)."""
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(counter: np.ndarray) -> np.ndarray:
+    """A bijective mixing of uint64 counters (the finaliser of SplitMix64, Steele et al. 2014), element by element."""
+    mixed = counter ^ (counter >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+class Vocabulary:
+    """Ids seen at least `min_count` times in training get rows 1, 2, ... in the order of their text.
+
+    Text order rather than popularity spreads the popular rows over the shards of a row-wise sharded table.
+    """
+
+    def __init__(self, occurrences: Iterable[Occurrences], min_count: int) -> None:
+        seen: dict[str, list[pa.Table]] = {}
+        for table, column, training in occurrences:
+            codes = column.codes[training]
+            counts = np.bincount(codes[codes >= 0], minlength=len(column.values))
+            seen.setdefault(table, []).append(pa.table({"value": column.values, "count": counts}))
+        self.tables = {table: self._known(pa.concat_tables(parts), min_count) for table, parts in seen.items()}
+
+    @staticmethod
+    def _known(seen: pa.Table, min_count: int) -> pa.Table:
+        known = seen.group_by("value").aggregate([("count", "sum")])
+        known = known.filter(pc.greater_equal(known["count_sum"], max(min_count, 1))).sort_by("value")
+        rows = pa.array(np.arange(known.num_rows) + UNKNOWN_ID + 1)
+        return pa.table({"row": rows, "value": known["value"], "count": known["count_sum"]})
+
+    def size(self, table: str) -> int:
+        """Rows of the embedding table."""
+        return self.tables[table].num_rows + UNKNOWN_ID + 1
+
+    def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
+        """Row of each code of a column, int32."""
+        known = pc.index_in(column.values, value_set=self.tables[table]["value"].combine_chunks())
+        return _translate(column, known.fill_null(-1).to_numpy() + UNKNOWN_ID + 1)
+
+    def save(self, folder: Path) -> None:
+        """One parquet file a table: row, value, count in the training split."""
+        folder.mkdir()
+        for table, known in self.tables.items():
+            pq.write_table(known, folder / f"{quote(table, safe='')}.parquet")
+
+
+class Hashing:
+    """Row 1 + hash(text) mod (rows - 1): no vocabulary, no unseen ids, but collisions."""
+
+    def __init__(self, rows: int) -> None:
+        if rows < 2:
+            raise ValueError(f"data.hash_rows={rows} leaves no row beside the unknown one; use at least 2, e.g. 100000")
+        self.rows = rows
+
+    def size(self, table: str) -> int:
+        return self.rows
+
+    def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
+        hashed = hash_texts(column.values) % np.uint64(self.rows - 1)
+        return _translate(column, hashed.astype(np.int64) + UNKNOWN_ID + 1)
+
+    def save(self, folder: Path) -> None:
+        """Hashing has nothing to save."""
+
+
+def hash_texts(texts: pa.StringArray) -> np.ndarray:
+    """[N] uint64, the same on every machine: a polynomial in the bytes of each text, mixed."""
+    array = texts.cast(pa.large_binary())
+    lengths = pc.binary_length(array).to_numpy().astype(np.int64)
+    ends = np.append(0, np.cumsum(lengths))
+    if ends[-1] == 0:
+        return splitmix64(np.zeros(len(array), np.uint64))
+    _, starts, data = array.buffers()
+    begin = np.frombuffer(starts, np.int64)[array.offset]
+    content = np.frombuffer(data, np.uint8)[begin : begin + ends[-1]].astype(np.uint64) + np.uint64(1)
+    place = np.arange(len(content)) - np.repeat(ends[:-1], lengths)
+    powers = np.full(int(lengths.max()), GOLDEN).cumprod()
+    sums = np.append(np.uint64(0), np.cumsum(content * powers[place]))  # wraps modulo 2^64, and so do differences
+    return splitmix64(sums[ends[1:]] - sums[ends[:-1]])
+
+
+def _translate(column: Coded | CodedLists, rows: np.ndarray) -> np.ndarray:
+    return np.append(rows, UNKNOWN_ID)[column.codes].astype(np.int32)

@@ -1,0 +1,222 @@
+"""AUC, GAUC and log loss against scikit-learn and against the sum over all pairs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss as sklearn_log_loss
+from sklearn.metrics import roc_auc_score
+
+from train.metrics import (
+    ScoreHistogram,
+    auc,
+    binary_entropy,
+    calibration_curve,
+    gauc,
+    log_loss,
+    normalized_entropy,
+    score_histogram,
+    segment_auc,
+    streaming_auc,
+    streaming_auc_bound,
+)
+
+# Sums of about 1e3 float64 terms in another order than scikit-learn's.
+EXACT = 1e-12
+
+
+def random_rows(seed, size, *, ties=False, weighted=False, groups=7):
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(size, generator=generator) < 0.3).float()
+    scores = torch.randn(size, generator=generator) + labels
+    if ties:
+        scores = (scores * 2).round() / 2
+    weights = torch.rand(size, generator=generator) + 0.1 if weighted else torch.ones(size)
+    group = torch.randint(-3, groups - 3, (size,), generator=generator) * 1_000_003
+    return scores, labels, weights, group
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_auc_equals_sklearn(ties, weighted):
+    scores, labels, weights, _ = random_rows(0, 1000, ties=ties, weighted=weighted)
+    expected = roc_auc_score(labels, scores, sample_weight=weights.double())
+    assert auc(scores, labels, weights).item() == pytest.approx(expected, abs=EXACT)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gauc_equals_sklearn_by_user(ties, weighted):
+    scores, labels, weights, group = random_rows(1, 300, ties=ties, weighted=weighted, groups=60)
+    total = weight_sum = 0.0
+    for user in group.unique():
+        of_user = group == user
+        if labels[of_user].unique().numel() == 2:
+            weight = weights[of_user].double().sum().item()
+            user_auc = roc_auc_score(labels[of_user], scores[of_user], sample_weight=weights[of_user].double())
+            total, weight_sum = total + weight * user_auc, weight_sum + weight
+    assert 0 < weight_sum < weights.sum()  # some users have one class only
+    assert gauc(scores, labels, weights, group).item() == pytest.approx(total / weight_sum, abs=EXACT)
+
+
+rows = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 1.0, math.nan]), st.integers(0, 3)), max_size=25)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows)
+def test_segment_auc_equals_the_sum_over_pairs(rows):
+    scores, labels, group = (torch.tensor([row[i] for row in rows], dtype=torch.float32) for i in range(3))
+    group = group.long()
+    values, weights = segment_auc(scores, labels, torch.ones_like(scores), group)
+    for user, value, weight in zip(group.unique(), values, weights, strict=True):
+        positive, negative = scores[(group == user) & (labels == 1)], scores[(group == user) & (labels == 0)]
+        gap = positive[:, None] - negative
+        wins = ((gap > 0).double() + 0.5 * (gap == 0)).sum()
+        assert weight == positive.numel() + negative.numel()
+        torch.testing.assert_close(value, wins / gap.numel(), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels"),
+    [
+        ([], []),
+        ([0.3], [1.0]),
+        ([0.3, 0.4], [1.0, 1.0]),
+        ([0.3, 0.4], [0.0, 0.0]),
+        ([0.3, 0.4], [1.0, math.nan]),
+        ([0.3, math.nan], [1.0, 0.0]),
+    ],
+    ids=["empty", "one row", "positives", "negatives", "unobserved", "nan score"],
+)
+def test_ranking_without_meaning_is_nan(scores, labels):
+    scores, labels = torch.tensor(scores), torch.tensor(labels)
+    weights, group = torch.ones_like(labels), torch.zeros(len(labels), dtype=torch.int64)
+    assert auc(scores, labels, weights).isnan()
+    assert gauc(scores, labels, weights, group).isnan()
+
+
+def test_equal_scores_have_auc_one_half():
+    labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+    zeros = torch.zeros(5)
+    assert auc(zeros, labels, torch.ones(5)) == 0.5
+    assert gauc(zeros, labels, torch.ones(5), torch.tensor([1, 1, 1, 2, 2])) == 0.5
+    assert streaming_auc(score_histogram(zeros, labels)) == 0.5
+
+
+def test_unobserved_rows_change_nothing_even_with_nan_scores():
+    scores, labels, weights, group = random_rows(2, 200)
+    hidden = torch.cat([torch.full((50,), torch.nan), torch.randn(50)])
+    nowhere = torch.full((100,), torch.nan)
+    more = (
+        torch.cat([scores, hidden]),
+        torch.cat([labels, nowhere]),
+        torch.cat([weights, torch.ones(100)]),
+    )
+    assert auc(*more) == auc(scores, labels, weights)
+    assert gauc(*more, torch.cat([group, group[:100]])) == gauc(scores, labels, weights, group)
+
+
+def test_saturated_scores_keep_their_order():
+    # As float32 probabilities all four would be 1; logits still rank them.
+    scores, labels = torch.tensor([20.0, 30.0, 40.0, 50.0]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert auc(scores, labels, torch.ones(4)) == 1
+
+
+@pytest.mark.parametrize("num_bins", [8, 64, 8192])
+@pytest.mark.parametrize("shift", [0.0, -5.0])
+def test_streaming_auc_is_within_its_bound(num_bins, shift):
+    scores, labels, weights, _ = random_rows(3, 4000, weighted=True)
+    histogram = score_histogram(scores + shift, labels, weights, num_bins)
+    error = (streaming_auc(histogram) - auc(scores, labels, weights)).abs()
+    bound = streaming_auc_bound(histogram)
+    assert error <= bound
+    if num_bins == 8192:
+        assert bound < 1e-3
+    if num_bins == 8:
+        assert error > 1e-3  # the bound has something to bound
+
+
+def test_streaming_auc_of_one_class_is_nan():
+    histogram = score_histogram(torch.randn(5), torch.ones(5))
+    assert streaming_auc(histogram).isnan()
+    assert streaming_auc_bound(histogram).isnan()
+
+
+def test_streaming_auc_bound_is_reached():
+    # Both classes in one bin, perfectly separated inside it: 1 exactly, 0.5 streaming.
+    scores, labels = torch.tensor([0.0, 1e-4]), torch.tensor([0.0, 1.0])
+    histogram = score_histogram(scores, labels)
+    assert auc(scores, labels, torch.ones(2)) - streaming_auc(histogram) == streaming_auc_bound(histogram) == 0.5
+
+
+def test_histogram_counts_every_observed_row_and_merges_by_addition():
+    logits = torch.tensor([-math.inf, -99.0, 0.1, 99.0, math.inf, math.nan, 0.2])
+    labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, math.nan])
+    whole = score_histogram(logits, labels)
+    assert whole.positive.sum() == whole.negative.sum() == 3
+    assert whole.positive[0] == whole.negative[0] == whole.positive[-1] == whole.negative[-1] == 1
+    first, second = score_histogram(logits[:3], labels[:3]), score_histogram(logits[3:], labels[3:])
+    torch.testing.assert_close(first.positive + second.positive, whole.positive)
+
+
+def test_log_loss_equals_sklearn():
+    logits, labels, weights, _ = random_rows(4, 500, weighted=True)
+    ours = (weights * log_loss(logits, labels)).sum() / weights.double().sum()
+    expected = sklearn_log_loss(labels, torch.sigmoid(logits.double()), sample_weight=weights.double())
+    assert ours.item() == pytest.approx(expected, abs=EXACT)
+
+
+def test_log_loss_of_extreme_logits():
+    logits = torch.tensor([1e4, -1e4, 1e4, -1e4, math.inf, math.inf])
+    labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    assert log_loss(logits, labels).tolist() == [0, 0, 1e4, 1e4, 0, math.inf]
+
+
+def test_normalized_entropy_divides_by_the_entropy_of_the_training_rate():
+    assert binary_entropy(0.5) == pytest.approx(math.log(2))
+    labels = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    constant = torch.full((4,), 0.25).logit()
+    mean = log_loss(constant, labels).mean().item()
+    # float32 logit of 0.25
+    assert normalized_entropy(mean, 0.25) == pytest.approx(1, abs=1e-7)
+    assert normalized_entropy(mean, 0.1) == pytest.approx(mean / -(0.1 * math.log(0.1) + 0.9 * math.log(0.9)))
+    assert math.isnan(normalized_entropy(mean, 0.0))
+    assert math.isnan(normalized_entropy(mean, 1.0))
+
+
+def test_calibration_curve_follows_calibrated_scores():
+    generator = torch.Generator().manual_seed(5)
+    probability = torch.rand(20_000, generator=generator)
+    labels = (torch.rand(20_000, generator=generator) < probability).float()
+    curve = calibration_curve(score_histogram(probability.logit(), labels), points=10)
+    assert curve.predicted.numel() == 10
+    # 2,000 rows a point: a standard error of at most 0.011; four of them.
+    torch.testing.assert_close(curve.observed, curve.predicted, atol=0.045, rtol=0)
+    # Middle of each tenth of a uniform distribution, up to the width of a bin and sampling.
+    torch.testing.assert_close(curve.predicted, torch.arange(0.05, 1, 0.1).double(), atol=0.01, rtol=0)
+    assert curve.weight.sum() == 20_000
+
+
+def test_calibration_curve_of_few_or_no_rows():
+    one = calibration_curve(score_histogram(torch.zeros(3), torch.tensor([1.0, 0.0, 0.0])))
+    assert one.observed.tolist() == pytest.approx([1 / 3])
+    assert one.predicted.tolist() == pytest.approx([0.5], abs=1e-3)  # half a bin
+    empty = calibration_curve(ScoreHistogram(torch.zeros(16).double(), torch.zeros(16).double()))
+    assert empty.observed.numel() == 0
+
+
+def test_segments_of_very_different_weight_do_not_disturb_each_other():
+    # Prefix sums run over all rows; a user behind 1e9 of weight still gets a sound AUC.
+    scores, labels, _, _ = random_rows(6, 200)
+    weights = torch.cat([torch.full((100,), 1e7), torch.ones(100)])
+    group = torch.arange(2).repeat_interleave(100)
+    value, _ = segment_auc(scores, labels, weights, group)
+    expected = roc_auc_score(labels[100:], scores[100:])
+    # 1e9 * 2^-53 of rounding against pair sums of about 1e3
+    assert value[1].item() == pytest.approx(expected, abs=1e-6)
+    assert np.isfinite(value.numpy()).all()

@@ -1,0 +1,31 @@
+"""Metrics of our own: accumulated on the device without host syncs, global over ranks, per task."""
+
+from train.metrics.auc import auc, segment_auc, streaming_auc, streaming_auc_bound
+from train.metrics.bootstrap import Interval, metric_intervals, paired_gaps
+from train.metrics.calibration import CalibrationCurve, calibration_curve
+from train.metrics.collection import MetricSet
+from train.metrics.gauc import gauc
+from train.metrics.histogram import ScoreHistogram, score_histogram
+from train.metrics.ne import binary_entropy, log_loss, normalized_entropy
+from train.metrics.throughput import Throughput, peak_flops
+
+__all__ = [
+    "CalibrationCurve",
+    "Interval",
+    "MetricSet",
+    "ScoreHistogram",
+    "Throughput",
+    "auc",
+    "binary_entropy",
+    "calibration_curve",
+    "gauc",
+    "log_loss",
+    "metric_intervals",
+    "normalized_entropy",
+    "paired_gaps",
+    "peak_flops",
+    "score_histogram",
+    "segment_auc",
+    "streaming_auc",
+    "streaming_auc_bound",
+]

@@ -1,0 +1,159 @@
+"""`MetricSet`: every metric of every task, accumulated on the device and computed over all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
+from train.metrics.gauc import gauc
+from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights
+from train.metrics.ne import log_loss, normalized_entropy
+
+NUM_SUMS = 5  # a task's rows, weight, weighted labels, weighted predictions, weighted log loss
+
+
+class MetricSet:
+    """Log loss, NE, AUC, GAUC and calibration per task, equal on every rank and equal to one process seeing all rows.
+
+    `update` never syncs with the host. `compute` and `histograms` are collectives once `torch.distributed` is
+    initialised: all ranks of `process_group` call them, ranks that saw no row too.
+
+    With `exact_auc` the rows are kept (12 bytes a task and 8) and gathered onto every rank, which makes AUC exact and
+    GAUC possible: for evaluation. Without, memory is constant and AUC comes from a histogram: for training.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        base_rates: Mapping[str, float],
+        device: torch.device,
+        *,
+        exact_auc: bool,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`base_rates`: positive rate of the training data by task, which NE is normalised by."""
+        missing = [task for task in tasks if task not in base_rates]
+        if missing:
+            raise ValueError(
+                f"base_rates lacks {missing}, it has {sorted(base_rates)}; expected e.g. {{{missing[0]!r}: 0.1}}"
+            )
+        for task in tasks:
+            if not 0 <= base_rates[task] <= 1:
+                raise ValueError(f"base_rates[{task!r}] is {base_rates[task]}, expected a share of rows such as 0.1")
+        self.tasks, self.base_rates = list(tasks), {task: float(base_rates[task]) for task in tasks}
+        self.device, self.exact_auc, self.process_group = device, exact_auc, process_group
+        # Sums and histograms share one buffer, so that one all-reduce carries them.
+        self._state = torch.zeros(len(tasks) * (NUM_SUMS + 2 * NUM_BINS), dtype=torch.float64, device=device)
+        self._values: list[Tensor] = []  # [C, 3 * tasks] float32: logits, labels, weights
+        self._groups: list[Tensor] = []  # [C] int64
+
+    def reset(self) -> None:
+        self._state.zero_()
+        self._values.clear()
+        self._groups.clear()
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor, group: Tensor) -> None:
+        """Add C rows: logits, labels in {0, 1, NaN = not observed} and weights [C, tasks], group [C] int64.
+
+        A row whose label was not observed counts in no metric of that task, whatever its logit is.
+        """
+        expected = (group.shape[0], len(self.tasks))
+        for name, tensor in {"logits": logits, "labels": labels, "weights": weights}.items():
+            if tensor.shape != expected:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [C, tasks] = {list(expected)}")
+        sums, histogram = self._views(self._state)
+        observed = ~labels.isnan()
+        weight = torch.where(observed, weights, 0.0).double()
+        prediction = torch.where(observed, torch.sigmoid(logits.double()), 0.0)
+        loss = torch.where(observed, log_loss(logits, labels), 0.0)
+        by_class = class_weights(labels, weights)
+        sums += torch.stack([observed, weight, by_class[..., 0], weight * prediction, weight * loss], dim=-1).sum(0)
+        cell = bin_index(logits) + NUM_BINS * torch.arange(len(self.tasks), device=self.device)
+        histogram.view(-1, 2).index_add_(0, cell.flatten(), by_class.flatten(0, 1))
+        if self.exact_auc:
+            self._values.append(torch.cat([logits.float(), labels.float(), weights.float()], dim=1))
+            self._groups.append(group.clone())
+
+    def compute(self) -> dict[str, float]:
+        """Metrics since the last reset, under `task/name`.
+
+        log_loss (nats, weighted mean), ne, auc, gauc (only if exact) or auc_error_bound (only if not), calibration (sum
+        of predictions over sum of labels), label_rate, examples (rows with an observed label). A metric without meaning
+        is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate of 0 or 1.
+        """
+        sums, histogram = self._views(self._reduced())
+        ranking = self._exact_ranking() if self.exact_auc else _streaming_ranking(histogram)
+        examples, weight, label, prediction, loss = sums.unbind(dim=1)
+        columns = {
+            "log_loss": loss / weight,
+            **ranking,
+            "calibration": torch.where(label > 0, prediction / label, torch.nan),
+            "label_rate": label / weight,
+            "examples": examples,
+        }
+        # A NaN score falls into some bin all the same: the loss knows of it. Ranks of rows see it themselves.
+        columns["auc"] = torch.where(loss.isnan(), torch.nan, columns["auc"])
+        result: dict[str, float] = {}
+        for task, row in zip(self.tasks, torch.stack(list(columns.values()), dim=1).tolist(), strict=True):
+            values = dict(zip(columns, row, strict=True))
+            values = {"ne": normalized_entropy(values["log_loss"], self.base_rates[task]), **values}
+            result |= {f"{task}/{name}": value for name, value in values.items()}
+        return result
+
+    def histograms(self) -> dict[str, ScoreHistogram]:
+        """Score histogram of each task over all ranks, on the CPU: for calibration curves and plots."""
+        _, tables = self._views(self._reduced().cpu())
+        return {task: ScoreHistogram(*table.unbind(dim=1)) for task, table in zip(self.tasks, tables, strict=True)}
+
+    def _views(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums [tasks, NUM_SUMS] and histograms [tasks, bins, 2] (positive, negative weight) in a state buffer."""
+        num_tasks = len(self.tasks)
+        sums, tables = state.tensor_split([num_tasks * NUM_SUMS])
+        return sums.view(num_tasks, NUM_SUMS), tables.view(num_tasks, NUM_BINS, 2)
+
+    def _reduced(self) -> Tensor:
+        state = self._state.clone()
+        if dist.is_initialized():
+            dist.all_reduce(state, group=self.process_group)
+        return state
+
+    def _exact_ranking(self) -> dict[str, Tensor]:
+        num_tasks = len(self.tasks)
+        # The empty head gives the type and shape on a rank without rows.
+        values = torch.cat([torch.empty(0, 3 * num_tasks, device=self.device), *self._values])
+        group = torch.cat([torch.empty(0, dtype=torch.int64, device=self.device), *self._groups])
+        if dist.is_initialized():
+            values, group = gather_rows(values, self.process_group), gather_rows(group, self.process_group)
+        rows = list(zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True))
+        return {
+            "auc": torch.stack([auc(scores, labels, weights) for scores, labels, weights in rows]),
+            "gauc": torch.stack([gauc(scores, labels, weights, group) for scores, labels, weights in rows]),
+        }
+
+
+def gather_rows(rows: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """The rows [n_rank, ...] of all ranks, in rank order, on every rank; n may differ and be 0."""
+    world = dist.get_world_size(process_group)
+    count = torch.tensor([rows.shape[0]], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(world)]
+    dist.all_gather(counts, count, group=process_group)
+    sizes = [int(size) for size in counts]
+    # Not every backend gathers uneven shapes: all send the largest, and the filling is cut off again.
+    sent = rows.new_zeros(max(sizes), *rows.shape[1:])
+    sent[: rows.shape[0]] = rows
+    received = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(received, sent, group=process_group)
+    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
+
+
+def _streaming_ranking(tables: Tensor) -> dict[str, Tensor]:
+    histograms = [ScoreHistogram(*table.unbind(dim=1)) for table in tables]
+    return {
+        "auc": torch.stack([streaming_auc(histogram) for histogram in histograms]),
+        "auc_error_bound": torch.stack([streaming_auc_bound(histogram) for histogram in histograms]),
+    }

@@ -1,0 +1,31 @@
+"""Run a function on several gloo ranks inside one test."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def run_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """`function(*arguments)` in `ranks` processes that see torchrun's environment; a failure of one raises here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_enter, args=(function, ranks, port, arguments), nprocs=ranks)
+
+
+def _enter(rank: int, function: Callable[..., None], ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    function(*arguments)

@@ -1,0 +1,49 @@
+"""Ranks of one run share one preparation and, between them, every request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.distributed.processes import run_ranks
+from train.config import MovieLensConfig
+from train.data import build_source
+from train.data.loader import build_loader
+
+RANKS = 2
+
+
+def test_one_rank_prepares_and_together_they_read_everything(tmp_path):
+    run_ranks(read_share, RANKS, tmp_path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name.startswith("movielens-")
+    shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert len(shares[0]["steps"]) == len(shares[1]["steps"])
+    assert [share["prepared"] for share in shares] == [True, False]
+    source = build_source(MovieLensConfig(cache_dir=str(tmp_path / "cache")))
+    expected = source.batch("test", np.arange(source.num_requests("test"))).row
+    found = torch.cat([rows for share in shares for rows in share["steps"]])
+    assert torch.equal(found.sort().values, expected.sort().values)
+
+
+def read_share(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    cache = folder / "cache"
+    prepared = []
+
+    def barrier() -> None:
+        prepared.append(rank == 0 and any(cache.iterdir()))
+        dist.barrier()
+
+    source = build_source(MovieLensConfig(cache_dir=str(cache)), rank, barrier)
+    loader = build_loader(
+        source, "test", batch_size=100, seed=0, rank=rank, world_size=RANKS, shuffle=True, num_workers=1, prefetch=2
+    )
+    torch.save(
+        {"prepared": prepared == [True], "steps": [batch.row.clone() for batch in loader]}, folder / f"{rank}.pt"
+    )
+    dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""Two processes with uneven shards, one of them empty, agree with each other and with one process that sees all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.unit.factories import random_batch, random_spec
+from train.metrics import MetricSet, Throughput
+
+CPU = torch.device("cpu")
+RATES = {"click": 0.3, "like": 0.1}
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.rand(300, 2, generator=generator) < 0.3).float()
+    # Ties, within a rank and across ranks.
+    logits = (torch.randn(300, 2, generator=generator) + labels).mul(4).round() / 4
+    labels[torch.rand(300, 2, generator=generator) < 0.2] = math.nan
+    weights = torch.rand(300, 2, generator=generator) + 0.1
+    # 20 users, every one of them on both ranks.
+    return logits, labels, weights, torch.arange(300) % 20
+
+
+def compute(batches, exact_auc):
+    collection = MetricSet(list(RATES), RATES, CPU, exact_auc=exact_auc)
+    for batch in batches:
+        collection.update(*batch)
+    curves = collection.histograms()
+    return collection.compute(), torch.cat([curves["like"].positive, curves["like"].negative])
+
+
+def shard(rank, split):
+    whole = rows()
+    mine = slice(0, split) if rank == 0 else slice(split, None)
+    size = len(range(300)[mine])
+    # A rank without rows never calls update.
+    return list(zip(*(tensor[mine].split(max(1, size // 3)) for tensor in whole), strict=True)) if size else []
+
+
+def work(rank, path, results):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    for exact_auc in (True, False):
+        for split in (300, 211):
+            results[rank, exact_auc, split] = compute(shard(rank, split), exact_auc)
+    meter = Throughput(CPU)
+    meter.step(random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank]))
+    results[rank, "throughput"] = meter.compute(lambda *totals: math.fsum(totals))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(work, args=(tmp_path_factory.mktemp("store") / "store", results), nprocs=2)
+        return dict(results)
+
+
+@pytest.mark.parametrize("exact_auc", [True, False])
+@pytest.mark.parametrize("split", [300, 211], ids=["empty rank", "uneven"])
+def test_ranks_agree_with_one_process(by_rank, exact_auc, split):
+    expected, expected_histogram = compute([rows()], exact_auc)
+    first, first_histogram = by_rank[0, exact_auc, split]
+    second, second_histogram = by_rank[1, exact_auc, split]
+    assert first == second
+    assert torch.equal(first_histogram, second_histogram)
+    # float64 sums of 300 terms in another order
+    assert first == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(first_histogram, expected_histogram)
+
+
+def test_throughput_counts_all_ranks(by_rank):
+    first, second = by_rank[0, "throughput"], by_rank[1, "throughput"]
+    assert first == second
+    # Ranks hold 2 and 1 requests, 4 and 3 candidates, histories of 4, 2 and of 4 events.
+    assert first["examples_per_s"] / first["requests_per_s"] == pytest.approx(7 / 3)
+    assert first["requests_per_s"] / first["steps_per_s"] == pytest.approx(3)
+    assert first["mean_history"] == pytest.approx(10 / 3)
+    flops = 3 * (3 + 7 + 10 + (16 + 4 + 16)) / 2  # forward and backward, for each of two devices
+    assert first["tflops_per_s"] * 1e12 / first["steps_per_s"] == pytest.approx(flops)
+
+
+def test_averaging_ranks_would_have_been_wrong(by_rank):
+    # What the tests above would not notice if users and ties did not span ranks.
+    parts = [compute(shard(rank, 211), True)[0] for rank in (0, 1)]
+    together = by_rank[0, True, 211][0]
+    for name in ("click/auc", "click/gauc", "click/calibration"):
+        assert abs(sum(part[name] for part in parts) / 2 - together[name]) > 1e-4

@@ -1,0 +1,89 @@
+"""Resuming equals never having stopped, on one rank and on two, and another number of ranks can go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import environment, run, train
+from train.tracking import Record, read_metrics
+
+EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
+
+
+def training(run_dir: Path) -> list[Record]:
+    return [record for record in read_metrics(run_dir / "metrics.jsonl") if record.split == "train"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run(train(ranks, whole, *EVERY), cwd=tmp_path)
+    shutil.copytree(whole / "checkpoints" / "step_00000003", resumed / "checkpoints" / "step_00000003")
+    run(train(ranks, resumed, *EVERY), cwd=tmp_path)
+    expected = {record.step: record.values["loss"] for record in training(whole)}
+    actual = {record.step: record.values["loss"] for record in training(resumed)}
+    assert list(actual) == [4, 5, 6]
+    assert actual == {step: expected[step] for step in actual}
+    final = [read_metrics(path / "metrics.jsonl")[-1].values for path in (whole, resumed)]
+    assert final[0] == final[1]
+
+
+def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    whole, smaller = tmp_path / "whole", tmp_path / "smaller"
+    run(train(2, whole, *EVERY), cwd=tmp_path)
+    shutil.copytree(whole / "checkpoints" / "step_00000003", smaller / "checkpoints" / "step_00000003")
+    run(train(1, smaller, *EVERY, "data.batch_size=32", "model.dropout=0.1"), cwd=tmp_path)
+    expected = {record.step: record.values["loss"] for record in training(whole)}
+    # Same global batches, but sums over two ranks are taken in another order, and dropout draws other masks.
+    for record in training(smaller):
+        assert record.values["loss"] == pytest.approx(expected[record.step], rel=0.1)
+
+
+def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = train(2, run_dir, "checkpoint.every=2", "runtime.steps=60", "checkpoint.async_save=false")
+    command[command.index("--standalone") : command.index("--standalone")] = ["--max-restarts", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(run_dir.glob("checkpoints/step_????????/meta.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    listed = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.main"], capture_output=True, text=True)
+    os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-5000:]
+    steps = [record.step for record in training(run_dir)]
+    assert steps == list(range(1, 61))
+    assert "resumed from" in (run_dir / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("model.dim=32", "model.dim=16"), ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad")],
+)
+def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, tmp_path: Path) -> None:
+    run(train(1, tmp_path / "run", *EVERY), cwd=tmp_path)
+    result = run(train(1, tmp_path / "run", *EVERY, override), cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert named in result.stderr
+
+
+def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
+    run(train(1, tmp_path / "run", *EVERY), cwd=tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
+    other = run(train(1, tmp_path / "a", "model.dim=32", f"checkpoint.load={checkpoint}"), cwd=tmp_path, check=False)
+    assert other.returncode != 0
+    assert "holds another model" in other.stderr
+    nowhere = run(train(1, tmp_path / "b", f"checkpoint.load={tmp_path}/absent"), cwd=tmp_path, check=False)
+    assert "is not a readable checkpoint" in nowhere.stderr
+    for file in checkpoint.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    damaged = run(train(1, tmp_path / "c", f"checkpoint.load={checkpoint}"), cwd=tmp_path, check=False)
+    assert damaged.returncode != 0
+    assert "is damaged" in damaged.stderr

@@ -1,0 +1,185 @@
+"""One training step over ranks: the poisoned batch, the sharded tables, the loss over unequal ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from modules.batch import FeatureSpec, RequestBatch
+from modules.embedding import FeatureEmbedding, Tokens
+from modules.models.ranking import RankingModel
+from tests.distributed.processes import run_ranks
+from tests.unit.factories import random_batch, random_spec
+from train import distributed
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DLRMConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+    SyntheticConfig,
+    TrackingConfig,
+)
+from train.guards import FiniteGuard
+from train.loss import ranking_loss
+from train.optim import Optimizer
+from train.sparse import shard
+
+DIM = 8
+POISONED = 2  # the step whose batch has a NaN on rank 0
+
+
+class MeanArch(nn.Module):
+    """The smallest architecture that uses every token."""
+
+    def __init__(self, spec: FeatureSpec) -> None:
+        super().__init__()
+        width = DIM * sum(len(event.fields) for event in spec.histories)
+        self.tokens = nn.Linear(DIM, len(spec.tasks))
+        self.events = nn.Linear(width, len(spec.tasks))
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        events = torch.cat([history.values.sum(0, keepdim=True) for history in tokens.histories.values()], dim=1)
+        features = tokens.candidate.mean(1) + tokens.request.mean(1)[batch.owner]
+        return self.tokens(features) + self.events(events)
+
+
+class Step:
+    """Model, guard, optimiser and pipeline as the trainer wires them."""
+
+    def __init__(self, optimizer: OptimizerConfig) -> None:
+        self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+        self.spec = random_spec()
+        config = Config(
+            model=DLRMConfig(dim=DIM),
+            data=SyntheticConfig(batch_size=6),
+            precision=PrecisionConfig(name="fp32"),
+            optimizer=optimizer,
+            parallel=ParallelConfig(sharding_types=["row_wise"]),
+            checkpoint=CheckpointConfig(),
+            tracking=TrackingConfig(),
+            runtime=RuntimeConfig(),
+        )
+        torch.manual_seed(0)
+        model = RankingModel(FeatureEmbedding(self.spec, DIM), MeanArch(self.spec))
+        self.embedding = model.embedding
+        self.model, _ = shard(model, config, self.world)
+        self.guard = FiniteGuard(model.embedding.assemble, self.world, window=100, locate=lambda row: f"row {row}")
+        self.optimizer = Optimizer(self.model, optimizer, 100, self.guard)
+        self.pipeline = TrainPipelineSparseDist(
+            self.model,
+            self.optimizer,
+            self.world.device,
+            custom_model_fwd=self._forward,  # type: ignore[arg-type]
+        )
+
+    def _forward(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
+        loss, self.optimizer.count = ranking_loss(self.model(batch), batch.labels, batch.weights)
+        self.optimizer.rows = batch.row
+        return loss, loss.detach()
+
+    def shards(self) -> dict[str, Tensor]:
+        state = {name: value for name, value in self.model.state_dict().items() if "embeddings" in name}
+        return {name: torch.cat([s.tensor.clone() for s in value.local_shards()]) for name, value in state.items()}
+
+    def dense(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.optimizer.params.items()}
+
+
+def _poisoned_batch(sparse: str) -> None:
+    step = Step(OptimizerConfig(sparse=sparse, warmup_steps=0))
+    rank = step.world.rank
+    batches = [random_batch(step.spec, seed=10 * rank + index) for index in range(5)]
+    if rank == 0:
+        batches[POISONED].candidate_dense[0, 0] = float("nan")
+    iterator = iter(batches)
+    for index in range(5):
+        shards, dense = step.shards(), step.dense()
+        step.pipeline.progress(iterator)
+        changed = any(not torch.equal(value, shards[name]) for name, value in step.shards().items())
+        dense_changed = any(not torch.equal(value, dense[name]) for name, value in step.dense().items())
+        assert changed == dense_changed == (index != POISONED), f"step {index} on rank {rank}"
+    assert all(value.isfinite().all() for value in (*step.shards().values(), *step.dense().values()))
+    (line,) = step.guard.report()
+    assert line.startswith(f"step {POISONED + 1}: non-finite")
+    assert "rank 0, row 0 to row 6" in line
+    distributed.stop()
+
+
+@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "sgd"])
+def test_a_poisoned_batch_changes_nothing_on_any_rank_and_is_named(sparse: str) -> None:
+    run_ranks(_poisoned_batch, 2, sparse)
+
+
+def _shards_are_partial() -> None:
+    step = Step(OptimizerConfig())
+    for name, rows in step.spec.tables.items():
+        held = next(value for key, value in step.shards().items() if f".{name}." in key)
+        assert held.shape[0] == -(-rows // 2) or held.shape[0] == rows // 2
+        assert not torch.equal(held, torch.zeros_like(held))
+    distributed.stop()
+
+
+def test_no_rank_holds_a_whole_table() -> None:
+    run_ranks(_shards_are_partial, 2)
+
+
+def _accumulation() -> None:
+    """Two micro-batches to one dense step give the gradient of both together."""
+    batches = [random_batch(random_spec(), seed=index) for index in range(2)]
+    config = {"sparse": "sgd", "sparse_lr": 0.0, "warmup_steps": 0, "clip_norm": 0.0}
+    twice = Step(OptimizerConfig(**config, accumulate=2))
+    for batch in batches:
+        twice.pipeline.progress(iter([batch]))
+    accumulated = twice.optimizer.state_dict()
+    once = Step(OptimizerConfig(**config))
+    total_weight, total = torch.zeros(()), {name: torch.zeros_like(value) for name, value in once.dense().items()}
+    for batch in batches:
+        once.optimizer.zero_grad()
+        loss, weight = ranking_loss(once.model(batch), batch.labels, batch.weights)
+        loss.backward()
+        total_weight += weight
+        for name, param in once.optimizer.params.items():
+            assert param.grad is not None
+            total[name] += weight * param.grad
+    for name, param in once.optimizer.params.items():
+        param.grad = total[name] / total_weight
+    once.optimizer.step()
+    for name, state in once.optimizer.state_dict().items():
+        # The first moment is a tenth of the gradient (the parameter's first step would hide its size); sums of a few
+        # float32 values in another order.
+        torch.testing.assert_close(state["exp_avg"], accumulated[name]["exp_avg"], rtol=1e-5, atol=1e-7)
+    distributed.stop()
+
+
+def test_accumulation_averages_over_candidates() -> None:
+    run_ranks(_accumulation, 1)
+
+
+def _uneven_loss() -> None:
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, 2, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 2, (10, 2), generator=generator).double()
+    labels[3, 1] = float("nan")
+    weights = torch.rand(10, 2, generator=generator, dtype=torch.float64)
+    mine = slice(0, 7) if world.rank == 0 else slice(7, 10)
+    loss, _ = ranking_loss(logits[mine], labels[mine], weights[mine])
+    dist.all_reduce(loss)
+    observed = ~labels.isnan()
+    weight = torch.where(observed, weights, 0)
+    raw = nn.functional.binary_cross_entropy_with_logits(
+        logits, torch.where(observed, labels, 0), weight, reduction="none"
+    )
+    expected = (raw.sum(0) / weight.sum(0)).mean()
+    torch.testing.assert_close(loss / world.size, expected, rtol=1e-6, atol=0)  # the loss is taken in float32
+    distributed.stop()
+
+
+def test_loss_is_the_mean_over_all_ranks_candidates() -> None:
+    run_ranks(_uneven_loss, 2)

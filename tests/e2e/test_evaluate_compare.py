@@ -1,0 +1,70 @@
+"""`train.evaluate` on a checkpoint, and `train.compare` on two arms, as users type them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.launching import TINY, python, run, torchrun, train
+
+
+def test_evaluate_scores_a_checkpoint_again(tmp_path: Path) -> None:
+    run(train(2, tmp_path / "run", "runtime.steps=3"), cwd=tmp_path)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_????????")
+    run(torchrun(2, "-m", "train.evaluate", f"checkpoint={checkpoint}", "split=test", "out=scored"), cwd=tmp_path)
+    metrics = json.loads((tmp_path / "scored" / "metrics.json").read_text())
+    expected = json.loads((tmp_path / "run" / "results.json").read_text())["test"]
+    assert metrics == expected
+    table = pq.read_table(tmp_path / "scored" / "predictions")
+    assert table.column_names[:2] == ["row", "group"]
+    assert table.num_rows == metrics["click/examples"]
+    probability = table["click_probability"].to_numpy()
+    np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
+
+
+def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
+    for arguments, named in ((["split=test"], "name a checkpoint"), (["checkpoint=nowhere"], "nowhere")):
+        result = run(python("-m", "train.evaluate", *arguments), cwd=tmp_path, check=False)
+        assert result.returncode != 0
+        assert named in result.stderr
+
+
+def test_compare_writes_a_report(tmp_path: Path) -> None:
+    options = ["--seeds", "0", "1", "--budget", "100", "--out", "report"]
+    quantise = ["runtime.steps=3", "model.dim=32", "model.interaction_hidden=[32]", "model.head_hidden=[32]"]
+    run(torchrun(2, "-m", "train.compare", *TINY, *quantise, *options), cwd=tmp_path)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["seeds"] == [0, 1]
+    for task in ("click", "like"):
+        values = report["tasks"][task]
+        assert [row["seed"] for row in values["per_seed"]] == [0, 1]
+        gap = values["per_seed"][0]["ne_percent"]
+        assert gap["low"] <= gap["estimate"] <= gap["high"]
+        assert values["ne_gap_percent"] != 0  # the arms differ
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Verdict" in text
+    assert "Evaluated on MXFP8 operands as well" in text
+    assert (tmp_path / "report" / "loss.png").stat().st_size > 0
+    # Same initial weights and batches: the first losses differ by rounding alone, about 2^-4 of a logit's spread.
+    first = [report_losses(tmp_path / "report" / "seed-0" / arm)[0] for arm in ("bf16", "mxfp8")]
+    assert first[0] == pytest.approx(first[1], rel=0.02)
+
+
+def report_losses(run_dir: Path) -> list[float]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record["values"]["loss"] for record in records if record["split"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "said"),
+    [("b:runtime.log_every=1", 0, "are equal"), ("b:optimizer.lr=0.002", 1, "differs from")],
+)
+def test_assert_equal_is_a_refactoring_check(other: str, code: int, said: str, tmp_path: Path) -> None:
+    options = ["--assert-equal", "--seeds", "0", "--arms", "a:runtime.log_every=1", other, "--out", "equal"]
+    result = run(python("-m", "train.compare", *TINY, "runtime.steps=3", *options), cwd=tmp_path, check=False)
+    assert result.returncode == code, result.stderr[-3000:]
+    assert said in result.stdout

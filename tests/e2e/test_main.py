@@ -1,0 +1,93 @@
+"""The training command as users type it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, TINY, python, run, torchrun, train
+from train.tracking import read_metrics
+
+
+def test_both_spellings_run_from_any_directory(tmp_path: Path) -> None:
+    by_file = torchrun(1, str(ROOT / "train" / "main.py"), *TINY, "runtime.run_dir=by_file", "runtime.steps=2")
+    by_module = torchrun(1, "-m", "train.main", *TINY, "runtime.run_dir=by_module", "runtime.steps=2")
+    run(by_file, cwd=tmp_path)
+    run(by_module, cwd=tmp_path)
+    losses = [
+        [record.values["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl") if record.split == "train"]
+        for name in ("by_file", "by_module")
+    ]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
+def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
+    run(
+        train(2, tmp_path / "run", "runtime.steps=4", "tracking.wandb=offline", "tracking.tensorboard=true"),
+        cwd=tmp_path,
+    )
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["step"] == 4
+    assert 0 <= results["test"]["click/auc"] <= 1
+    assert results["test"]["click/ne"] > 0
+    assert results["examples_per_s"] > 0
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["config"]["model"]["dim"] == 16
+    assert "torch" in about["versions"]
+    for name in ("plots/training.png", "plots/calibration.png", "plots/scores.png", "metrics.jsonl", "train.log"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert len(list((tmp_path / "run" / "predictions" / "test").glob("*.parquet"))) == 2
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*/meta.json"))
+
+
+def test_experiments_overlay(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "short.yaml").write_text("# @package _global_\nruntime: {steps: 1}\n")
+    overlaid = ["+experiment=[synthetic,short]", *TINY[1:], "runtime.run_dir=run"]
+    run(python("-m", "train.main", *overlaid, f"hydra.searchpath=[file://{tmp_path}/conf]"), cwd=tmp_path)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("optimizer.learning_rate=1", "learning_rate"),
+        ("model.num_head=2", "num_head"),
+        ("optimizer.lr=fast", "lr"),
+        ("model.num_heads=3", "model.num_heads"),
+        ("optimizer.sparse=lion", "rowwise_adagrad"),
+        ("precision=mxfp4", "mxfp8"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(override: str, named: str, tmp_path: Path) -> None:
+    result = run(python("-m", "train.main", *TINY, "runtime.run_dir=run", override), cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert named in result.stderr
+
+
+def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\noptimizer: {warmup: 3}\n")
+    command = python("-m", "train.main", "+experiment=typo", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    result = run(command, cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert "warmup" in result.stderr
+
+
+def test_more_ranks_than_rows(tmp_path: Path) -> None:
+    few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
+    run(train(2, tmp_path / "run", *few), cwd=tmp_path)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")))
+def test_every_experiment_takes_three_steps(experiment: str, tmp_path: Path) -> None:
+    small = ["data.batch_size=8", "data.num_workers=0", "runtime.steps=3", "runtime.eval_steps=1", "runtime.threads=1"]
+    off = ["tracking.wandb=disabled", "runtime.run_dir=run"]
+    if "synthetic" in experiment:
+        small += ["data.num_users=100", "data.num_items=400", "data.max_history=8", "data.num_requests=100"]
+    run(python("-m", "train.main", f"+experiment={experiment}", *small, *off), cwd=tmp_path)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 3

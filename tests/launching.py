@@ -1,0 +1,63 @@
+"""Starting the real commands from tests: torchrun with gloo ranks, in a scratch directory, without network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = (
+    "+experiment=synthetic",
+    "model.dim=16",
+    "model.head_hidden=[16]",
+    "model.interaction_hidden=[16]",
+    "model.dcn_rank=8",
+    "data.batch_size=16",
+    "data.num_requests=512",
+    "data.num_users=100",
+    "data.num_items=200",
+    "data.max_history=8",
+    "data.mean_history=4",
+    "data.num_workers=0",
+    "runtime.eval_steps=2",
+    "runtime.log_every=1",
+    "runtime.threads=1",
+    "tracking.wandb=disabled",
+    "tracking.tensorboard=false",
+)
+"""Overrides that make a run of a few seconds."""
+
+
+def environment() -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD_SIZE", "RUN_DIR"))}
+    return clean | {
+        "OMP_NUM_THREADS": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "WANDB_MODE": "offline",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def run(command: list[str], cwd: Path, *, check: bool = True, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    """Run to the end; with `check`, a failure shows the command's output."""
+    result = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+    if check and result.returncode:
+        raise AssertionError(
+            f"{' '.join(command)} exited {result.returncode}\n{result.stdout}\n{result.stderr[-8000:]}"
+        )
+    return result
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return python(*launcher, *arguments)
+
+
+def train(ranks: int, run_dir: Path, *overrides: str) -> list[str]:
+    return torchrun(ranks, "-m", "train.main", *TINY, f"runtime.run_dir={run_dir}", *overrides)

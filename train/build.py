@@ -1,0 +1,78 @@
+"""From a configuration to the things a run needs: data source, sharded model, autocast."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from kernels import dispatch
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
+from modules.models.ranking import Architecture, RankingModel
+from modules.precision import apply_recipe, format_table
+from train.config import Config, ModelConfig
+from train.data import build_source
+from train.data.source import Source
+from train.distributed import World
+from train.sparse import shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """A model on this rank, with the data it was built for."""
+
+    config: Config
+    world: World
+    source: Source
+    model: DistributedModelParallel
+    plan: str
+
+    @property
+    def ranking_model(self) -> RankingModel:
+        """The model below the data-parallel wrappers."""
+        module: nn.Module = self.model.module
+        while not isinstance(module, RankingModel):
+            module = module.module  # type: ignore[assignment]
+        return module
+
+    @property
+    def arch(self) -> Architecture:
+        return cast(Architecture, self.ranking_model.arch)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """BF16 compute over FP32 master weights, unless `precision=fp32`."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.precision.name != "fp32")
+
+
+def build(config: Config, world: World) -> Job:
+    """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
+    dispatch.force(config.runtime.kernels)
+    torch.manual_seed(config.runtime.seed)
+    source = build_source(config.data, rank=world.rank, barrier=world.barrier)
+    with torch.device(world.device):
+        arch = build_arch(config.model.name, source.spec, **_fields(config.model))
+    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, device="meta"), arch)
+    model.embedding.assemble.to(world.device)
+    log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
+    log.info("precision:\n%s", format_table(apply_recipe(model, config.precision.name, config.precision.quantize)))
+    if config.runtime.compile:
+        arch.compile(dynamic=True)
+    sharded, plan = shard(model, config, world)
+    log.info("sharding plan:\n%s", plan)
+    return Job(config, world, source, sharded, str(plan))
+
+
+def _fields(model: ModelConfig) -> dict[str, object]:
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "name"}
+    if "moe" in fields:
+        fields["moe"] = dataclasses.asdict(fields["moe"])
+    return fields

@@ -1,0 +1,219 @@
+"""Checkpoints of the whole training state, written with DCP: aside first, renamed when whole, old ones pruned last.
+
+A checkpoint folder `step_00000100` holds the sharded tensors (dense and table weights, both optimisers, random states)
+and `meta.json` (step, data position, configuration, plan, versions, tracker state). DCP re-shards on load, so another
+number of ranks can go on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from train.distributed import World
+from train.files import write_json
+from train.optim import Optimizer
+
+META = "meta.json"
+BEST = "best.json"
+
+
+@dataclass
+class Progress:
+    """Where a run stands. `consumed` counts requests of this epoch over all ranks, so another world size can go on."""
+
+    step: int = 0  # micro-batches
+    epoch: int = 0
+    consumed: int = 0
+    best_ne: float | None = None  # of the validations so far
+    best_step: int = 0
+    best_values: dict[str, float] = field(default_factory=dict)
+    stale_validations: int = 0
+    tracker: dict[str, Any] = field(default_factory=dict)
+
+
+class Checkpointer:
+    """Saves to and loads from `folder`; one save is in flight at a time."""
+
+    def __init__(self, folder: Path, keep: int, asynchronous: bool, world: World) -> None:
+        self.folder, self.keep, self.asynchronous, self.world = folder, keep, asynchronous, world
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def save(
+        self, model: DistributedModelParallel, optimizer: Optimizer, progress: Progress, about: dict[str, Any]
+    ) -> Path:
+        """Save the whole state; asynchronously, the tensors are copied now and written while training goes on."""
+        self.wait()
+        path = self.folder / f"step_{progress.step:08d}"
+        aside = path.with_suffix(".partial")
+        if self.world.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            write_json(aside / META, {"progress": vars(progress), **about})
+        self.world.barrier()
+        state = {**_model_state(model), **_optimizer_state(model, optimizer), **_rng_state(self.world)}
+        # DCP's own asynchronous save cannot stage ShardedTensors, so the copy is made here.
+        state = _host_copy(state, self.world)
+        self._pending = self._thread.submit(self._write, state, path, aside)
+        if not self.asynchronous:
+            self.wait()
+        return path
+
+    def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
+        dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
+        # Rank 0 returns once all ranks have written and the metadata stands, so the folder is whole.
+        if self.world.is_first:
+            shutil.rmtree(path, ignore_errors=True)
+            aside.rename(path)
+            self._prune()
+
+    def wait(self) -> None:
+        """Until the save in flight, if any, is whole under its final name."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+            self.world.barrier()
+
+    def mark_best(self, progress: Progress) -> None:
+        """Remember `progress.step` as the best on validation; its checkpoint is then never pruned."""
+        if self.world.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / BEST, {"step": progress.step, "ne": progress.best_ne})
+
+    def _prune(self) -> None:
+        best = best_checkpoint(self.folder)
+        for old in checkpoints(self.folder)[: -self.keep]:
+            if old != best:
+                shutil.rmtree(old)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of a run's checkpoint folder, oldest first."""
+    return sorted(path for path in folder.glob("step_????????") if (path / META).exists())
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    file = folder / BEST
+    if not file.exists():
+        return None
+    path = folder / f"step_{json.loads(file.read_text())['step']:08d}"
+    return path if path.exists() else None
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """`meta.json` of a checkpoint. Raises ValueError when `path` is not a whole, readable checkpoint."""
+    try:
+        return json.loads((path / META).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({error}); expected one such as RUN_DIR/checkpoints/step_00000100"
+        ) from error
+
+
+def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
+    """Read weights, and with `optimizer` the whole state, in place; returns where the saved run stood.
+
+    Raises ValueError when the checkpoint cannot be read or is another model's.
+    """
+    meta = read_meta(path)
+    state = _model_state(model)
+    if optimizer is not None:
+        state |= _optimizer_state(model, optimizer)
+        state |= _rng_state(world)
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
+    state = _check_keys(path, state, saved)
+    try:
+        dcp.load(state, checkpoint_id=path, process_group=world.checkpoint_group)
+    except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
+        raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
+    model.load_state_dict(state["model"])
+    progress = Progress(**meta["progress"])
+    if optimizer is not None:
+        model.fused_optimizer.load_state_dict(state["tables"])
+        optimizer.restore(progress.step)
+        if "rng" in state:
+            _restore_rng(state["rng"][str(world.rank)])
+    return progress
+
+
+def save_weights(path: Path, model: DistributedModelParallel, world: World) -> None:
+    """A checkpoint of weights alone, for runs that start from the same ones (`checkpoint.load`)."""
+    dcp.save(_model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
+    if world.is_first:
+        write_json(path / META, {"progress": vars(Progress())})
+    world.barrier()
+
+
+def _model_state(model: DistributedModelParallel) -> dict[str, Any]:
+    return {"model": model.state_dict()}
+
+
+def _optimizer_state(model: DistributedModelParallel, optimizer: Optimizer) -> dict[str, Any]:
+    return {"dense": optimizer.state_dict(), "tables": model.fused_optimizer.state_dict()}
+
+
+def _rng_state(world: World) -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {"rng": {str(world.rank): state}}
+
+
+def _host_copy(value: Any, world: World) -> Any:
+    """A copy in host memory that training may not change while it is written."""
+    if isinstance(value, dict):
+        return {key: _host_copy(item, world) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_host_copy(item, world) for item in value]
+    if isinstance(value, ShardedTensor) and world.device.type == "cuda":
+        return value.cpu(process_group=world.checkpoint_group)
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().cpu()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _restore_rng(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str, Any]:
+    """The part of `state` that can be read from this checkpoint: all of it, but for random states of absent ranks."""
+    entries = saved.state_dict_metadata
+    wanted = {f"model.{name}": tuple(value.size()) for name, value in state["model"].items()}
+    stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items() if name.startswith("model.")}
+    differences = [f"{name} is missing from it" for name in wanted if name not in stored]
+    differences += [f"{name} is not in this model" for name in stored if name not in wanted]
+    differences += [
+        f"{name} is {list(stored[name])} there and {list(size)} here"
+        for name, size in wanted.items()
+        if name in stored and stored[name] != size
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} holds another model: {'; '.join(differences[:5])}"
+            f"{f' and {len(differences) - 5} more differences' if len(differences) > 5 else ''}. "
+            "Use the model and data options that are in its meta.json, or another runtime.run_dir."
+        )
+    if "rng" in state:
+        rank = next(iter(state["rng"]))
+        if not any(name.startswith(f"rng.{rank}.") for name in entries):
+            state = {key: value for key, value in state.items() if key != "rng"}
+    return state

@@ -1,0 +1,88 @@
+"""Where this process stands: rank, device and process groups. NCCL carries CUDA tensors, gloo everything else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from train.config import RuntimeConfig
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    guard_group: dist.ProcessGroup  # collectives inside the backward, which may interleave with DDP's
+    host_group: dist.ProcessGroup  # gloo: Python objects and barriers
+    checkpoint_group: dist.ProcessGroup  # gloo: checkpoints, written from a thread of their own
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's picklable value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
+        return values[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.host_group)
+
+
+def start(runtime: RuntimeConfig) -> World:
+    """Join the process group that torchrun described, or make one of a single process; pick the device."""
+    device_type = runtime.device if runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("runtime.device=cuda, but this process sees no GPU; use runtime.device=cpu or auto")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device_type == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; "
+            f"start with --nproc-per-node {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_size))
+    if runtime.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        store, rank, size = _rendezvous()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        guard_group=dist.new_group(backend=backend),
+        host_group=dist.new_group(backend="gloo"),
+        checkpoint_group=dist.new_group(backend="gloo"),
+    )
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """torchrun's store, or one of a process on its own."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps its store over restarts, with the addresses of the processes that died.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

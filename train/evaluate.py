@@ -1,0 +1,157 @@
+"""Score a split: `python -m train.evaluate checkpoint=RUN_DIR/checkpoints/step_00000100 split=test out=DIR`.
+
+Runs alone or under torchrun. The checkpoint's own configuration builds the model; further `key=value` arguments
+override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group, and
+for each task label, logit and probability) to `out`, by default beside the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from modules.batch import RequestBatch
+from modules.precision import in_high_precision
+from train import checkpoint, distributed
+from train.build import Job, build
+from train.config import Config, from_dict
+from train.data.loader import build_loader
+from train.files import write_json
+from train.metrics import MetricSet
+from train.tracking import setup_logging
+
+log = logging.getLogger(__name__)
+
+
+class PredictionWriter:
+    """One parquet file a rank: `part-<rank>.parquet` in `folder`."""
+
+    def __init__(self, folder: Path, tasks: tuple[str, ...], rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tasks = tasks
+        columns: list[tuple[str, pa.DataType]] = [("row", pa.int64()), ("group", pa.int64())]
+        for task in tasks:
+            columns += [(f"{task}_{name}", pa.float32()) for name in ("label", "logit", "probability")]
+        self._schema = pa.schema(columns)
+        self._writer = pq.ParquetWriter(folder / f"part-{rank:05d}.parquet", self._schema)
+
+    def write(self, batch: RequestBatch, logits: Tensor) -> None:
+        logits = logits.float().cpu()
+        columns = [batch.row.cpu(), batch.group.cpu()]
+        for task in range(len(self.tasks)):
+            columns += [batch.labels[:, task].cpu(), logits[:, task], logits[:, task].sigmoid()]
+        self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_predictions(folder: Path) -> dict[str, np.ndarray]:
+    """Columns of every rank's file, ordered by source row."""
+    table = pq.read_table(folder).sort_by("row")
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+@torch.no_grad()
+def evaluate(
+    job: Job, loader: Iterable[RequestBatch], metrics: MetricSet, writer: PredictionWriter | None = None
+) -> dict[str, float]:
+    """Metrics of the loader's batches over all ranks; every rank gets the same values."""
+    training = job.model.training
+    job.model.eval()
+    for batch in loader:
+        batch = batch.to(job.world.device, non_blocking=True)
+        with job.autocast():
+            logits = job.model(batch)
+        metrics.update(logits, batch.labels, batch.weights, batch.group)
+        if writer is not None:
+            writer.write(batch, logits)
+    job.model.train(training)
+    return metrics.compute()
+
+
+def evaluate_split(
+    job: Job, split: str, predictions: Path | None = None, *, steps: int = 0, quantized: bool = False
+) -> tuple[dict[str, float], MetricSet]:
+    """Exact metrics of a split (its first `steps` batches, 0 for all), with predictions written to a folder if named.
+
+    Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
+    """
+    source, world, data = job.source, job.world, job.config.data
+    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True)
+    loader = build_loader(
+        source,
+        split,
+        batch_size=data.batch_size,
+        seed=0,
+        rank=world.rank,
+        world_size=world.size,
+        shuffle=False,
+        num_workers=data.num_workers,
+        prefetch=data.prefetch,
+        pin_memory=world.device.type == "cuda",
+    )
+    batches = islice(loader, steps) if steps else loader
+    writer = PredictionWriter(predictions, source.spec.tasks, world.rank) if predictions else None
+    try:
+        with nullcontext() if quantized else in_high_precision(job.ranking_model):
+            return evaluate(job, batches, metrics, writer), metrics
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def main(arguments: list[str]) -> dict[str, float]:
+    options = _options(arguments)
+    path = Path(options["checkpoint"])
+    config: Config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
+    out = Path(options["out"] or path.with_name(f"{path.name}-{options['split']}"))
+    world = distributed.start(config.runtime)
+    try:
+        setup_logging(out, world.rank)
+        job = build(config, world)
+        checkpoint.load(path, job.model, None, world)
+        values, _ = evaluate_split(job, options["split"], out / "predictions")
+        if world.is_first:
+            write_json(out / "metrics.json", values)
+            width = max(map(len, values))
+            print("\n".join(f"{name:<{width}}  {value:.6g}" for name, value in values.items()))
+            print(f"predictions: {out / 'predictions'}")
+        world.barrier()
+        return values
+    finally:
+        distributed.stop()
+
+
+def _options(arguments: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {"checkpoint": None, "split": "test", "out": None, "overrides": []}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{argument!r} is not key=value; e.g. checkpoint=RUN_DIR/checkpoints/step_00000100 split=test"
+            )
+        if key in ("checkpoint", "split", "out"):
+            options[key] = value
+        else:
+            options["overrides"].append(argument)
+    if not options["checkpoint"]:
+        raise ValueError("name a checkpoint, e.g. checkpoint=RUN_DIR/checkpoints/step_00000100")
+    if options["split"] not in ("train", "valid", "test"):
+        raise ValueError(f"split={options['split']} is not known; choose train, valid or test")
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,28 @@
+"""The training loss: binary cross-entropy, averaged over the observed labels of all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+
+def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over tasks of the weighted mean cross-entropy over the observed labels of the whole (global) batch.
+
+    logits, labels, weights: [C, tasks]; a label of NaN was not observed. The mean is over candidates, not requests, so
+    that a request batch and its expanded twin give the same gradients. Ranks hold unequal numbers of candidates while
+    DDP and TorchRec average gradients over ranks: each rank's sum is divided by the all-reduced weight and multiplied
+    by the number of ranks. Returns this rank's share (the mean over ranks is the loss) and the global weight.
+    """
+    observed = ~labels.isnan()
+    weight = torch.where(observed, weights, 0)
+    target = torch.where(observed, labels, 0)
+    loss = binary_cross_entropy_with_logits(logits.float(), target, weight, reduction="none").sum(0)
+    total = weight.sum(0)
+    ranks = 1
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = dist.get_world_size()
+        dist.all_reduce(total)
+    return (loss / total.clamp_min(torch.finfo(total.dtype).tiny)).mean() * ranks, total.mean()

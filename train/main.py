@@ -1,0 +1,34 @@
+"""The training job: `torchrun train/main.py +experiment=NAME`, or `torchrun -m train.main +experiment=NAME`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # `torchrun train/main.py` puts train/ on the path, not the repository root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import hydra
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from train import distributed
+from train.config import register_schema, to_config
+from train.trainer import Trainer
+
+register_schema()
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@record  # innermost: Hydra turns exceptions into exits, and torchrun's error file would lose them
+def main(composed: DictConfig) -> None:
+    config = to_config(composed)
+    world = distributed.start(config.runtime)
+    try:
+        Trainer(config, world).run()
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""One optimiser object for the pipeline: AdamW on the dense part, the learning rate of the fused table optimiser.
+
+It is called `zero_grad` and `step` once a micro-batch; the dense part steps once in `accumulate` of them, on gradients
+averaged over the candidates of all of them. The tables, whose update is fused into each backward, step every time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from train.config import OptimizerConfig
+from train.guards import FiniteGuard
+
+
+class Optimizer:
+    def __init__(
+        self, model: DistributedModelParallel, config: OptimizerConfig, total_steps: int, guard: FiniteGuard
+    ) -> None:
+        self.config, self.total_steps, self.guard = config, total_steps, guard
+        self.params = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self.fused = model.fused_optimizer
+        matrices = [p for p in self.params.values() if p.ndim > 1]
+        vectors = [p for p in self.params.values() if p.ndim <= 1]  # norms, biases: no weight decay
+        self.adam = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            fused=True,
+        )
+        for param in self.params.values():  # so that a checkpoint's keys do not depend on whether a step was taken
+            self.adam.state[param] = {
+                "step": torch.zeros((), device=param.device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+        self.micro_step = 0
+        self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad
+        self.count = torch.ones(())  # its candidates, over all ranks
+        self._sum: list[Tensor] | None = None
+        self._count = torch.zeros((), device=guard.world.device)
+        self._set_learning_rates()
+
+    @property
+    def step_index(self) -> int:
+        return self.micro_step // self.config.accumulate
+
+    def factor(self, step: int) -> float:
+        """Warm-up then cosine, as a fraction of the peak learning rate."""
+        warmup = self.config.warmup_steps
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
+        floor = self.config.min_lr
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def _set_learning_rates(self) -> None:
+        factor = self.factor(self.step_index)
+        for group in self.adam.param_groups:
+            group["lr"] = self.config.lr * factor
+        for group in self.fused.param_groups:
+            group["lr"] = self.config.sparse_lr * factor
+        self.fused.step()  # hands the rate to the fused kernels; the tables themselves step in the backward
+
+    def zero_grad(self) -> None:
+        self.adam.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        gradients = [p.grad for p in self.params.values() if p.grad is not None]
+        self.micro_step += 1
+        if self.config.accumulate > 1:
+            gradients = self._accumulate(gradients)
+            if self.micro_step % self.config.accumulate:
+                return
+        norm = nn.utils.get_total_norm(gradients)
+        if self.config.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.params.values(), self.config.clip_norm, norm)
+        self.adam.found_inf = self.guard.conclude(self.micro_step, self.rows, norm)  # type: ignore[attr-defined]
+        self.adam.step()
+        self._set_learning_rates()
+
+    def _accumulate(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Candidate-weighted mean of the micro-batches so far, left in `.grad` when the last one is in."""
+        if self._sum is None:
+            self._sum = [torch.zeros_like(gradient) for gradient in gradients]
+        torch._foreach_addcmul_(self._sum, gradients, [self.count] * len(gradients))
+        self._count += self.count
+        if self.micro_step % self.config.accumulate == 0:
+            torch._foreach_copy_(gradients, self._sum)
+            torch._foreach_div_(gradients, [self._count] * len(gradients))
+            self._sum = None
+            self._count = torch.zeros_like(self._count)
+        return gradients
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Moments and step count by parameter name, so that checkpoints do not depend on the order of parameters."""
+        return {name: dict(self.adam.state[param]) for name, param in self.params.items()}
+
+    def restore(self, micro_step: int) -> None:
+        """Continue at a step after a checkpoint's tensors have been read into `state_dict`'s in place."""
+        self.micro_step = micro_step
+        self._set_learning_rates()

@@ -1,0 +1,183 @@
+"""The comparison's judgement and its report: gaps, intervals, seed spread, verdict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.evaluate import read_predictions
+from train.metrics.bootstrap import paired_gaps
+from train.plots import plot_arms
+from train.tracking import METRICS_FILE, read_metrics
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    seed: int
+    results: dict[str, Any]
+    about: dict[str, Any]
+    steps: np.ndarray  # of the training log
+    losses: np.ndarray
+    predictions: dict[str, np.ndarray]
+    tasks: list[str]
+
+
+def read_run(run_dir: Path, seed: int) -> Run:
+    """Read a run directory that `Trainer.run` completed."""
+    training = [record for record in read_metrics(run_dir / METRICS_FILE) if record.split == "train"]
+    predictions = read_predictions(run_dir / "predictions" / "test")
+    return Run(
+        seed=seed,
+        results=json.loads((run_dir / "results.json").read_text()),
+        about=json.loads((run_dir / "config.json").read_text()),
+        steps=np.array([record.step for record in training]),
+        losses=np.array([record.values["loss"] for record in training]),
+        predictions=predictions,
+        tasks=[name.removesuffix("_logit") for name in predictions if name.endswith("_logit")],
+    )
+
+
+def first_difference(a_runs: list[Run], b_runs: list[Run]) -> str:
+    """Where two arms first differ, in words; empty when losses and predictions are bitwise equal for every seed."""
+    for a, b in zip(a_runs, b_runs, strict=True):
+        if not np.array_equal(a.steps, b.steps):
+            return f"seed {a.seed}: one logged at steps {a.steps.tolist()}, the other at {b.steps.tolist()}"
+        unequal = np.flatnonzero(a.losses != b.losses)
+        if unequal.size:
+            at = unequal[0]
+            return f"seed {a.seed}, step {a.steps[at]}: loss {a.losses[at]!r} against {b.losses[at]!r}"
+        for name, column in a.predictions.items():
+            if not np.array_equal(column, b.predictions[name], equal_nan=True):
+                return f"seed {a.seed}: predictions of the test split differ in {name}"
+    return ""
+
+
+def compare(baseline: str, other: str, runs: dict[str, list[Run]], *, budget: float) -> dict[str, Any]:
+    """Per task the gap of `other` to `baseline`, and the verdict.
+
+    A gap is 100 (NE_other - NE_baseline) / NE_baseline on the test split, positive when `other` is worse; the verdict
+    takes its mean over seeds, which must be at most `budget` per cent and no larger in size than the spread of the
+    baseline against itself (largest minus smallest NE over seeds, in per cent of their mean).
+    """
+    a_runs, b_runs = runs[baseline], runs[other]
+    tasks = {task: _compare_task(task, a_runs, b_runs, budget) for task in a_runs[0].tasks}
+    return {
+        "baseline": baseline,
+        "other": other,
+        "seeds": [run.seed for run in a_runs],
+        "budget_percent": budget,
+        "tasks": tasks,
+        "arms": {name: _resources(arm) for name, arm in runs.items()},
+        "passed": all(task["passed"] for task in tasks.values()),
+        "versions": a_runs[0].about["versions"],
+        "model": a_runs[0].about["config"]["model"]["name"],
+        "data": a_runs[0].about["config"]["data"]["name"],
+    }
+
+
+def _compare_task(task: str, a_runs: list[Run], b_runs: list[Run], budget: float) -> dict[str, Any]:
+    def metric(arm: list[Run], name: str) -> np.ndarray:
+        return np.array([run.results["test"][f"{task}/{name}"] for run in arm], dtype=np.float64)
+
+    per_seed: list[dict[str, Any]] = []
+    for a, b in zip(a_runs, b_runs, strict=True):
+        gaps = paired_gaps(
+            a.predictions[f"{task}_label"],
+            a.predictions[f"{task}_logit"],
+            b.predictions[f"{task}_logit"],
+            base_rate=a.results["label_rates"][task],
+            group=a.predictions["group"],
+        )
+        per_seed.append({"seed": a.seed} | {name: vars(interval) for name, interval in gaps.items()})
+    ne = metric(a_runs, "ne")
+    gap = float(np.mean([row["ne_percent"]["estimate"] for row in per_seed]))
+    spread = float(100 * (ne.max() - ne.min()) / ne.mean())
+    arms = {
+        side: {name: {"mean": float(metric(arm, name).mean()), "std": float(metric(arm, name).std(ddof=1))}
+               for name in ("ne", "auc", "gauc")}
+        for side, arm in (("baseline", a_runs), ("other", b_runs))
+    }  # fmt: skip
+    return {
+        **arms,
+        "ne_gap_percent": gap,
+        "baseline_spread_percent": spread,
+        "per_seed": per_seed,
+        "within_budget": gap <= budget,
+        "within_spread": abs(gap) <= spread,
+        "passed": gap <= budget and abs(gap) <= spread,
+    }
+
+
+def _resources(arm: list[Run]) -> dict[str, float]:
+    return {
+        name: float(np.median([run.results.get(name, np.nan) for run in arm]))
+        for name in ("steps_per_s", "examples_per_s", "peak_memory_bytes")
+    }
+
+
+def write(out: Path, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
+    """Write `report.md` and its plots; returns the text."""
+    baseline, other = result["baseline"], result["other"]
+    lines = [
+        f"# {other} against {baseline}",
+        "",
+        (
+            f"Model `{result['model']}`, data `{result['data']}`, seeds {', '.join(map(str, result['seeds']))}. "
+            f"Same initial checkpoint and same batches for both arms of a seed; test split; "
+            f"gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
+        ),
+        "",
+        (
+            f"**Verdict: {'within' if result['passed'] else 'NOT within'} budget** "
+            f"(mean NE gap at most {result['budget_percent']} % and inside the spread of {baseline} over seeds)."
+        ),
+        "",
+        (
+            f"| task | NE {baseline} | NE {other} | mean gap % | {baseline} spread % | AUC {baseline} | AUC {other} "
+            f"| GAUC {baseline} | GAUC {other} | verdict |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task, values in result["tasks"].items():
+        cells = [f"{values['ne_gap_percent']:+.4f}", f"{values['baseline_spread_percent']:.4f}"]
+        ne, auc, gauc = (
+            [_mean_std(values[side][name]) for side in ("baseline", "other")] for name in ("ne", "auc", "gauc")
+        )
+        verdict = "pass" if values["passed"] else "fail"
+        lines.append(f"| {' | '.join([task, *ne, *cells, *auc, *gauc, verdict])} |")
+    lines += ["", "Gap by seed, with 95 % bootstrap intervals over users:", ""]
+    lines += ["| task | seed | NE gap % | AUC gap | GAUC gap |", "|---|---|---|---|---|"]
+    for task, values in result["tasks"].items():
+        for row in values["per_seed"]:
+            gaps = [_interval(row[name], digits) for name, digits in (("ne_percent", 4), ("auc", 5), ("gauc", 5))]
+            lines.append(f"| {task} | {row['seed']} | {' | '.join(gaps)} |")
+    lines += ["", "| arm | steps/s | examples/s | peak memory MiB |", "|---|---|---|---|"]
+    for name, arm in result["arms"].items():
+        memory = arm["peak_memory_bytes"] / 2**20
+        lines.append(f"| {name} | {arm['steps_per_s']:.2f} | {arm['examples_per_s']:.0f} | {memory:.0f} |")
+    quantized = [run.results["test_quantized"] for run in runs[other] if "test_quantized" in run.results]
+    if quantized:
+        for task in result["tasks"]:
+            ne = np.mean([values[f"{task}/ne"] for values in quantized])
+            lines += ["", f"Evaluated on MXFP8 operands as well, {other} has a mean NE of {ne:.5f} on {task}."]
+    curves = {name: [(run.steps.tolist(), run.losses.tolist()) for run in arm] for name, arm in runs.items()}
+    plot_arms(curves, baseline, out / "loss.png")
+    lines += ["", "![training loss of both arms and their gap](loss.png)", ""]
+    lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".")
+    text = "\n".join(lines) + "\n"
+    (out / "report.md").write_text(text)
+    return text
+
+
+def _mean_std(value: dict[str, float]) -> str:
+    return f"{value['mean']:.5f} ± {value['std']:.5f}"
+
+
+def _interval(value: dict[str, float], digits: int) -> str:
+    return f"{value['estimate']:+.{digits}f} [{value['low']:+.{digits}f}, {value['high']:+.{digits}f}]"

@@ -1,0 +1,78 @@
+"""A torch.profiler trace of five steps: `runtime.profile_step=N`."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from train.files import write_json
+
+TRACED_STEPS = 5
+GROUPS = {
+    "attention": "flash|fmha|attention",
+    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv",
+    "embedding tables": "fbgemm|split_embedding|embedding_codegen",
+    "communication": "nccl",
+    "dense optimiser": "multi_tensor|adam",
+    "norms": "norm",
+    "sort and scan": "sort|scan|radix|cub::",
+    "index, gather, copy": "index|gather|scatter|copy|cat|memcpy|memset|fill",
+    "reductions": "reduce",
+    "elementwise": "elementwise|triton",
+}
+"""Kernels by what their name holds; the first that matches counts, "other" is the rest."""
+
+
+class StepTracer:
+    """`with tracer.run(): ... tracer.step()` writes `trace.json`, `kernels.txt`, `breakdown.json`; step 0: nothing."""
+
+    def __init__(self, first_step: int, folder: Path, device: torch.device) -> None:
+        self._folder, self._device = folder, device
+        self._profile: profile | None = None
+        if first_step:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+            self._profile = profile(
+                activities=activities,
+                schedule=schedule(wait=first_step - 1, warmup=1, active=TRACED_STEPS, repeat=1),
+                on_trace_ready=self._write,
+            )
+
+    def run(self) -> AbstractContextManager[object]:
+        return self._profile or nullcontext()
+
+    def step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def _write(self, finished: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(self._folder / "trace.json"))
+        by = f"self_{self._device.type}_time_total"
+        table = finished.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=90)
+        (self._folder / "kernels.txt").write_text(table)
+        if self._device.type == "cuda":
+            write_json(self._folder / "breakdown.json", _breakdown(finished))
+
+
+def _breakdown(finished: profile) -> dict[str, float]:
+    """Milliseconds of GPU time a step by group of kernels, and `wall`, first kernel's start to last one's end."""
+    kernels = [
+        event
+        for event in finished.events() or []
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    milliseconds = dict.fromkeys([*GROUPS, "other"], 0.0)
+    for event in kernels:
+        group = next(
+            (name for name, pattern in GROUPS.items() if re.search(pattern, event.name, re.IGNORECASE)), "other"
+        )
+        milliseconds[group] += event.time_range.elapsed_us() / 1e3 / TRACED_STEPS
+    span = max(event.time_range.end for event in kernels) - min(event.time_range.start for event in kernels)
+    return {name: round(value, 3) for name, value in milliseconds.items()} | {
+        "wall": round(span / 1e3 / TRACED_STEPS, 3)
+    }

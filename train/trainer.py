@@ -1,0 +1,297 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from modules.batch import RequestBatch
+from modules.moe import update_router_biases
+from train import checkpoint, versions
+from train.build import build
+from train.checkpoint import Checkpointer, Progress
+from train.config import Config
+from train.data.loader import build_loader
+from train.distributed import World
+from train.evaluate import evaluate_split
+from train.files import write_json
+from train.guards import FiniteGuard
+from train.loss import ranking_loss
+from train.memory import peak_memory_bytes, reset_peak_memory
+from train.metrics import MetricSet, ScoreHistogram, Throughput, peak_flops
+from train.optim import Optimizer
+from train.plots import plot_run
+from train.tracing import StepTracer
+from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
+
+log = logging.getLogger(__name__)
+WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
+
+
+class Trainer:
+    """One run: build, resume if the run directory holds a checkpoint, train, validate, test, write results."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.run_dir = _run_dir(config, world)
+        setup_logging(self.run_dir, world.rank)
+        self.job = build(config, world)
+        self.source, self.model = self.job.source, self.job.model
+        self.num_requests = self.source.num_requests("train")
+        if self.num_requests == 0:
+            raise ValueError("the training split holds no request; enlarge data.split[0] or bring more data")
+        runtime, optimizer = config.runtime, config.optimizer
+        self.global_batch = config.data.batch_size * world.size
+        self.total_steps = runtime.steps or runtime.epochs * -(-self.num_requests // self.global_batch)
+        ranking_model = self.job.ranking_model
+        self.guard = FiniteGuard(
+            ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
+        )
+        self.optimizer = Optimizer(self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard)
+        self.pipeline = TrainPipelineSparseDist(
+            self.model, self.optimizer, world.device, custom_model_fwd=self._forward
+        )
+        tasks, rates = self.source.spec.tasks, self.source.label_rates()
+        self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
+        peak = peak_flops(world.device, torch.bfloat16)
+        self.throughput = Throughput(world.device, peak=peak)  # of a logging window
+        self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
+        self.forward_flops = self.job.arch.flops_per_batch
+        self.loss_sum = torch.zeros((), device=world.device)
+        self.logged_step = 0
+        self.progress = Progress()
+        self.checkpoints = Checkpointer(
+            self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
+        )
+        self.about: dict[str, Any] = {
+            "config": dataclasses.asdict(config),
+            "plan": self.job.plan,
+            "world_size": world.size,
+            "versions": versions.collect(),
+        }
+        self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
+        self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and evaluate the test split on the best checkpoint; returns what `results.json` holds."""
+        results: dict[str, Any] | None = None
+        try:
+            self._start()
+            reset_peak_memory(self.world.device)
+            started = time.monotonic()
+            with self.tracer.run():
+                while not self._finished():
+                    self._train_epoch()
+            self.checkpoints.wait()
+            results = self._results(time.monotonic() - started)
+        finally:
+            splits = [split for split in ("valid", "test") if results and split in results]
+            self.tracker.finish({split: results[split] for split in splits} if results else None, failed=not results)
+        return results
+
+    def _start(self) -> None:
+        """Resume from the run directory's newest checkpoint, or take the weights of `checkpoint.load`."""
+        saved = checkpoint.checkpoints(self.run_dir / "checkpoints")
+        if saved:
+            path = saved[-1]
+            _compare_configs(path, checkpoint.read_meta(path)["config"], self.about["config"])
+            self.progress = checkpoint.load(path, self.model, self.optimizer, self.world)
+            self.tracker.load_state_dict(self.progress.tracker)
+            log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
+        elif self.config.checkpoint.load:
+            checkpoint.load(Path(self.config.checkpoint.load), self.model, None, self.world)
+            log.info("started from the weights of %s", self.config.checkpoint.load)
+        if self.world.is_first:
+            write_json(self.run_dir / "config.json", self.about)
+        self.logged_step = self.progress.step
+        self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
+
+    def _finished(self) -> bool:
+        stop = self.config.runtime.early_stop
+        return self.progress.step >= self.total_steps or bool(stop and self.progress.stale_validations >= stop)
+
+    def _train_epoch(self) -> None:
+        progress, runtime, data = self.progress, self.config.runtime, self.config.data
+        loader = build_loader(
+            self.source,
+            "train",
+            batch_size=data.batch_size,
+            seed=runtime.seed,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            epoch=progress.epoch,
+            start=progress.consumed,
+            shuffle=True,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch,
+            pin_memory=self.world.device.type == "cuda",
+        )
+        self.model.train()
+        batches = _timed(iter(loader), (self.throughput, self.whole_run))
+        while not self._finished():
+            self._step(batches)
+            epoch_done = progress.consumed >= self.num_requests
+            if epoch_done:
+                progress.epoch, progress.consumed = progress.epoch + 1, 0
+            last = progress.step >= self.total_steps
+            if epoch_done or last or _every(progress.step, runtime.eval_every):
+                self._validate()
+                self._save()
+            elif _every(progress.step, self.config.checkpoint.every):
+                self._save()
+            if epoch_done:
+                break
+
+    def _step(self, batches: Iterator[RequestBatch]) -> None:
+        loss, logits, batch = self.pipeline.progress(batches)
+        self.progress.step += 1
+        if _every(self.progress.step, self.config.optimizer.accumulate):
+            update_router_biases(self.job.ranking_model, _all_reduce if self.world.size > 1 else None)
+        self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
+        skipped = self.guard.found_inf.bool()  # on the device; what was skipped counts in no metric
+        self.loss_sum += torch.where(skipped, 0, loss)
+        self.metrics.update(logits, torch.where(skipped, torch.nan, batch.labels), batch.weights, batch.group)
+        self.throughput.step(batch)
+        self.whole_run.step(batch)
+        self.tracer.step()
+        self.tracker.advance()
+        if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
+            self._log()
+
+    def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
+        with self.job.autocast():
+            logits = self.model(batch)
+        loss, weight = ranking_loss(logits, batch.labels, batch.weights)
+        self.optimizer.rows, self.optimizer.count = batch.row, weight
+        return loss + self.job.arch.aux_loss(), (loss.detach(), logits.detach(), batch)
+
+    def _log(self) -> None:
+        """The only place in the loop that waits for the device."""
+        bad = self.guard.report()
+        for line in bad:
+            log.warning("%s; %s", line, "skipped" if self.config.runtime.bad_batch == "skip" else "stopping")
+        throughput = self.throughput.compute(self.forward_flops)
+        values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
+        values["lr"] = self.optimizer.adam.param_groups[0]["lr"]
+        self.tracker.log(self.progress.step, "train", values)
+        self.metrics.reset()
+        self.throughput.reset()
+        if bad and self.config.runtime.bad_batch == "stop":
+            raise RuntimeError(
+                f"{bad[0]}. The tables and weights are as before that batch; runtime.bad_batch=skip goes on."
+            )
+
+    def _window_loss(self) -> float:
+        total = self.loss_sum.clone()
+        self.loss_sum.zero_()
+        steps, self.logged_step = self.progress.step - self.logged_step, self.progress.step
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total.item() / self.world.size / steps
+
+    def _validate(self) -> None:
+        """NE on the validation split, mean over tasks, decides what is best and when to stop early."""
+        if self.source.num_requests("valid") == 0:
+            return
+        with self.throughput.paused(), self.whole_run.paused():
+            self.pipeline.detach()
+            values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
+        self.tracker.log(self.progress.step, "valid", values)
+        tasks = self.source.spec.tasks
+        ne = sum(values[f"{task}/ne"] for task in tasks) / len(tasks)
+        best = self.progress.best_ne
+        if math.isfinite(ne) and (best is None or ne < best):  # all labels equal: there is no NE
+            self.progress.best_ne, self.progress.best_step, self.progress.stale_validations = ne, self.progress.step, 0
+            self.progress.best_values = values
+            self.checkpoints.mark_best(self.progress)
+        else:
+            self.progress.stale_validations += 1
+
+    def _save(self) -> None:
+        self.progress.tracker = self.tracker.state_dict()
+        with self.throughput.paused(), self.whole_run.paused():
+            self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
+
+    def _results(self, seconds: float) -> dict[str, Any]:
+        """Test metrics of the best checkpoint, plots, and `results.json`."""
+        best = checkpoint.best_checkpoint(self.run_dir / "checkpoints")
+        self.pipeline.detach()
+        if best is not None and self.progress.best_step != self.progress.step:
+            checkpoint.load(best, self.model, None, self.world)
+        results: dict[str, Any] = {
+            "step": self.progress.step,
+            "best_step": self.progress.best_step,
+            "seconds": seconds,
+            "label_rates": self.source.label_rates(),
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            **self.whole_run.compute(self.forward_flops),
+        }
+        histograms: dict[str, ScoreHistogram] = {}
+        if self.progress.best_values:
+            results["valid"] = self.progress.best_values
+        if self.source.num_requests("test"):
+            results["test"], metrics = evaluate_split(self.job, "test", self.run_dir / "predictions" / "test")
+            self.tracker.log(self.progress.step, "test", results["test"])
+            histograms = metrics.histograms()
+        if "test" in results and self.config.precision.name == "mxfp8":
+            results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
+        if self.world.is_first:
+            plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
+            write_json(self.run_dir / "results.json", results)
+        self.world.barrier()
+        return results
+
+
+def _timed(batches: Iterator[RequestBatch], clocks: tuple[Throughput, ...]) -> Iterator[RequestBatch]:
+    """The same batches, the wait for each charged to the clocks."""
+    while True:
+        with ExitStack() as stack:
+            for clock in clocks:
+                stack.enter_context(clock.data_wait())
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _all_reduce(counts: Tensor) -> Tensor:
+    dist.all_reduce(counts)
+    return counts
+
+
+def _every(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _run_dir(config: Config, world: World) -> Path:
+    """`runtime.run_dir`, or a name that rank 0 makes: processes that start a second apart must agree."""
+    name = config.runtime.run_dir or f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(str(world.broadcast(str(Path(name).absolute()))))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _compare_configs(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """A resumed run keeps its model, data and optimiser; other differences are only worth a line."""
+    for group, values in current.items():
+        for key, value in values.items():
+            before = saved.get(group, {}).get(key)
+            if before == value:
+                continue
+            if group in ("model", "precision") or (group, key) in (("data", "name"), ("optimizer", "sparse")):
+                raise ValueError(
+                    f"{path} was written with {group}.{key}={before}, this run has {value}; "
+                    f"resume with the same value or choose another runtime.run_dir"
+                )
+            log.warning("resuming with %s.%s=%s (was %s)", group, key, value, before)

@@ -1,0 +1,199 @@
+"""Train a grid of configurations, one torchrun a job, and collect their test metrics in one table.
+
+    python -m launch.sweep +experiment=NAME --over model=interformer,din runtime.seed=0,1,2 [--nproc 2] [--out DIR]
+
+Every combination of the `--over` values runs through launch/torchrun.sh in a folder of its own under `--out`, beside
+`results.md` and `results.csv`. Hydra's own multirun is not used: it runs all jobs in one set of processes, where a
+job's process groups and caches reach into the next. A job that fails is reported and does not stop the others; the exit
+code is then 1. Starting again with the same `--out` runs only what is not finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+
+from train.doctor import nvidia_smi
+
+LAUNCHER = Path(__file__).with_name("torchrun.sh")
+
+
+@dataclass
+class Job:
+    folder: Path
+    values: dict[str, str]  # swept key -> value
+    status: str = "waiting"
+    seconds: float | None = None  # wall time, of a job that this start ran
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def collect(self) -> bool:
+        """Read what a finished run left; false when there is none."""
+        file = self.folder / "results.json"
+        if not file.exists():
+            return False
+        results = json.loads(file.read_text())
+        self.status, self.metrics = "ok", dict(results.get("test", {}))
+        return True
+
+
+def split_values(text: str) -> list[str]:
+    """The comma-separated values of `text`; commas inside brackets, braces and quotes belong to a value."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
+
+
+def grid(over: Iterable[str]) -> list[dict[str, str]]:
+    """Every combination of `key=a,b,...`, the last key turning fastest."""
+    axes: dict[str, list[str]] = {}
+    for text in over:
+        key, equals, values = text.partition("=")
+        if not equals or not key or "" in split_values(values):
+            raise ValueError(f"--over {text}: expected key=value,value, e.g. --over runtime.seed=0,1,2")
+        if key in axes:
+            raise ValueError(f"--over names {key} twice; write {key}={','.join(axes[key])},{values}")
+        axes[key] = split_values(values)
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def plan(out: Path, overrides: list[str], over: list[str]) -> list[Job]:
+    """The jobs of this sweep, those of an earlier start with the same folder collected."""
+    combinations = grid(over)
+    description = {"overrides": overrides, "jobs": combinations}
+    record = out / "sweep.json"
+    if record.exists() and json.loads(record.read_text()) != description:
+        raise ValueError(f"{out} holds another sweep (see {record}); choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(description, indent=1))
+    jobs = []
+    for index, values in enumerate(combinations):
+        label = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(values.values())).strip("-")
+        jobs.append(Job(out / f"{index:02d}-{label}", values))
+        jobs[-1].collect()
+    return jobs
+
+
+class Runner:
+    """Runs jobs, at most `parallel` at a time, each with `nproc` processes and GPUs of its own where there are any."""
+
+    def __init__(self, overrides: list[str], nproc: int, parallel: int) -> None:
+        self.overrides, self.nproc, self.parallel = overrides, nproc, parallel
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._slots: SimpleQueue[dict[str, str]] = SimpleQueue()
+        gpus = _visible_gpus()
+        if gpus and parallel * nproc > len(gpus):
+            raise ValueError(f"--parallel {parallel} jobs of --nproc {nproc} need more than the {len(gpus)} GPUs here")
+        for slot in range(parallel):
+            own = ",".join(gpus[slot * nproc : (slot + 1) * nproc])
+            self._slots.put({"CUDA_VISIBLE_DEVICES": own} if gpus else {})
+
+    def run(self, jobs: list[Job]) -> None:
+        with ThreadPoolExecutor(self.parallel) as pool:
+            try:
+                for number, job in enumerate(pool.map(self._run, jobs), start=1):
+                    print(f"[{number}/{len(jobs)}] {_label(job.values)}: {job.status} ({job.seconds} s)", flush=True)
+            except BaseException:  # an interrupted sweep takes its jobs with it
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self._running.copy():
+                    process.terminate()
+                raise
+
+    def _run(self, job: Job) -> Job:
+        job.folder.mkdir(exist_ok=True)
+        slot = self._slots.get()
+        command = [str(LAUNCHER), *self.overrides, *(f"{key}={value}" for key, value in job.values.items())]
+        environment = {**os.environ, **slot, "NPROC": str(self.nproc), "RUN_DIR": str(job.folder.absolute())}
+        start = time.monotonic()
+        console = job.folder / "console.log"
+        with console.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self._running.add(process)
+            code = process.wait()
+            self._running.discard(process)
+        self._slots.put(slot)
+        job.seconds = round(time.monotonic() - start, 1)
+        if code != 0:
+            job.status = f"failed, exit code {code}: see {console}"
+        elif not job.collect():
+            job.status = f"failed, no results.json: see {console}"
+        return job
+
+
+def _visible_gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [each for each in visible.split(",") if each]
+    _, gpus = nvidia_smi()
+    return [str(index) for index in range(len(gpus))]
+
+
+def _label(values: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def write_tables(out: Path, jobs: list[Job]) -> str:
+    """Write `results.csv` and `results.md`, one row a job in the order of the grid; returns the markdown."""
+    metrics = sorted({name for job in jobs for name in job.metrics})
+    header = [*jobs[0].values, "status", "seconds", *metrics]
+    rows = [[*job.values.values(), job.status, job.seconds, *map(job.metrics.get, metrics)] for job in jobs]
+    with (out / "results.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    (out / "results.md").write_text(text)
+    return text
+
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return (value or "").replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.sweep", description=__doc__.partition("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="what all jobs share: +experiment=NAME, key=value")
+    parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="the axes of the grid")
+    parser.add_argument("--nproc", type=int, default=2, help="processes a job")
+    parser.add_argument("--parallel", type=int, default=1, help="jobs at a time")
+    parser.add_argument("--out", type=Path, help="folder of the sweep; default runs/sweep-<time>")
+    options = parser.parse_args(arguments)
+    out = options.out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        jobs = plan(out, options.overrides, options.over)
+        runner = Runner(options.overrides, options.nproc, options.parallel)
+    except ValueError as error:
+        parser.error(str(error))
+    runner.run([job for job in jobs if job.status != "ok"])
+    print(write_tables(out, jobs))
+    failed = [job for job in jobs if job.status != "ok"]
+    print(
+        f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished; tables: {out / 'results.md'}, {out / 'results.csv'}"
+    )
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""The sweep, over a stand-in for the trainer that writes what the trainer writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import sweep
+from launch.sweep import Runner, grid, main, split_values
+
+# Rank 0 records what it was given and writes results.json; model=broken fails.
+FAKE_JOB = """
+import json, os, sys
+from pathlib import Path
+arguments = dict(text.split("=", 1) for text in sys.argv[1:])
+if arguments["model"] == "broken":
+    sys.exit("this model is broken")
+if os.environ["RANK"] == "0":
+    run_dir = Path(os.environ["RUN_DIR"])
+    with (run_dir / "starts.txt").open("a") as file:
+        file.write(f"{os.environ['WORLD_SIZE']} {arguments['+experiment']} {arguments['hidden']}\\n")
+    results = {"step": 3, "test": {"like/auc": 0.75, "like/ne": 0.5}, "valid": {"like/auc": 0.1}}
+    (run_dir / "results.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def fake_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_job.py").write_text(FAKE_JOB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MODULE", "fake_job")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_values_split_at_outer_commas_only() -> None:
+    assert split_values("a,b") == ["a", "b"]
+    assert split_values("[64,32],[128]") == ["[64,32]", "[128]"]
+    assert split_values("'x,y',z") == ["'x,y'", "z"]
+
+
+def test_the_grid_is_every_combination_last_key_fastest() -> None:
+    assert grid(["model=din,dlrm", "seed=0,1"]) == [
+        {"model": "din", "seed": "0"},
+        {"model": "din", "seed": "1"},
+        {"model": "dlrm", "seed": "0"},
+        {"model": "dlrm", "seed": "1"},
+    ]
+
+
+@pytest.mark.parametrize("over", [["seed"], ["seed="], ["seed=1,,2"], ["=1"], ["seed=0", "seed=1"]])
+def test_a_malformed_axis_is_named(over: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"seed|=1"):
+        grid(over)
+
+
+@pytest.mark.usefixtures("fake_job")
+def test_a_sweep_runs_each_job_reports_failures_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["+experiment=tiny", "--over", "model=din,broken", "hidden=[64,32]", "--nproc", "2", "--out", str(out)]
+    assert main(arguments) == 1
+
+    rows = list(csv.DictReader((out / "results.csv").open()))
+    assert [(row["model"], row["hidden"]) for row in rows] == [("din", "[64,32]"), ("broken", "[64,32]")]
+    assert rows[0]["status"] == "ok"
+    assert float(rows[0]["like/auc"]) == 0.75  # of the test split, not the validation
+    assert rows[1]["status"].startswith("failed, exit code 1")
+    assert rows[1]["like/auc"] == ""
+    assert "| din | [64,32] | ok |" in (out / "results.md").read_text()
+    assert (out / "00-din-64-32" / "starts.txt").read_text() == "2 tiny [64,32]\n"
+    console = (out / "01-broken-64-32" / "console.log").read_text()
+    assert "this model is broken" in console
+    assert "1 of 2 jobs finished" in capfd.readouterr().out
+
+    assert main(arguments) == 1  # again: only the failed job runs
+    assert (out / "00-din-64-32" / "starts.txt").read_text().count("\n") == 1
+    assert (out / "01-broken-64-32" / "console.log").read_text().count("this model is broken") > 1
+
+
+def test_a_folder_of_another_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps({"overrides": [], "jobs": [{"model": "din"}]}))
+    with pytest.raises(SystemExit):
+        main(["--over", "model=dlrm", "--out", str(tmp_path)])
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_parallel_jobs_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    runner = Runner([], nproc=2, parallel=2)
+    assert [runner._slots.get() for _ in range(2)] == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    with pytest.raises(ValueError, match="4 GPUs"):
+        Runner([], nproc=2, parallel=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(sweep, "nvidia_smi", lambda: (None, ()))
+    assert Runner([], nproc=2, parallel=2)._slots.get() == {}

@@ -1,0 +1,91 @@
+"""Imports run one way: launch -> train -> modules -> kernels, and kernels needs neither Triton nor fbgemm."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.doctor import ROOT
+
+# What the files of a package must not import; `kernels/` itself imports Triton, in its own files only.
+FORBIDDEN = {
+    "kernels": {"modules", "train", "launch", "hydra", "omegaconf", "torchrec"},
+    "modules": {"train", "launch", "triton", "hydra", "omegaconf"},
+    "train": {"launch", "triton"},
+    "launch": {"triton", "modules", "kernels"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, those inside functions and relative ones included."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_run_one_way(package: str) -> None:
+    assert files(package)
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        for name in imported(path)
+        if name.split(".")[0] in FORBIDDEN[package]
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ["modules", "train"])
+def test_a_kernel_family_is_entered_through_its_package(package: str) -> None:
+    """Only the families' public functions and the dispatcher, never a file such as kernels/jagged/reference.py."""
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        for name in imported(path)
+        if name.startswith("kernels.")
+        and name.split(".")[:2] != ["kernels", "dispatch"]
+        and (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+    }
+    assert not wrong
+
+
+def test_the_scan_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "modules/moe/layer.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import triton.language as tl\ndef f():\n    from train import main\n    from ..norms import RMSNorm\n"
+    )
+    assert {"triton.language", "train", "train.main", "modules.norms", "modules.norms.RMSNorm"} <= imported(file)
+
+
+def test_kernels_import_without_triton_and_fbgemm() -> None:
+    script = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "fbgemm_gpu", "torchrec"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+import kernels, torch
+values, offsets = torch.ones(3, 2), torch.tensor([0, 1, 1, 3])
+print(kernels.jagged.segment_sum(values, offsets).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]"

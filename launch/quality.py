@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--doc", type=Path, default=ROOT / "docs" / "quality.md")
-    parser.add_argument("--parallel", type=int, default=2, help="jobs of one process at a time")
+    parser.add_argument("--parallel", type=int, default=1, help="jobs at a time, of one process each")
     options, overrides = parser.parse_known_args(arguments)
     over = [f"model={','.join(MODELS)}", f"runtime.seed={','.join(map(str, options.seeds))}"]
     jobs = sweep.plan(options.out, [EXPERIMENT, *overrides], over)

@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 
+from train.config import split_values
 from train.doctor import nvidia_smi
 
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
@@ -46,23 +47,6 @@ class Job:
         results = json.loads(file.read_text())
         self.status, self.metrics = "ok", dict(results.get("test", {}))
         return True
-
-
-def split_values(text: str) -> list[str]:
-    """The comma-separated values of `text`; commas inside brackets, braces and quotes belong to a value."""
-    values, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        else:
-            depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth == 0 and not quote:
-            values.append("")
-        else:
-            values[-1] += character
-    return values
 
 
 def grid(over: Iterable[str]) -> list[dict[str, str]]:
@@ -104,7 +88,10 @@ class Runner:
         self._slots: SimpleQueue[dict[str, str]] = SimpleQueue()
         gpus = _visible_gpus()
         if gpus and parallel * nproc > len(gpus):
-            raise ValueError(f"--parallel {parallel} jobs of --nproc {nproc} need more than the {len(gpus)} GPUs here")
+            raise ValueError(
+                f"--parallel {parallel} jobs of --nproc {nproc} need more than the {len(gpus)} GPUs here; small "
+                "jobs can share one that CUDA_VISIBLE_DEVICES names several times, e.g. CUDA_VISIBLE_DEVICES=0,0"
+            )
         for slot in range(parallel):
             own = ",".join(gpus[slot * nproc : (slot + 1) * nproc])
             self._slots.put({"CUDA_VISIBLE_DEVICES": own} if gpus else {})
@@ -175,15 +162,21 @@ def _cell(value: str | float | None) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.sweep", description=__doc__.partition("\n")[0])
     parser.add_argument("overrides", nargs="*", help="what all jobs share: +experiment=NAME, key=value")
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder of further configurations, as of the training command"
+    )
     parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="the axes of the grid")
     parser.add_argument("--nproc", type=int, default=2, help="processes a job")
     parser.add_argument("--parallel", type=int, default=1, help="jobs at a time")
     parser.add_argument("--out", type=Path, help="folder of the sweep; default runs/sweep-<time>")
     options = parser.parse_args(arguments)
+    shared = options.overrides
+    if options.config_dir:
+        shared = ["--config-dir", str(options.config_dir.absolute()), *shared]
     out = options.out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        jobs = plan(out, options.overrides, options.over)
-        runner = Runner(options.overrides, options.nproc, options.parallel)
+        jobs = plan(out, shared, options.over)
+        runner = Runner(shared, options.nproc, options.parallel)
     except ValueError as error:
         parser.error(str(error))
     runner.run([job for job in jobs if job.status != "ok"])

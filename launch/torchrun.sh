@@ -11,6 +11,7 @@
 #   NODE_RANK     0 .. NNODES-1; node 0 hosts the rendezvous
 #   MASTER_ADDR   host name of node 0;  MASTER_PORT: default 29500
 #   RUN_DIR       must be given, one folder that all nodes see
+# Set MAX_RESTARTS to at least 2 there: nodes count restarts apart, and may need a second one to meet again.
 #
 # Rank 0 writes to the console and RUN_DIR/train.log. The other processes' output and every rank's error.json, with the
 # traceback, are under RUN_DIR/logs.

@@ -8,6 +8,7 @@ number of ranks can go on from it.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from train.files import write_json
 from train.optim import Optimizer
 
 META = "meta.json"
-BEST = "best.json"
 
 
 @dataclass
@@ -87,12 +87,6 @@ class Checkpointer:
             self._pending = None
             self.world.barrier()
 
-    def mark_best(self, progress: Progress) -> None:
-        """Remember `progress.step` as the best on validation; its checkpoint is then never pruned."""
-        if self.world.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / BEST, {"step": progress.step, "ne": progress.best_ne})
-
     def _prune(self) -> None:
         best = best_checkpoint(self.folder)
         for old in checkpoints(self.folder)[: -self.keep]:
@@ -106,11 +100,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    file = folder / BEST
-    if not file.exists():
-        return None
-    path = folder / f"step_{json.loads(file.read_text())['step']:08d}"
-    return path if path.exists() else None
+    """The one that the newest names as best on validation: written with a checkpoint, the name is never ahead of it."""
+    newest = checkpoints(folder)[-1:]
+    paths = [folder / f"step_{read_meta(path)['progress']['best_step']:08d}" for path in newest]
+    return next((path for path in paths if path.exists()), None)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -144,6 +137,7 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
         raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
     model.load_state_dict(state["model"])
     progress = Progress(**meta["progress"])
+    progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
     if optimizer is not None:
         model.fused_optimizer.load_state_dict(state["tables"])
         optimizer.restore(progress.step)
@@ -152,11 +146,11 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     return progress
 
 
-def save_weights(path: Path, model: DistributedModelParallel, world: World) -> None:
+def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:
     """A checkpoint of weights alone, for runs that start from the same ones (`checkpoint.load`)."""
     dcp.save(_model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
     if world.is_first:
-        write_json(path / META, {"progress": vars(Progress())})
+        write_json(path / META, {"progress": vars(Progress()), **about})
     world.barrier()
 
 
@@ -195,7 +189,7 @@ def _restore_rng(state: dict[str, Tensor]) -> None:
 
 
 def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str, Any]:
-    """The part of `state` that can be read from this checkpoint: all of it, but for random states of absent ranks."""
+    """The part of `state` that can be read from this checkpoint: not the random states of absent ranks or devices."""
     entries = saved.state_dict_metadata
     wanted = {f"model.{name}": tuple(value.size()) for name, value in state["model"].items()}
     stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items() if name.startswith("model.")}
@@ -213,7 +207,7 @@ def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str,
             "Use the model and data options that are in its meta.json, or another runtime.run_dir."
         )
     if "rng" in state:
-        rank = next(iter(state["rng"]))
-        if not any(name.startswith(f"rng.{rank}.") for name in entries):
+        ((rank, generators),) = state["rng"].items()
+        if any(f"rng.{rank}.{name}" not in entries for name in generators):
             state = {key: value for key, value in state.items() if key != "rng"}
     return state

@@ -10,7 +10,10 @@ that should not alter numbers. Exit code 0: within budget (or equal), 1: not.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from train import checkpoint, distributed, report
 from train.build import build
-from train.config import Config, register_schema, to_config
+from train.config import Config, register_schema, split_values, to_config
 from train.distributed import World
 from train.files import write_json
 from train.trainer import Trainer
@@ -42,7 +45,7 @@ class Arm:
     def parse(cls, text: str) -> Arm:
         """`NAME:key=value,key=value`; a bare NAME is a precision."""
         name, colon, overrides = text.partition(":")
-        return cls(name, tuple(filter(None, overrides.split(","))) if colon else (f"precision={name}",))
+        return cls(name, tuple(filter(None, split_values(overrides))) if colon else (f"precision={name}",))
 
 
 def main(arguments: list[str]) -> int:
@@ -51,9 +54,9 @@ def main(arguments: list[str]) -> int:
     first = _compose(overrides, arms[0])
     world = distributed.start(first.runtime)
     try:
-        out = Path(
-            str(world.broadcast(str(options.out or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")))
-        ).absolute()
+        out = options.out or os.environ.get("RUN_DIR") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
+        out = Path(str(world.broadcast(str(out)))).absolute()
+        _claim(out, arms, overrides, world)
         for seed in options.seeds:
             _train_arms(arms, seed, overrides, out, world)
         passed = _report(arms, options, out) if world.is_first else None
@@ -68,12 +71,21 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
                         help="the baseline and the arm held against it; a bare name is a precision")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--budget", type=float, default=0.05, help="largest NE gap allowed, in per cent")
-    parser.add_argument("--out", type=Path, help="report folder; default runs/compare-<time>")
+    parser.add_argument("--out", type=Path, help="report folder; default RUN_DIR, else runs/compare-<time>")
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder of further configurations, as of the training command"
+    )
     parser.add_argument("--assert-equal", action="store_true", help="demand bitwise equal losses and predictions")
     options, overrides = parser.parse_known_args(arguments)
     unknown = [text for text in overrides if text.startswith("--")]
     if unknown:
         parser.error(f"unknown option {unknown[0]}; configuration overrides are key=value or +experiment=NAME")
+    if options.config_dir:
+        overrides.append(f"hydra.searchpath=[file://{options.config_dir.absolute()}]")
+    if len({Arm.parse(text).name for text in options.arms}) < 2:
+        parser.error(
+            "the arms need different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 b:model.dropout=0.1"
+        )
     if len(options.seeds) < 2 and not options.assert_equal:
         parser.error("the spread over seeds needs at least two, e.g. --seeds 0 1 2")
     return options, overrides
@@ -83,6 +95,19 @@ def _compose(overrides: list[str], arm: Arm, *more: str) -> Config:
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return to_config(compose("train", [*overrides, *arm.overrides, *more]))
+
+
+def _claim(out: Path, arms: list[Arm], overrides: list[str], world: World) -> None:
+    """Finished runs of `out` are taken as they are, so they must be of this comparison; seeds may be added to it."""
+    file = out / "compare.json"
+    description = {"arms": {arm.name: list(arm.overrides) for arm in arms}, "overrides": overrides}
+    if file.exists() and json.loads(file.read_text()) != description:
+        raise ValueError(f"{out} holds another comparison (see {file}); choose another --out")
+    world.barrier()
+    if world.is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(file, description)
+    world.barrier()
 
 
 def _train_arms(arms: list[Arm], seed: int, overrides: list[str], out: Path, world: World) -> None:
@@ -98,9 +123,9 @@ def _train_arms(arms: list[Arm], seed: int, overrides: list[str], out: Path, wor
             f"tracking.group={out.name}",
             f"tracking.job_type={arm.name}",
         )
-        if not initial.exists():
+        if not (initial / checkpoint.META).exists():
             job = build(config, world)
-            checkpoint.save_weights(initial, job.model, world)
+            checkpoint.save_weights(initial, job.model, world, {"config": dataclasses.asdict(config)})
             del job
         if not (run_dir / "results.json").exists():  # a comparison that was cut off goes on where it stopped
             Trainer(config, world).run()

@@ -277,6 +277,7 @@ CHOICES = {
     "precision.name": ("fp32", "bf16", "mxfp8"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
+    "tracking.progress": ("auto", "always", "never"),
     "runtime.device": ("auto", "cpu", "cuda"),
     "runtime.bad_batch": ("skip", "stop"),
 }
@@ -307,6 +308,23 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
     assert isinstance(composed, DictConfig)
     return to_config(composed)
+
+
+def split_values(text: str) -> list[str]:
+    """The comma-separated values of `text`; commas inside brackets, braces and quotes belong to a value."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
 
 
 def validate(config: Config) -> None:

@@ -8,6 +8,7 @@ for each task label, logit and probability) to `out`, by default beside the chec
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -103,6 +104,9 @@ def evaluate_split(
         pin_memory=world.device.type == "cuda",
     )
     batches = islice(loader, steps) if steps else loader
+    if predictions is not None and world.is_first:
+        shutil.rmtree(predictions, ignore_errors=True)  # files of more ranks than these would stay
+    world.barrier()
     writer = PredictionWriter(predictions, source.spec.tasks, world.rank) if predictions else None
     try:
         with nullcontext() if quantized else in_high_precision(job.ranking_model):

@@ -3,7 +3,7 @@
 The tables' optimiser runs inside the backward, so a check before `optimizer.step()` comes too late for them. The guard
 sits on the looked-up rows: it sees all their gradients at once, before the fused update does, and hands on zeros if
 any of them, on any rank, is not finite. Row-wise Adagrad and SGD then leave the tables as they were; Adam's moments
-decay by one step. The dense optimiser gets the same verdict as `found_inf`.
+decay by one step. The dense optimiser leaves the batch out by the same verdict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FiniteGuard:
         self.world, self.locate = world, locate
         self.finite = torch.ones((), device=world.device)  # of this step: 1 where all gradients of all ranks are finite
         self.culprit = torch.zeros((), device=world.device)  # 1 where this rank's were not
-        self.found_inf = torch.zeros((), device=world.device)  # verdict of the last dense step, 1 = skipped
+        self.found_inf = torch.zeros((), device=world.device)  # verdict of the last batch, 1 = skipped
         self._verdicts: deque[tuple[int, Tensor, Tensor, Tensor]] = deque(maxlen=window)
         assembly.register_forward_pre_hook(self._gate)
 
@@ -54,7 +54,7 @@ class FiniteGuard:
             dist.all_reduce(self.finite, op=dist.ReduceOp.MIN, group=self.world.guard_group)
 
     def conclude(self, step: int, rows: Tensor, dense_norm: Tensor) -> Tensor:
-        """Verdict of the step as `found_inf` (float, 1 = skip). DDP has made `dense_norm` the same on all ranks."""
+        """Verdict of the batch as `found_inf` (float, 1 = skip). DDP has made `dense_norm` the same on all ranks."""
         self.found_inf = 1 - self.finite * torch.isfinite(dense_norm).to(self.finite.dtype)
         self._verdicts.append((step, self.found_inf, self.culprit, rows))
         return self.found_inf

@@ -1,7 +1,8 @@
 """One optimiser object for the pipeline: AdamW on the dense part, the learning rate of the fused table optimiser.
 
 It is called `zero_grad` and `step` once a micro-batch; the dense part steps once in `accumulate` of them, on gradients
-averaged over the candidates of all of them. The tables, whose update is fused into each backward, step every time.
+averaged over the candidates of all of them, those that the finite guard condemned left out. The tables, whose update is
+fused into each backward, step every time.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class Optimizer:
         self.micro_step = 0
         self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad
         self.count = torch.ones(())  # its candidates, over all ranks
-        self._sum: list[Tensor] | None = None
-        self._count = torch.zeros((), device=guard.world.device)
+        self.skipped = torch.zeros((), device=guard.world.device)  # verdict of the last dense step, 1 = not taken
+        self._sum: dict[str, Tensor] = {}  # candidates times gradients of the micro-batches so far
+        if config.accumulate > 1:
+            self._sum = {name: torch.zeros_like(param) for name, param in self.params.items()}
+        self._count = torch.zeros((), device=guard.world.device)  # candidates of the micro-batches so far
         self._set_learning_rates()
 
     @property
@@ -70,35 +74,45 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        gradients = [p.grad for p in self.params.values() if p.grad is not None]
+        gradients = {name: param.grad for name, param in self.params.items() if param.grad is not None}
         self.micro_step += 1
+        norm = nn.utils.get_total_norm(gradients.values())
+        self.skipped = self.guard.conclude(self.micro_step, self.rows, norm)
         if self.config.accumulate > 1:
-            gradients = self._accumulate(gradients)
+            self._accumulate(gradients)
             if self.micro_step % self.config.accumulate:
                 return
-        norm = nn.utils.get_total_norm(gradients)
+            norm = nn.utils.get_total_norm(gradients.values())
+            self.skipped = 1 - torch.isfinite(norm).to(norm.dtype)
         if self.config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.params.values(), self.config.clip_norm, norm)
-        self.adam.found_inf = self.guard.conclude(self.micro_step, self.rows, norm)  # type: ignore[attr-defined]
+        self.adam.found_inf = self.skipped  # type: ignore[attr-defined]
         self.adam.step()
         self._set_learning_rates()
 
-    def _accumulate(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Candidate-weighted mean of the micro-batches so far, left in `.grad` when the last one is in."""
-        if self._sum is None:
-            self._sum = [torch.zeros_like(gradient) for gradient in gradients]
-        torch._foreach_addcmul_(self._sum, gradients, [self.count] * len(gradients))
-        self._count += self.count
+    def _accumulate(self, gradients: dict[str, Tensor]) -> None:
+        """Candidate-weighted mean of the good micro-batches so far, left in `.grad` when the last one is in.
+
+        When none was good that is 0 / 0, and the dense step is skipped.
+        """
+        count = torch.where(self.skipped.bool(), 0, self.count)
+        for name, gradient in gradients.items():
+            self._sum[name] += torch.where(self.skipped.bool(), 0, gradient) * count
+        self._count += count
         if self.micro_step % self.config.accumulate == 0:
-            torch._foreach_copy_(gradients, self._sum)
-            torch._foreach_div_(gradients, [self._count] * len(gradients))
-            self._sum = None
-            self._count = torch.zeros_like(self._count)
-        return gradients
+            for name, gradient in gradients.items():
+                torch.div(self._sum[name], self._count, out=gradient)
+                self._sum[name].zero_()
+            self._count.zero_()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step count by parameter name, so that checkpoints do not depend on the order of parameters."""
-        return {name: dict(self.adam.state[param]) for name, param in self.params.items()}
+        """Moments, step count and sums by parameter name, so that checkpoints do not depend on their order."""
+        state = {name: dict(self.adam.state[param]) for name, param in self.params.items()}
+        if self._sum:
+            for name, total in self._sum.items():
+                state[name]["accumulated"] = total
+            state["accumulated"] = {"candidates": self._count}
+        return state
 
     def restore(self, micro_step: int) -> None:
         """Continue at a step after a checkpoint's tensors have been read into `state_dict`'s in place."""

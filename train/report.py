@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from train.evaluate import read_predictions
-from train.metrics.bootstrap import paired_gaps
+from train.metrics.bootstrap import metric_intervals, paired_gaps
 from train.plots import plot_arms
 from train.tracking import METRICS_FILE, read_metrics
 
@@ -48,7 +48,7 @@ def first_difference(a_runs: list[Run], b_runs: list[Run]) -> str:
     for a, b in zip(a_runs, b_runs, strict=True):
         if not np.array_equal(a.steps, b.steps):
             return f"seed {a.seed}: one logged at steps {a.steps.tolist()}, the other at {b.steps.tolist()}"
-        unequal = np.flatnonzero(a.losses != b.losses)
+        unequal = np.flatnonzero((a.losses != b.losses) & ~(np.isnan(a.losses) & np.isnan(b.losses)))
         if unequal.size:
             at = unequal[0]
             return f"seed {a.seed}, step {a.steps[at]}: loss {a.losses[at]!r} against {b.losses[at]!r}"
@@ -94,7 +94,10 @@ def _compare_task(task: str, a_runs: list[Run], b_runs: list[Run], budget: float
             base_rate=a.results["label_rates"][task],
             group=a.predictions["group"],
         )
-        per_seed.append({"seed": a.seed} | {name: vars(interval) for name, interval in gaps.items()})
+        per_seed.append(
+            {"seed": a.seed, "baseline": _intervals(a, task), "other": _intervals(b, task)}
+            | {name: vars(interval) for name, interval in gaps.items()}
+        )
     ne = metric(a_runs, "ne")
     gap = float(np.mean([row["ne_percent"]["estimate"] for row in per_seed]))
     spread = float(100 * (ne.max() - ne.min()) / ne.mean())
@@ -112,6 +115,16 @@ def _compare_task(task: str, a_runs: list[Run], b_runs: list[Run], budget: float
         "within_spread": abs(gap) <= spread,
         "passed": gap <= budget and abs(gap) <= spread,
     }
+
+
+def _intervals(run: Run, task: str) -> dict[str, dict[str, float]]:
+    intervals = metric_intervals(
+        run.predictions[f"{task}_label"],
+        run.predictions[f"{task}_logit"],
+        base_rate=run.results["label_rates"][task],
+        group=run.predictions["group"],
+    )
+    return {name: vars(interval) for name, interval in intervals.items()}
 
 
 def _resources(arm: list[Run]) -> dict[str, float]:
@@ -151,11 +164,20 @@ def write(out: Path, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
         )
         verdict = "pass" if values["passed"] else "fail"
         lines.append(f"| {' | '.join([task, *ne, *cells, *auc, *gauc, verdict])} |")
-    lines += ["", "Gap by seed, with 95 % bootstrap intervals over users:", ""]
+    lines += ["", "By seed, with 95 % bootstrap intervals over users:", ""]
+    lines += ["| task | seed | arm | NE | AUC | GAUC |", "|---|---|---|---|---|---|"]
+    for task, values in result["tasks"].items():
+        for row in values["per_seed"]:
+            for name, side in ((baseline, "baseline"), (other, "other")):
+                cells = [_interval(row[side][metric], ".5f") for metric in ("ne", "auc", "gauc")]
+                lines.append(f"| {task} | {row['seed']} | {name} | {' | '.join(cells)} |")
+    lines += ["", f"Gap of {other} to {baseline} by seed, both arms resampled together:", ""]
     lines += ["| task | seed | NE gap % | AUC gap | GAUC gap |", "|---|---|---|---|---|"]
     for task, values in result["tasks"].items():
         for row in values["per_seed"]:
-            gaps = [_interval(row[name], digits) for name, digits in (("ne_percent", 4), ("auc", 5), ("gauc", 5))]
+            gaps = [
+                _interval(row[name], form) for name, form in (("ne_percent", "+.4f"), ("auc", "+.5f"), ("gauc", "+.5f"))
+            ]
             lines.append(f"| {task} | {row['seed']} | {' | '.join(gaps)} |")
     lines += ["", "| arm | steps/s | examples/s | peak memory MiB |", "|---|---|---|---|"]
     for name, arm in result["arms"].items():
@@ -179,5 +201,5 @@ def _mean_std(value: dict[str, float]) -> str:
     return f"{value['mean']:.5f} ± {value['std']:.5f}"
 
 
-def _interval(value: dict[str, float], digits: int) -> str:
-    return f"{value['estimate']:+.{digits}f} [{value['low']:+.{digits}f}, {value['high']:+.{digits}f}]"
+def _interval(value: dict[str, float], form: str) -> str:
+    return f"{value['estimate']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"

@@ -23,8 +23,6 @@ from tqdm import tqdm
 from train.config import TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
-WANDB_MODES = ("auto", "online", "offline", "disabled")
-PROGRESS_MODES = ("auto", "always", "never")
 CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all others are in the file only
 WANDB_TIMEOUT = 30  # seconds that a server out of reach may hold up the start of the run
 OWN_LOGGERS = ("train", "modules", "kernels", "launch", "__main__")
@@ -168,9 +166,6 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Path, cfg: TrackingConfig, *, enabled: bool) -> None:
-        for key, value, known in (("wandb", cfg.wandb, WANDB_MODES), ("progress", cfg.progress, PROGRESS_MODES)):
-            if value not in known:
-                raise ValueError(f"tracking.{key} is {value!r}, expected one of {', '.join(known)}")
         self.run_dir, self.cfg, self.enabled = run_dir, cfg, enabled
         self._wandb_run_id: str | None = None
         self._mirrors: dict[str, _Mirror] = {}

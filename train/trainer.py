@@ -36,6 +36,7 @@ from train.tracing import StepTracer
 from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 
 log = logging.getLogger(__name__)
+FIXED = (("data", "name"), ("optimizer", "sparse"), ("optimizer", "accumulate"))  # besides model and precision
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
@@ -69,7 +70,7 @@ class Trainer:
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
         self.loss_sum = torch.zeros((), device=world.device)
-        self.logged_step = 0
+        self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
         self.progress = Progress()
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
@@ -114,7 +115,6 @@ class Trainer:
             log.info("started from the weights of %s", self.config.checkpoint.load)
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)
-        self.logged_step = self.progress.step
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
 
     def _finished(self) -> bool:
@@ -157,10 +157,11 @@ class Trainer:
         loss, logits, batch = self.pipeline.progress(batches)
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
-            update_router_biases(self.job.ranking_model, _all_reduce if self.world.size > 1 else None)
+            update_router_biases(self.job.ranking_model, self._tokens_of_all_ranks)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         skipped = self.guard.found_inf.bool()  # on the device; what was skipped counts in no metric
         self.loss_sum += torch.where(skipped, 0, loss)
+        self.good_steps += 1 - self.guard.found_inf
         self.metrics.update(logits, torch.where(skipped, torch.nan, batch.labels), batch.weights, batch.group)
         self.throughput.step(batch)
         self.whole_run.step(batch)
@@ -189,16 +190,23 @@ class Trainer:
         self.throughput.reset()
         if bad and self.config.runtime.bad_batch == "stop":
             raise RuntimeError(
-                f"{bad[0]}. The tables and weights are as before that batch; runtime.bad_batch=skip goes on."
+                f"{bad[0]}. No weight and no table holds a non-finite value; training went on until this log line "
+                "(runtime.log_every). runtime.bad_batch=skip does not stop."
             )
 
     def _window_loss(self) -> float:
-        total = self.loss_sum.clone()
+        mean = self.loss_sum / self.good_steps  # NaN when every batch was skipped
         self.loss_sum.zero_()
-        steps, self.logged_step = self.progress.step - self.logged_step, self.progress.step
+        self.good_steps.zero_()
         if self.world.size > 1:
-            dist.all_reduce(total)
-        return total.item() / self.world.size / steps
+            dist.all_reduce(mean)
+        return mean.item() / self.world.size
+
+    def _tokens_of_all_ranks(self, counts: Tensor) -> Tensor:
+        """Expert loads summed over ranks; none when the step was skipped, which then moves no routing bias."""
+        if self.world.size > 1:
+            dist.all_reduce(counts)
+        return torch.where(self.optimizer.skipped.bool(), 0, counts)
 
     def _validate(self) -> None:
         """NE on the validation split, mean over tasks, decides what is best and when to stop early."""
@@ -214,7 +222,6 @@ class Trainer:
         if math.isfinite(ne) and (best is None or ne < best):  # all labels equal: there is no NE
             self.progress.best_ne, self.progress.best_step, self.progress.stale_validations = ne, self.progress.step, 0
             self.progress.best_values = values
-            self.checkpoints.mark_best(self.progress)
         else:
             self.progress.stale_validations += 1
 
@@ -265,11 +272,6 @@ def _timed(batches: Iterator[RequestBatch], clocks: tuple[Throughput, ...]) -> I
         yield batch
 
 
-def _all_reduce(counts: Tensor) -> Tensor:
-    dist.all_reduce(counts)
-    return counts
-
-
 def _every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
@@ -289,7 +291,7 @@ def _compare_configs(path: Path, saved: dict[str, Any], current: dict[str, Any])
             before = saved.get(group, {}).get(key)
             if before == value:
                 continue
-            if group in ("model", "precision") or (group, key) in (("data", "name"), ("optimizer", "sparse")):
+            if group in ("model", "precision") or (group, key) in FIXED:
                 raise ValueError(
                     f"{path} was written with {group}.{key}={before}, this run has {value}; "
                     f"resume with the same value or choose another runtime.run_dir"

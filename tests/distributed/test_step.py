@@ -161,6 +161,38 @@ def test_accumulation_averages_over_candidates() -> None:
     run_ranks(_accumulation, 1)
 
 
+def _poisoned_micro_batch(where: int) -> None:
+    """The bad micro-batch of a pair is left out: the dense step is that of the good one alone."""
+    batches = [random_batch(random_spec(), seed=index) for index in range(3)]
+    config = {"sparse": "sgd", "sparse_lr": 0.0, "warmup_steps": 0, "clip_norm": 0.0}
+    once = Step(OptimizerConfig(**config))
+    once.pipeline.progress(iter([batches[0]]))
+    expected = once.optimizer.state_dict()
+    step = Step(OptimizerConfig(**config, accumulate=2))
+    bad = random_batch(step.spec, seed=7)
+    bad.candidate_dense[0, 0] = float("nan")
+    pair = [batches[0], bad] if where else [bad, batches[0]]
+    verdicts = []
+    iterator = iter([*pair, *batches[1:]])
+    for index in range(4):
+        step.pipeline.progress(iterator)
+        verdicts.append(step.guard.found_inf.item())
+        if index == 1:
+            for name, state in step.optimizer.state_dict().items():
+                if name != "accumulated":
+                    torch.testing.assert_close(state["exp_avg"], expected[name]["exp_avg"], rtol=1e-5, atol=1e-7)
+    assert verdicts == [float(index == where) for index in range(4)]
+    (line,) = step.guard.report()
+    assert line.startswith(f"step {where + 1}: non-finite")
+    assert "rank 0, row 0 to row 6" in line
+    distributed.stop()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_poisoned_micro_batch_is_left_out_of_an_accumulated_step(where: int) -> None:
+    run_ranks(_poisoned_micro_batch, 1, where)
+
+
 def _uneven_loss() -> None:
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
     generator = torch.Generator().manual_seed(0)

@@ -22,6 +22,9 @@ def test_evaluate_scores_a_checkpoint_again(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "scored" / "predictions")
     assert table.column_names[:2] == ["row", "group"]
     assert table.num_rows == metrics["click/examples"]
+    run(python("-m", "train.evaluate", f"checkpoint={checkpoint}", "out=scored"), cwd=tmp_path)
+    again = pq.read_table(tmp_path / "scored" / "predictions")
+    assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
 
@@ -39,6 +42,9 @@ def test_compare_writes_a_report(tmp_path: Path) -> None:
     run(torchrun(2, "-m", "train.compare", *TINY, *quantise, *options), cwd=tmp_path)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]
+    other = run(python("-m", "train.compare", *TINY, "model.dim=64", *options), cwd=tmp_path, check=False)
+    assert other.returncode != 0
+    assert "holds another comparison" in other.stderr
     for task in ("click", "like"):
         values = report["tasks"][task]
         assert [row["seed"] for row in values["per_seed"]] == [0, 1]
@@ -57,6 +63,13 @@ def test_compare_writes_a_report(tmp_path: Path) -> None:
 def report_losses(run_dir: Path) -> list[float]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record["values"]["loss"] for record in records if record["split"] == "train"]
+
+
+def test_arms_of_one_name_are_refused(tmp_path: Path) -> None:
+    arms = ["--arms", "a:optimizer.lr=0.1", "a:optimizer.lr=0.5"]
+    result = run(python("-m", "train.compare", *TINY, *arms), cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert "different names" in result.stderr
 
 
 @pytest.mark.parametrize(

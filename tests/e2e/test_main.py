@@ -60,6 +60,7 @@ def test_experiments_overlay(tmp_path: Path) -> None:
         ("model.num_heads=3", "model.num_heads"),
         ("optimizer.sparse=lion", "rowwise_adagrad"),
         ("precision=mxfp4", "mxfp8"),
+        ("tracking.progress=yes", "never"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override: str, named: str, tmp_path: Path) -> None:
@@ -75,6 +76,30 @@ def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
     result = run(command, cwd=tmp_path, check=False)
     assert result.returncode != 0
     assert "warmup" in result.stderr
+
+
+def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
+    # Nothing is learnt at this rate, so the second validation is no better than the first.
+    options = ("runtime.eval_every=3", "runtime.early_stop=1", "runtime.profile_step=1", "optimizer.lr=1e-30",
+               "optimizer.sparse_lr=0", "runtime.epochs=9", "runtime.deterministic=true")  # fmt: skip
+    run(train(1, tmp_path / "run", *options), cwd=tmp_path)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["step"], results["best_step"]) == (6, 3)
+    assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size > 0
+
+
+def test_a_bad_batch_stops_the_run_when_asked_to(tmp_path: Path) -> None:
+    explode = ("optimizer.lr=1e38", "optimizer.warmup_steps=0", "optimizer.clip_norm=0", "precision=fp32")
+    result = run(train(1, tmp_path / "run", *explode, "runtime.bad_batch=stop"), cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert "non-finite loss or gradient" in result.stderr
+
+
+def test_a_run_whose_best_validation_had_no_gauc_resumes(tmp_path: Path) -> None:
+    command = train(1, tmp_path / "run", "data.batch_size=1", "runtime.eval_steps=1", "runtime.steps=2")
+    for _ in range(2):
+        run(command, cwd=tmp_path)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["valid"]["click/gauc"] is None
 
 
 def test_more_ranks_than_rows(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch import sweep
-from launch.sweep import Runner, grid, main, split_values
+from launch.sweep import Runner, grid, main
+from train.config import split_values
 
 # Rank 0 records what it was given and writes results.json; model=broken fails.
 FAKE_JOB = """

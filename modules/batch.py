@@ -82,8 +82,8 @@ class FeatureSpec:
 
     @property
     def num_request_tokens(self) -> int:
-        """One token a feature; all dense features of a side make one token together."""
-        return len(self.request) + bool(self.request_dense)
+        """One token a feature; all dense features of a side make one token together. Never 0, see TokenAssembly."""
+        return max(1, len(self.request) + bool(self.request_dense))
 
     @property
     def num_candidate_tokens(self) -> int:

@@ -75,6 +75,7 @@ class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
     InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
+    Data without request features (Criteo) still has requests: they all look like one learned token.
     The train loop hooks this module's input: it is where gradients of the tables can be inspected before the fused
     optimiser applies them.
     """
@@ -84,12 +85,16 @@ class TokenAssembly(nn.Module):
         self.spec = spec
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
+        featureless = not (spec.request or spec.request_dense)
+        self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
     def forward(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
         candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
         if self.request_dense is not None:
             request.append(self.request_dense(batch.request_dense))
+        if self.any_request is not None:
+            request.append(self.any_request.expand(batch.num_requests, -1))
         if self.candidate_dense is not None:
             candidate.append(self.candidate_dense(batch.candidate_dense))
         return Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))

@@ -116,6 +116,16 @@ def read_meta(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def check_data(path: Path, fingerprint: str) -> None:
+    """ValueError when a checkpoint's ids and dense features were mapped otherwise than this run's data maps them."""
+    saved = read_meta(path)["data_fingerprint"]
+    if saved != fingerprint:
+        raise ValueError(
+            f"{path} was trained on data with another vocabulary or other statistics (data_fingerprint {saved}, here "
+            f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count"
+        )
+
+
 def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
     """Read weights, and with `optimizer` the whole state, in place; returns where the saved run stood.
 

@@ -125,7 +125,8 @@ def _train_arms(arms: list[Arm], seed: int, overrides: list[str], out: Path, wor
         )
         if not (initial / checkpoint.META).exists():
             job = build(config, world)
-            checkpoint.save_weights(initial, job.model, world, {"config": dataclasses.asdict(config)})
+            about = {"config": dataclasses.asdict(config), "data_fingerprint": job.source.fingerprint}
+            checkpoint.save_weights(initial, job.model, world, about)
             del job
         if not (run_dir / "results.json").exists():  # a comparison that was cut off goes on where it stopped
             Trainer(config, world).run()

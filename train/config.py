@@ -127,7 +127,7 @@ class EventsConfig(DataConfig):
     valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
     test_files: list[str] = field(default_factory=list)
     csv_separator: str = ","
-    column_names: list[str] = field(default_factory=list)  # of CSV files without a header line
+    column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
     labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or a comparison: "rating >= 4"
     user: str | None = None  # column of the user id; absent: every row is a user of its own

@@ -125,6 +125,7 @@ def main(arguments: list[str]) -> dict[str, float]:
     try:
         setup_logging(out, world.rank)
         job = build(config, world)
+        checkpoint.check_data(path, job.source.fingerprint)
         checkpoint.load(path, job.model, None, world)
         values, _ = evaluate_split(job, options["split"], out / "predictions")
         if world.is_first:

@@ -79,6 +79,7 @@ class Trainer:
             "config": dataclasses.asdict(config),
             "plan": self.job.plan,
             "world_size": world.size,
+            "data_fingerprint": self.source.fingerprint,
             "versions": versions.collect(),
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
@@ -106,12 +107,15 @@ class Trainer:
         saved = checkpoint.checkpoints(self.run_dir / "checkpoints")
         if saved:
             path = saved[-1]
+            checkpoint.check_data(path, self.source.fingerprint)
             _compare_configs(path, checkpoint.read_meta(path)["config"], self.about["config"])
             self.progress = checkpoint.load(path, self.model, self.optimizer, self.world)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
-            checkpoint.load(Path(self.config.checkpoint.load), self.model, None, self.world)
+            path = Path(self.config.checkpoint.load)
+            checkpoint.check_data(path, self.source.fingerprint)
+            checkpoint.load(path, self.model, None, self.world)
             log.info("started from the weights of %s", self.config.checkpoint.load)
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)

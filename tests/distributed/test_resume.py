@@ -68,7 +68,11 @@ def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [("model.dim=32", "model.dim=16"), ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad")],
+    [
+        ("model.dim=32", "model.dim=16"),
+        ("data.num_items=300", "another vocabulary"),
+        ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad"),
+    ],
 )
 def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, tmp_path: Path) -> None:
     run(train(1, tmp_path / "run", *EVERY), cwd=tmp_path)

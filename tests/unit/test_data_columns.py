@@ -26,16 +26,16 @@ def texts(ids: Coded) -> list[str | None]:
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ([12, None, 7, 12], pa.int64()),
-        ([12.0, float("nan"), 7.0, 12.0], pa.float64()),
-        (["12", "", "7", "12.0"], pa.string()),
-        (["12", None, "7", "12"], pa.dictionary(pa.int32(), pa.string())),
-        (["12", None, "7", "12"], pa.large_string()),
+        ([12, None, 7, 12345678901], pa.int64()),
+        ([12.0, float("nan"), 7.0, 12345678901.0], pa.float64()),
+        (["12", "", "7", "12345678901.0"], pa.string()),
+        (["12", None, "7", "12345678901"], pa.dictionary(pa.int32(), pa.string())),
+        (["12", None, "7", "12345678901"], pa.large_string()),
     ],
     ids=["int", "float", "text", "dictionary", "large text"],
 )
 def test_ids_are_the_same_in_every_type(values, kind):
-    assert texts(read_ids(column(values, kind))) == ["12", None, "7", "12"]
+    assert texts(read_ids(column(values, kind))) == ["12", None, "7", "12345678901"]
 
 
 def test_a_column_of_nothing_is_missing_everywhere():
@@ -50,6 +50,8 @@ def test_a_column_of_nothing_is_missing_everywhere():
 def test_other_id_types():
     assert texts(read_ids(column([True, False, None], pa.bool_()))) == ["1", "0", None]
     assert texts(read_ids(column([2**63 + 1, 5], pa.uint64()))) == [str(2**63 + 1), "5"]
+    assert texts(read_ids(column([0.5, -2.0, 1e300, None], pa.float64()))) == ["0.5", "-2", "1e+300", None]
+    assert texts(read_ids(column([0.5, 2.0, float("nan")], pa.float16()))) == ["0.5", "2", None]
     assert texts(read_ids(column(["-1", "1.50", "007", "1.00"]))) == ["-1", "1.50", "007", "1"]
     assert read_ids(column([], pa.string())).codes.size == 0
 

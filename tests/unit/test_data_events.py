@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
@@ -49,7 +51,8 @@ def rows_of(features, key) -> list[list[int]]:
 
 def words(source, table) -> list[str | None]:
     """Text of each row of an embedding table, from the saved vocabulary."""
-    return [None, *pq.read_table(source.folder / "vocabulary" / f"{table}.parquet")["value"].to_pylist()]
+    file = source.folder / "vocabulary" / f"{quote(table, safe='')}.parquet"
+    return [None, *pq.read_table(file)["value"].to_pylist()]
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
@@ -223,6 +226,70 @@ def test_log_history_and_joins(tmp_path):
     # Of the log, only what training requests see is in the vocabulary.
     assert brands == [None, "q", "v", "y"]
     assert batch.candidate_dense[:, 0].tolist() == [0, 0]
+
+
+def test_logs_have_headers_of_their_own_beside_files_without(tmp_path):
+    (tmp_path / "bare.csv").write_text("1,100,5,1\n2,100,6,0\n")
+    (tmp_path / "log.csv").write_text("time,item,user\n40,6,1\n50,5,1\n")
+    config = make_config(
+        tmp_path,
+        make_table(count=1),
+        files=["bare.csv"],
+        column_names=["user", "time", "item", "click"],
+        split=[1.0, 0.0, 0.0],
+        histories={"seen": HistoryConfig(["item"], files=["log.csv"])},
+    )
+    source = build_source(config)
+    batch, items = whole(source), words(source, "item")
+    assert [[items[i] for i in row] for row in rows_of(batch.histories, "seen.item")] == [["6", "5"], []]
+    assert rows_of(batch.history_times, "seen") == [[40, 50], []]
+
+
+def test_an_event_that_only_a_test_request_sees_is_not_in_the_vocabulary(tmp_path):
+    table = {"user": [1, 1], "time": [100, 200], "item": [5, 5], "click": [1, 0]}
+    log = {"user": [1, 1], "time": [50, 150], "brand": ["early", "late"]}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    histories = {"seen": HistoryConfig(["brand"], files=["log.parquet"])}
+    source = build_source(make_config(tmp_path, table, histories=histories, split=[0.5, 0.0, 0.5]))
+    assert words(source, "brand") == [None, "early"]
+    assert rows_of(whole(source, "test").histories, "seen.brand") == [[1, 0]]
+
+
+def test_names_that_are_no_file_names(tmp_path):
+    names = ["a/b", "100%", "c.d"]
+    table = make_table(count=20) | {name: [[i % 3] for i in range(20)] for name in names}
+    histories = {"x/y": HistoryConfig(["item"])}
+    source = build_source(make_config(tmp_path, table, candidate_list=names, histories=histories))
+    batch = whole(source)
+    assert batch.histories.keys() == ["x/y.item"]
+    for name in names:
+        read = [words(source, name)[i] for i in batch.candidate_sparse[name].values()]
+        assert read == [str(row % 3) for row in batch.row.tolist()]
+
+
+def test_fingerprint_tells_which_rows_ids_get_and_how_numbers_are_scaled(tmp_path):
+    table = make_table(item=np.arange(200) % 150 + 100)
+
+    def fingerprint(table=table, **changes):
+        return build_source(make_config(tmp_path, table, candidate_numeric=["price"], **changes)).fingerprint
+
+    first = fingerprint()
+    assert fingerprint(cache_dir=str(tmp_path / "elsewhere")) == first
+    # Neither the order of rows nor what a batch takes of them decides what an id means.
+    reversed_table = {name: column[::-1] for name, column in table.items()}
+    assert fingerprint(reversed_table, request_window=0, max_candidates=1) == fingerprint(
+        request_window=0, max_candidates=1
+    )
+    others = [
+        fingerprint(split=[0.5, 0.25, 0.25]),
+        fingerprint(min_count=2),
+        fingerprint(table | {"item": table["item"] + 1}),
+        fingerprint(table | {"price": table["price"] * 2}),
+        fingerprint(tables={"item": "thing"}),
+        fingerprint(id_map="hash"),
+        fingerprint(id_map="hash", hash_rows=50),
+    ]
+    assert len({first, *others}) == 1 + len(others)
 
 
 def test_no_user_and_no_time(tmp_path):

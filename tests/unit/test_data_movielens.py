@@ -105,8 +105,11 @@ def test_every_rating_is_a_candidate_once_and_splits_follow_time(source, ratings
 
 
 def test_statistics_are_those_of_earlier_ratings(source, ratings):
-    training = source.batch("train", np.arange(source.num_requests("train"))).row.numpy()
-    prior = ratings["rating"][training].mean(dtype=np.float64)
+    everything = source.batch("train", np.arange(source.num_requests("train")))
+    for numbers in (everything.request_dense.double(), everything.candidate_dense.double()):
+        np.testing.assert_allclose(numbers.mean(0), 0, atol=1e-3)
+        np.testing.assert_allclose(numbers.std(0), 1, atol=1e-3)
+    prior = ratings["rating"][everything.row.numpy()].mean(dtype=np.float64)
     numeric = source.meta["numeric"]
     for split in SPLITS:
         requests = np.random.default_rng(1).choice(source.num_requests(split), 100, replace=False)

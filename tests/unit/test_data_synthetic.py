@@ -60,6 +60,15 @@ def test_splits_and_seeds_differ(source):
     assert source.num_requests("test") == 100_000
 
 
+def test_fingerprint_is_that_of_the_population(source):
+    def fingerprint(**changes) -> str:
+        return SyntheticSource(SyntheticConfig(**(SMALL | changes))).fingerprint
+
+    assert fingerprint(num_requests=10, mean_history=3.0, zipf=0.9, candidates=1) == source.fingerprint
+    changes = [{"seed": 1}, {"num_items": 2001}, {"num_categories": 51}, {"event_types": ["view", "click"]}]
+    assert len({source.fingerprint, *(fingerprint(**change) for change in changes)}) == 1 + len(changes)
+
+
 def test_batch_keeps_its_promises(source, sample):
     config = source.cfg
     counts = sample.candidate_offsets.diff()

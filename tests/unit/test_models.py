@@ -19,7 +19,7 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from tests.unit.factories import random_batch, random_spec
-from train.config import DCNv2Config, DINConfig, DLRMConfig, InterFormerConfig
+from train.config import DCNv2Config, DINConfig, DLRMConfig, InterFormerConfig, MoEConfig
 
 SMALL: dict[str, Any] = {
     "dim": 8,
@@ -110,6 +110,16 @@ def test_odd_batches_run_forward_and_backward(variant, candidates, lengths):
 def test_models_without_dense_features_and_with_any_number_of_event_types(variant, num_events):
     spec = dataclasses.replace(random_spec(num_events, tasks=("click",)), request_dense=(), candidate_dense=())
     assert Ranking(variant, spec)(random_batch(spec)).shape == (7, 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_data_without_request_features_trains(variant):
+    spec = dataclasses.replace(random_spec(), request=(), request_dense=())
+    model, batch = Ranking(variant, spec), random_batch(spec, (2, 0, 3), [5] * 3)
+    logits = model(batch)
+    torch.testing.assert_close(logits, model(batch.expand()))
+    logits.square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -230,11 +240,23 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     monkeypatch.setattr(kernels.jagged, "check_lengths", lambda *args: None)
     spec = random_spec()
     model, batch = Ranking(variant, spec), random_batch(spec)
-    tokens = model.embedding(batch)
     with NoHostSync():
-        model.arch(tokens, batch).sum().backward()
+        lookup = batch.lookup
+    looked_up = model.embedding.collection(lookup)  # TorchRec's own on one process, which reads lengths
+    with NoHostSync():
+        model.arch(model.embedding.assemble(looked_up, batch), batch).sum().backward()
     with pytest.raises(AssertionError), NoHostSync():
         batch.labels.sum().item()
+
+
+def test_aux_loss_is_the_sum_over_layers():
+    spec = random_spec()
+    model = Ranking("interformer-moe", spec, num_layers=2, moe=MoEConfig(aux_loss_weight=0.1))
+    model(random_batch(spec))
+    first, second = (layer.sequence.feed_forward.aux_loss for layer in model.arch.layers)
+    assert first > 0.01
+    assert second > 0.01
+    torch.testing.assert_close(model.arch.aux_loss(), first + second)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch.nn.functional import pad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
@@ -170,6 +171,17 @@ def test_request_context_keeps_the_sequence_at_request_rows(context, expected_ro
         layer.sequence.register_forward_hook(lambda module, args, out: seen.append((args[0].shape[0], out.shape[0])))
     model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)
     assert seen == [(expected_rows, expected_rows * (2 * 5 + 4))] * 2
+
+
+def test_the_order_of_old_events_counts():
+    spec = random_spec(num_events=1)
+    model, embedding, batch = interformer(spec), FeatureEmbedding(spec, DIM, "cpu"), random_batch(spec, (2,), (6,))
+    ids = batch.histories.values().clone()
+    ids[[0, 1, 6, 7]] = ids[[1, 0, 7, 6]]  # both fields of the two oldest events
+    assert not torch.equal(ids, batch.histories.values())
+    histories = KeyedJaggedTensor(keys=batch.histories.keys(), values=ids, lengths=batch.histories.lengths())
+    swapped = dataclasses.replace(batch, histories=histories)
+    assert (model(embedding(swapped), swapped) - model(embedding(batch), batch)).abs().min() > 1e-6
 
 
 def test_number_of_summary_tokens_is_the_papers():

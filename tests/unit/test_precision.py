@@ -27,6 +27,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(10, 64)
         self.dense = nn.Linear(5, 64)
+        self.narrow = nn.Linear(64, 5)
         self.layers = nn.ModuleList([Block(), Block()])
         self.head = FP32Linear(64, 32)
 
@@ -77,9 +78,10 @@ def test_a_wide_glob_leaves_router_logits_and_odd_widths_alone_and_says_why():
     assert rows["layers.1.project"].recipe == rows["layers.1.feed_forward.shared.down"].recipe == "mxfp8"
     assert rows["head"].recipe == rows["layers.0.feed_forward.router.gate"].recipe == "fp32"
     assert "stay in fp32" in rows["head"].note
-    assert rows["dense"].recipe == "bf16 autocast"
-    assert rows["dense"].note == "width 5 is not a multiple of 32"
-    assert type(model.dense) is nn.Linear
+    for name in ("dense", "narrow"):
+        assert rows[name].recipe == "bf16 autocast"
+        assert rows[name].note == "width 5 is not a multiple of 32"
+    assert type(model.dense) is type(model.narrow) is nn.Linear
     assert type(model.head) is FP32Linear
     assert rows["embed"].recipe == "fp32"
     assert rows["layers.0.norm"].recipe == "bf16 autocast"
@@ -130,7 +132,7 @@ def test_table_joins_the_layers_of_a_list():
     assert lines[0].split() == ["module", "kind", "shape", "runs", "as", "count", "note"]
     experts = [line.split() for line in lines if "experts" in line]
     assert experts == [["layers.*.feed_forward.experts", "Experts", "4x64x64,", "4x64x32", "mxfp8", "2"]]
-    assert len(lines) == 1 + 3 + 6  # heading; embed, dense, head; the modules of a block
+    assert len(lines) == 1 + 4 + 6  # heading; embed, dense, narrow, head; the modules of a block
 
 
 def test_layers_that_differ_in_precision_keep_lines_of_their_own():

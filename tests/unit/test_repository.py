@@ -64,6 +64,17 @@ def test_comments_are_ascii() -> None:
     assert wrong == []
 
 
+def test_tests_that_the_documentation_names_exist() -> None:
+    named = [
+        (name, *match)
+        for name in repository_files(".md")
+        for match in re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / name).read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 40
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [entry for entry in named if f"def {entry[2]}(" not in files.get(entry[1], "")] == []
+
+
 def test_data_files_parse() -> None:
     for name in repository_files(".yaml", ".yml"):
         list(yaml.safe_load_all((ROOT / name).read_text()))

@@ -153,6 +153,8 @@ def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
     """(codes [N] with -1 for null, distinct values)."""
     if pa.types.is_null(column.type):
         column = column.cast(pa.string())
+    if pa.types.is_float16(column.type):
+        column = column.cast(pa.float32())  # Arrow neither rounds halves nor joins dictionaries of them
     if not pa.types.is_dictionary(column.type):
         try:
             column = column.dictionary_encode()
@@ -167,6 +169,10 @@ def _canonical(values: pa.Array) -> pa.StringArray:
         values = values.cast(pa.int8())
     if pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+        # Arrow writes 12345678901.0 as 1.2345678901e+10.
+        whole = pc.and_(pc.equal(values, pc.trunc(values)), pc.less(pc.abs(values), 2.0**63))
+        integers = pc.if_else(whole, values, pa.scalar(None, values.type)).cast(pa.int64())
+        values = pc.coalesce(integers.cast(pa.string()), values.cast(pa.string()))
     texts = pc.replace_substring_regex(values.cast(pa.string()), r"^(-?\d+)\.0+$", r"\1")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 

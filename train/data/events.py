@@ -31,7 +31,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     spec = feature_spec(cfg)
     layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
     parts = [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
-    headed = Layout(cfg.csv_separator)
+    headed = Layout(cfg.csv_separator)  # joined tables and logs: column_names are those of the labelled rows
     joins = [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
     rows = Rows([file for files in parts for file in files], _wanted(cfg), layout, cfg.bad_rows, joins)
 
@@ -42,7 +42,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     numeric = {name: _scale(rows.numbers(name), name in cfg.log_numeric) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
-    builders = {name: _history(cfg, layout, rows, user, time, history) for name, history in cfg.histories.items()}
+    builders = {name: _history(cfg, headed, rows, user, time, history) for name, history in cfg.histories.items()}
     rows.report()
 
     requests = group_requests(
@@ -172,13 +172,13 @@ def _dense(cfg: EventsConfig, numeric: Mapping[str, np.ndarray], requests: Reque
 
 
 def _history(
-    cfg: EventsConfig, layout: Layout, rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
+    cfg: EventsConfig, headed: Layout, rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
     """Read the columns of an event type and flag what is wrong in them; the rest needs to know the requests."""
     if history.lists:
         return _list_history(cfg, rows, time, history)
     if history.files:
-        return _log_history(cfg, layout, user, time, history)
+        return _log_history(cfg, headed, user, time, history)
     chosen = _where(rows, history)
     return lambda requests: from_rows(np.flatnonzero(chosen & ~rows.bad), user.codes, time, requests)
 
@@ -192,13 +192,13 @@ def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
 
 
 def _log_history(
-    cfg: EventsConfig, layout: Layout, user: Coded, time: np.ndarray, history: HistoryConfig
+    cfg: EventsConfig, headed: Layout, user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
     assert cfg.user
     assert cfg.time
     user_column, time_column = history.user or cfg.user, history.time or cfg.time
     wanted = {*history.fields, *history.where, user_column, time_column}
-    log = Rows(find_files(history.files, cfg.root), wanted, layout, cfg.bad_rows)
+    log = Rows(find_files(history.files, cfg.root), wanted, headed, cfg.bad_rows)
     log_user = log.required_ids(user_column)
     log_time = log.milliseconds(time_column, cfg.time_format)
     log.report()

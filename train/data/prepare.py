@@ -7,6 +7,8 @@ item. Training then reads memory-mapped files.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +109,19 @@ def write(
         "bounds": requests.bounds,
         "label_rates": _label_rates(spec, labels[training]),
         "numeric": dense.statistics,
+        "fingerprint": _fingerprint(spec, ids, dense),
         "files": table.files,
         "first_row": table.first_row,
     }
     store.save(folder, arrays, meta)
+
+
+def _fingerprint(spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense) -> str:
+    """Of everything that decides which row an id of a feature becomes and how numbers are scaled."""
+    # Six digits: sums round differently on other processors.
+    scales = [(name, f"{used['mean']:.6g}", f"{used['std']:.6g}") for name, used in dense.statistics.items()]
+    text = json.dumps([list(spec.lookups()), ids.digest(), scales])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _field(history: History, field: SparseFeature, columns: Mapping[str, Coded | CodedLists]) -> Coded:

@@ -24,6 +24,11 @@ class Source(Protocol):
     spec: FeatureSpec
     shuffled: bool
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources that give ids the same rows and scale numbers alike: weights of one fit the other."""
+        ...
+
     def num_requests(self, split: str) -> int: ...
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
@@ -52,6 +57,10 @@ class PreparedSource:
 
     def __reduce__(self) -> tuple[type[PreparedSource], tuple[Path, int]]:
         return PreparedSource, (self.folder, self.max_history)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.meta["fingerprint"]
 
     def num_requests(self, split: str) -> int:
         first, end = self.meta["bounds"][split]
@@ -85,7 +94,7 @@ class PreparedSource:
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
-        return {path.stem: store.load(path) for path in self.folder.glob("*.npy")}
+        return store.load(self.folder)
 
     def _features(self, side: str, features: Sequence[SparseFeature], rows: np.ndarray) -> list[Ids]:
         single = self._arrays[f"{side}_ids"][rows]

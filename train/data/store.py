@@ -7,16 +7,17 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 
 from train.config import DataConfig
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ONLY_LOADING = ("batch_size", "num_workers", "prefetch", "cache_dir", "max_history")
@@ -34,8 +35,8 @@ def cache_folder(cfg: DataConfig, files: Iterable[Path]) -> Path:
 def prepare_once(folder: Path, prepare: Callable[[Path], None], rank: int, barrier: Callable[[], None] | None) -> None:
     """Rank 0 prepares into a temporary folder and renames it when whole; the others wait at `barrier`."""
     if rank == 0 and not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+        partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
         try:
             prepare(partial)
             os.rename(partial, folder)
@@ -52,7 +53,7 @@ def prepare_once(folder: Path, prepare: Callable[[Path], None], rank: int, barri
 
 def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
+        np.save(folder / f"{quote(name, safe='')}.npy", array)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
@@ -60,6 +61,6 @@ def load_meta(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "meta.json").read_text())
 
 
-def load(path: Path) -> np.ndarray:
-    """A memory-mapped array."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+def load(folder: Path) -> dict[str, np.ndarray]:
+    """The saved arrays by name, memory-mapped."""
+    return {unquote(path.stem): np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}

@@ -18,6 +18,7 @@ the last line.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cache
 
@@ -36,6 +37,19 @@ CONTEXT_ROWS = 1000  # ids of each feature beyond user, item and category
 START = 1_600_000_000  # second of the first training request; they come one a second
 EVENT_GAP = 256  # seconds between two events of one type, on average
 BIAS, STRONG, WEAK, QUALITY, EFFECT = -2.0, 9.0, 3.0, 0.5, 0.2
+
+POPULATION = (
+    "seed",
+    "num_users",
+    "num_items",
+    "num_categories",
+    "event_types",
+    "num_request_features",
+    "num_candidate_features",
+    "num_dense",
+    "tasks",
+)
+"""Settings that decide what an id means for a label; the others say how often it comes and what comes with it."""
 
 
 @dataclass
@@ -90,6 +104,11 @@ class SyntheticSource:
             max_candidates=self.most_candidates,
         )
         self._seed = np.array([cfg.seed], np.uint64)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([getattr(self.cfg, name) for name in POPULATION])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def num_requests(self, split: str) -> int:
         return self.cfg.num_requests if split == "train" else max(1, self.cfg.num_requests // 10)

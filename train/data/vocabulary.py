@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
@@ -60,6 +62,16 @@ class Vocabulary:
         known = pc.index_in(column.values, value_set=self.tables[table]["value"].combine_chunks())
         return _translate(column, known.fill_null(-1).to_numpy() + UNKNOWN_ID + 1)
 
+    def digest(self) -> str:
+        """Another one whenever an id of some table would get another row."""
+        digest = hashlib.sha256()
+        for table in sorted(self.tables):
+            lengths, content = _contents(self.tables[table]["value"].combine_chunks())
+            digest.update(json.dumps([table, len(lengths)]).encode())
+            digest.update(lengths.data)
+            digest.update(content.data)
+        return digest.hexdigest()
+
     def save(self, folder: Path) -> None:
         """One parquet file a table: row, value, count in the training split."""
         folder.mkdir()
@@ -82,24 +94,34 @@ class Hashing:
         hashed = hash_texts(column.values) % np.uint64(self.rows - 1)
         return _translate(column, hashed.astype(np.int64) + UNKNOWN_ID + 1)
 
+    def digest(self) -> str:
+        return f"hash into {self.rows}"
+
     def save(self, folder: Path) -> None:
         """Hashing has nothing to save."""
 
 
 def hash_texts(texts: pa.StringArray) -> np.ndarray:
     """[N] uint64, the same on every machine: a polynomial in the bytes of each text, mixed."""
+    lengths, content = _contents(texts)
+    ends = np.append(0, np.cumsum(lengths))
+    place = np.arange(len(content)) - np.repeat(ends[:-1], lengths)
+    powers = np.full(int(lengths.max(initial=0)), GOLDEN).cumprod()
+    terms = (content.astype(np.uint64) + np.uint64(1)) * powers[place]
+    sums = np.append(np.uint64(0), np.cumsum(terms))  # wraps modulo 2^64, and so do differences
+    return splitmix64(sums[ends[1:]] - sums[ends[:-1]])
+
+
+def _contents(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes of each text [N] int64, those of all texts one after another uint8)."""
     array = texts.cast(pa.large_binary())
     lengths = pc.binary_length(array).to_numpy().astype(np.int64)
-    ends = np.append(0, np.cumsum(lengths))
-    if ends[-1] == 0:
-        return splitmix64(np.zeros(len(array), np.uint64))
+    total = int(lengths.sum())
+    if not total:
+        return lengths, np.zeros(0, np.uint8)
     _, starts, data = array.buffers()
     begin = np.frombuffer(starts, np.int64)[array.offset]
-    content = np.frombuffer(data, np.uint8)[begin : begin + ends[-1]].astype(np.uint64) + np.uint64(1)
-    place = np.arange(len(content)) - np.repeat(ends[:-1], lengths)
-    powers = np.full(int(lengths.max()), GOLDEN).cumprod()
-    sums = np.append(np.uint64(0), np.cumsum(content * powers[place]))  # wraps modulo 2^64, and so do differences
-    return splitmix64(sums[ends[1:]] - sums[ends[:-1]])
+    return lengths, np.frombuffer(data, np.uint8)[begin : begin + total]
 
 
 def _translate(column: Coded | CodedLists, rows: np.ndarray) -> np.ndarray:

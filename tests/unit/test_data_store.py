@@ -1,0 +1,43 @@
+"""The cache: which folder belongs to a file set, and how it appears."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from train.config import EventsConfig
+from train.data import store
+
+
+def test_a_file_rewritten_with_equal_size_is_another_file_set(tmp_path: Path) -> None:
+    config, file = EventsConfig(cache_dir=str(tmp_path)), tmp_path / "events.csv"
+    file.write_text("user,click\n1,0\n")
+    before, modified = store.cache_folder(config, [file]), file.stat().st_mtime
+    assert store.cache_folder(config, [file]) == before
+    file.write_text("user,click\n1,1\n")
+    os.utime(file, (modified + 1, modified + 1))
+    assert store.cache_folder(config, [file]) != before
+
+
+def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    folder, plain = tmp_path / "cache" / "data", tmp_path / "plain"
+    before = os.umask(0o027)
+    try:
+        store.prepare_once(folder, lambda partial: store.save(partial, {}, {}), 0, None)
+        plain.mkdir()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent, plain)}
+    assert modes == {0o750}
+
+
+def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
+    arrays = {name: np.arange(len(name)) for name in ("plain", "history.x.ids", "list.a/b", "100%", "..")}
+    store.save(tmp_path, arrays, {"key": [1]})
+    loaded = store.load(tmp_path)
+    assert loaded.keys() == arrays.keys()
+    assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
+    assert store.load_meta(tmp_path) == {"key": [1]}

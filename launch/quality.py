@@ -109,9 +109,10 @@ def main(arguments: list[str]) -> int:
     lines = ["# Quality on the bundled data", "", INTRODUCTION.format(seeds=len(options.seeds)), ""]
     for task in ("like", "love"):
         lines += [f"## {task}", "", *table(jobs, logistic, task), ""]
-    commit = versions.collect().get("commit", "unknown")
+    commit = versions.collect()["commit"]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines += [
-        f"Written by `python -m launch.quality` at commit {commit}; 610 users make a development set, no benchmark.",
+        f"Written by `python -m launch.quality` on {device} at commit {commit}; 610 users make a development set, no benchmark.",
         "",
     ]
     options.doc.write_text("\n".join(lines))

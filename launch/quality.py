@@ -112,7 +112,8 @@ def main(arguments: list[str]) -> int:
     commit = versions.collect()["commit"]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines += [
-        f"Written by `python -m launch.quality` on {device} at commit {commit}; 610 users make a development set, no benchmark.",
+        f"Written by `python -m launch.quality` on {device} at commit {commit}. 610 users make a development set, no "
+        "benchmark.",
         "",
     ]
     options.doc.write_text("\n".join(lines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-from kernels.bench.environment import commit
+from kernels.bench import commit
 
 PACKAGES = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "hydra-core", "wandb", "numpy", "pyarrow")
 

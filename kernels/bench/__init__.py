@@ -6,5 +6,6 @@ that drift of the clocks meets all of them alike; the median and the 20th and 80
 """
 
 from kernels.bench.case import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench.environment import commit
 
-__all__ = ["Case", "Problem", "Runner", "backends_of", "check_equal", "check_relative_error"]
+__all__ = ["Case", "Problem", "Runner", "backends_of", "check_equal", "check_relative_error", "commit"]

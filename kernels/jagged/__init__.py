@@ -9,12 +9,14 @@ configured constants that no row exceeds, never the maximum of a batch. Half-pre
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.jagged import reference, varlen  # noqa: F401  importing them registers their backends
+from kernels.jagged import attention, attention_reference, reference, varlen  # noqa: F401  they register backends
+from kernels.jagged.attention_bias import BUCKET_WIDTH, Bias, time_bucket
 
 __all__ = [
     "jagged_attention",
@@ -27,6 +29,7 @@ __all__ = [
     "segment_max",
     "segment_mean",
     "segment_sum",
+    "time_bucket",
 ]
 
 
@@ -125,15 +128,33 @@ def jagged_attention(
     max_k: int,
     scale: float | None = None,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    q_times: Tensor | None = None,
+    k_times: Tensor | None = None,
+    time_bucket_width: float = BUCKET_WIDTH,
     backend: str | None = None,
 ) -> Tensor:
     """Softmax attention of each row's queries over the same row's keys.
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] -> [Nq, H, dv]; H is a multiple of Hkv, and head h reads key head
     h // (H / Hkv). Scores are multiplied by `scale` (default 1 / sqrt(d)). Query i sees key j, both counted within
-    their row, when j <= i (causal) and |i - j| <= window. A query that sees no key gives zeros, with zero gradients.
-    No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype.
+    their row, when all of these hold that are asked for:
+
+    - `causal`: j <= i;
+    - `window`, w or (left, right): i - left <= j <= i + right, None on a side for no limit;
+    - `block_size`: i // block_size == j // block_size.
+
+    A query that sees no key gives zeros, with zero gradients. Added to scaled scores, with gradients of the tables:
+
+    - `position_bias` [H, 2 P + 1]: column clamp(j - i, -P, P) + P;
+    - `time_bias` [H, T]: column `time_bucket(q_times[i] - k_times[j], T, time_bucket_width)`, for `q_times` [Nq] and
+      `k_times` [Nk] of an integer dtype, in seconds.
+
+    No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype; tables are used
+    in float32.
     """
     check_offsets(q.shape[0], q_offsets)
     check_offsets(k.shape[0], k_offsets)
@@ -147,19 +168,60 @@ def jagged_attention(
     check_lengths(q_offsets, max_q, "max_q")
     if k_offsets is not q_offsets or max_k < max_q:
         check_lengths(k_offsets, max_k, "max_k")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if any(size is not None and size < lowest for size, lowest in ((left, 0), (right, 0), (block_size, 1))):
+        raise ValueError(f"window={window} must not be negative and block_size={block_size} must be positive")
     q, k, v = dispatch.autocast_operands(q, k, v)
-    attention = dispatch.choose(
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    features: dict[str, Any] = {}
+    if block_size is not None:
+        features["block_size"] = block_size
+    if position_bias is not None or time_bias is not None:
+        features["bias"] = _bias(q, k, position_bias, time_bias, q_times, k_times, time_bucket_width)
+    attend = dispatch.choose(
         "jagged_attention",
         backend,
         q,
         head_dim=q.shape[2],
         value_dim=v.shape[2],
-        masked=causal or window is not None,
+        masked=causal or left is not None or right is not None,
         same_offsets=q_offsets is k_offsets,
+        block_local=block_size is not None,
+        biased="bias" in features,
     )
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
-    return attention(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window)
+    reach = (-1 if left is None else left, -1 if right is None else right)
+    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
+
+
+def _bias(
+    q: Tensor,
+    k: Tensor,
+    position: Tensor | None,
+    time: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bucket_width: float,
+) -> Bias:
+    """Checked biases; tables are widened, because their entries are sums over a whole batch when differentiated."""
+    num_heads = q.shape[1]
+    if position is not None and (position.dim() != 2 or len(position) != num_heads or position.shape[1] % 2 == 0):
+        raise ValueError(f"position_bias must be [{num_heads}, 2 P + 1], got {tuple(position.shape)}")
+    if time is not None:
+        if time.dim() != 2 or len(time) != num_heads or not time.shape[1]:
+            raise ValueError(f"time_bias must be [{num_heads}, T] with T at least 1, got {tuple(time.shape)}")
+        for name, times, values in (("q_times", q_times, q), ("k_times", k_times, k)):
+            if times is None or times.shape != values.shape[:1] or times.is_floating_point():
+                given = "none" if times is None else f"{tuple(times.shape)} {times.dtype}"
+                raise ValueError(f"time_bias needs integer {name} [{values.shape[0]}], got {given}")
+        if not bucket_width >= 0.05:
+            raise ValueError(f"time_bucket_width must be at least 0.05, got {bucket_width}")
+    position, time = (
+        None if table is None else table.to(torch.promote_types(q.dtype, torch.float32)) for table in (position, time)
+    )
+    return Bias(position, time, q_times, k_times, bucket_width)
 
 
 def check_offsets(total: int, offsets: Tensor) -> None:

@@ -3,7 +3,7 @@
 A jagged tensor is (values [N, ...], offsets [B + 1]): row b is values[offsets[b]:offsets[b + 1]], offsets[0] is 0 and
 offsets[B] is N. Every function runs on the CPU and on a GPU, in any floating dtype, is differentiable, and never asks
 the device for a number: sizes come from shapes and from constants of the caller. The price is padded scratch memory in
-`jagged_dense_bmm` and `jagged_attention`; avoiding that is what other backends are for.
+`jagged_dense_bmm`; avoiding that is what other backends are for.
 
 Letters: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths of a head.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from kernels import dispatch
 
@@ -118,35 +118,3 @@ def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
     padded = jagged_to_padded(x, offsets, max_length, 0.0, "first")
     return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])
-
-
-@dispatch.register("jagged_attention", "reference")
-def jagged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    # A softmax over no keys is 0 / 0. A query that sees none looks at one more key behind all others, which is zero
-    # like its value: the result is exactly zero and so are its gradients.
-    nowhere = max_k
-    q_padded, k_padded, v_padded = (
-        jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
-        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k + 1), (v, k_offsets, max_k + 1))
-    )
-    j = torch.arange(max_k + 1, device=q.device)
-    seen = (j < k_offsets.diff()[:, None])[:, None, :]  # [B, 1 or max_q, max_k + 1]
-    if causal or window is not None:
-        i = torch.arange(max_q, device=q.device)[:, None]
-        seen = seen & (j <= i) if causal else seen
-        seen = seen & ((i - j).abs() <= window) if window is not None else seen
-    seen = seen | (~seen.any(-1, keepdim=True) & (j == nowhere))
-    out = scaled_dot_product_attention(q_padded, k_padded, v_padded, seen[:, None], scale=scale)
-    return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.jagged import reference
+from kernels.jagged import attention_reference
+from kernels.jagged.reference import repeat_heads
 
 # Wider heads have no backward on some of the chips below.
 MAX_HEAD_DIM = 192
@@ -23,6 +24,8 @@ def _supports(
     value_dim: int,
     masked: bool,
     same_offsets: bool,
+    block_local: bool,
+    biased: bool,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)):
         return reason
@@ -32,6 +35,8 @@ def _supports(
         return f"needs values as wide as keys, got {value_dim} and {head_dim}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"needs a head dimension that is a multiple of 8 and at most {MAX_HEAD_DIM}, got {head_dim}"
+    if block_local or biased:
+        return "has neither block-local attention nor biases"
     if masked and not same_offsets:
         return "aligns causal and window masks to the end of each row, which is the same only if q_offsets is k_offsets"
     return None
@@ -48,23 +53,23 @@ def jagged_attention(
     max_k: int,
     scale: float,
     causal: bool,
-    window: int | None,
+    window: tuple[int, int],
 ) -> Tensor:
     if q.shape[0] == 0 or k.shape[0] == 0:
         # FlashAttention wants at least one query and one key; a batch without them is rare and costs little.
-        return reference.jagged_attention(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window)
+        return attention_reference.jagged_attention(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window)
     # Imported here because it takes a second, which no run on a CPU should wait for.
     from torch.nn.attention.varlen import varlen_attn
 
-    reach = -1 if window is None else window
+    left, right = window
     return varlen_attn(
         q,
-        reference.repeat_heads(k, q.shape[1]),
-        reference.repeat_heads(v, q.shape[1]),
+        repeat_heads(k, q.shape[1]),
+        repeat_heads(v, q.shape[1]),
         q_offsets.int(),
         k_offsets.int(),
         max_q,
         max_k,
         scale=scale,
-        window_size=(reach, 0 if causal else reach),
+        window_size=(left, 0 if causal else right),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +19,6 @@ fast = settings(max_examples=20, deadline=None)
 
 # float64 against float64: only the order of additions differs.
 EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
-
-GRADIENTS = Tolerance(
-    "the gradient of a score is p * (dp - sum p dp): dp and the sum are rounded at about five times the size of their "
-    "difference, which counts as 25 roundings; sums over up to 300 rows",
-    roundings=25,
-    reduction=300,
-)
 
 
 def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -185,102 +177,8 @@ def test_jagged_dense_bmm(lengths: list[int], slack: int) -> None:
     )
 
 
-def attention_oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """One query and one head at a time, over an explicit list of the keys it sees."""
-    out = []
-    for q_row, k_row, v_row in zip(rows(q, q_offsets), rows(k, k_offsets), rows(v, k_offsets), strict=True):
-        for i, query in enumerate(q_row):
-            seen = [j for j in range(len(k_row)) if (not causal or j <= i) and (window is None or abs(i - j) <= window)]
-            heads = []
-            for head, head_query in enumerate(query):
-                shared = head * k.shape[1] // q.shape[1]
-                weights = (k_row[seen, shared] @ head_query * scale).softmax(0)
-                heads.append(weights @ v_row[seen, shared] if seen else v.new_zeros(v.shape[2]))
-            out.append(torch.stack(heads))
-    return torch.stack(out) if out else v.new_zeros(0, q.shape[1], v.shape[2])
-
-
-@given(
-    pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4),
-    causal=st.booleans(),
-    window=st.sampled_from([None, 0, 1]),
-    heads=st.sampled_from([(1, 1), (4, 2)]),
-    slack=st.integers(0, 2),
-)
-@settings(max_examples=40, deadline=None)
-def test_jagged_attention(
-    pairs: list[tuple[int, int]], causal: bool, window: int | None, heads: tuple[int, int], slack: int
-) -> None:
-    q_offsets, k_offsets = offsets_of([q for q, _ in pairs]), offsets_of([k for _, k in pairs], torch.int32)
-    max_q, max_k = (max((pair[side] for pair in pairs), default=0) + slack for side in (0, 1))
-    check(
-        lambda q, k, v: jagged.jagged_attention(
-            q, k, v, q_offsets, k_offsets, max_q=max_q, max_k=max_k, scale=0.7, causal=causal, window=window
-        ),
-        lambda q, k, v: attention_oracle(q, k, v, q_offsets, k_offsets, 0.7, causal, window),
-        q=random(int(q_offsets[-1]), heads[0], 3),
-        k=random(int(k_offsets[-1]), heads[1], 3),
-        v=random(int(k_offsets[-1]), heads[1], 2),
-    )
-
-
-def test_query_without_keys_gives_zeros_and_zero_gradients() -> None:
-    q_offsets, k_offsets = torch.tensor([0, 2, 5]), torch.tensor([0, 0, 1])
-    q, k, v = (random(n, 2, 4).requires_grad_() for n in (5, 1, 1))
-    # Row 0 has no keys; in row 1 the window hides the only key from queries 1 and 2.
-    with poisoned_empty():
-        out = jagged.jagged_attention(q, k, v, q_offsets, k_offsets, max_q=3, max_k=4, window=0)
-        gradients = torch.autograd.grad(out.square().sum() + out.sum(), (q, k, v))
-    seen = [2]
-    blind = [0, 1, 3, 4]
-    assert (out[blind] == 0).all()
-    assert torch.equal(out[seen], v)
-    assert (gradients[0][blind] == 0).all()
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_attention_scale_defaults_to_head_dimension() -> None:
-    offsets = torch.tensor([0, 3])
-    q, k, v = (random(3, 1, 5) for _ in range(3))
-    given_scale, default = (
-        jagged.jagged_attention(q, k, v, offsets, offsets, max_q=3, max_k=3, scale=scale)
-        for scale in (1 / math.sqrt(5), None)
-    )
-    assert torch.equal(given_scale, default)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_in_training_dtypes(dtype: torch.dtype) -> None:
-    offsets = offsets_of([0, 7, 1, 20])
-    q, k, v = (random(28, 2, 8).to(dtype) for _ in range(3))
-    check_gradients(
-        lambda q, k, v: jagged.jagged_attention(q, k, v, offsets, offsets, max_q=20, max_k=20),
-        lambda q, k, v: attention_oracle(q, k, v, offsets, offsets, 8**-0.5, False, None),
-        {"q": q, "k": k, "v": v},
-        Tolerance("probabilities and result are rounded; sums over 20 keys", roundings=2, reduction=20),
-        GRADIENTS,
-    )
-
-
 def test_non_contiguous_inputs() -> None:
     offsets = offsets_of([2, 0, 3])
-    packed = random(5, 2, 3, 4)  # [N, q k v interleaved after the head, ...] views with strides of their own
-    q, k, v = (packed[:, :, i].detach() for i in range(3))
-    assert not q.is_contiguous()
-    out = jagged.jagged_attention(q, k, v, offsets, offsets, max_q=3, max_k=3)
-    assert torch.equal(
-        out,
-        jagged.jagged_attention(q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, max_q=3, max_k=3),
-    )
     transposed = random(4, 5).t()
     assert torch.equal(jagged.segment_sum(transposed, offsets), jagged.segment_sum(transposed.contiguous(), offsets))
     wide_offsets = torch.stack([offsets, offsets], 1)[:, 0]
@@ -335,9 +233,8 @@ def test_autocast_gives_its_dtype() -> None:
     offsets = offsets_of([2, 1])
     x = torch.randn(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        attention = jagged.jagged_attention(x, x.bfloat16(), x, offsets, offsets, max_q=2, max_k=2)
         product = jagged.jagged_dense_bmm(x[:, 0], offsets, torch.randn(2, 4, 3), 2)
-    assert attention.dtype is product.dtype is torch.bfloat16
+    assert product.dtype is torch.bfloat16
 
 
 def test_bad_inputs_are_named() -> None:
@@ -350,53 +247,7 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_index_select(values, offsets, torch.tensor([1, 1]), total=5)
     with pytest.raises(ValueError, match="row 1 has 3 values, more than max_length=2"):
         jagged.jagged_dense_bmm(values[:, 0], offsets, torch.zeros(2, 4, 4), 2)
-    with pytest.raises(ValueError, match="row 1 has 3 values, more than max_k=2"):
-        jagged.jagged_attention(values, values, values, offsets, offsets, max_q=3, max_k=2)
-    with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\]"):
-        jagged.jagged_attention(values, values.repeat(1, 2, 1), values, offsets, offsets, max_q=3, max_k=3)
     with pytest.raises(ValueError, match="a has 2 rows and b has 1"):
         jagged.jagged_concat(values, offsets, values, torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="keep must be 'first' or 'last', got 'middle'"):
         jagged.jagged_to_padded(values, offsets, 3, keep="middle")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (True, 3)])
-@pytest.mark.parametrize("lengths", [[0, 300, 1, 128, 0], [5], [64, 64], [0, 0]])
-def test_varlen_matches_the_oracle(lengths: list[int], causal: bool, window: int | None) -> None:
-    offsets = offsets_of(lengths).cuda()
-    q, k, v = (random(sum(lengths), heads, 64).bfloat16().cuda() for heads in (4, 2, 2))
-
-    def attend(backend: str) -> Callable[..., Tensor]:
-        return lambda q, k, v: jagged.jagged_attention(
-            q, k, v, offsets, offsets, max_q=320, max_k=320, causal=causal, window=window, backend=backend
-        )
-
-    with poisoned_empty():
-        check_gradients(
-            attend("varlen"),
-            attend("reference"),
-            {"q": q, "k": k, "v": v},
-            Tolerance("probabilities and result are rounded; sums over 300 keys", roundings=2, reduction=300),
-            GRADIENTS,
-        )
-
-
-@pytest.mark.gpu
-def test_varlen_with_rows_that_lack_queries_or_keys() -> None:
-    q_offsets, k_offsets = offsets_of([3, 0, 130, 2]).cuda(), offsets_of([0, 5, 40, 0]).cuda()
-    q, k, v = (random(n, 2, 32).bfloat16().cuda() for n in (135, 45, 45))
-
-    def attend(backend: str) -> Callable[..., Tensor]:
-        return lambda q, k, v: jagged.jagged_attention(
-            q, k, v, q_offsets, k_offsets, max_q=256, max_k=64, backend=backend
-        )
-
-    with poisoned_empty():
-        check_gradients(
-            attend("varlen"),
-            attend("reference"),
-            {"q": q, "k": k, "v": v},
-            Tolerance("probabilities and result are rounded; sums over 130 rows", roundings=2, reduction=130),
-            GRADIENTS,
-        )

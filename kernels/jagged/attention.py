@@ -1,0 +1,163 @@
+"""`jagged_attention` as a `torch.library` operator around a forward and a backward kernel, and the Triton backend.
+
+`attention_operator(name, forward, backward)` is where a backend plugs in: it gets an operator that `torch.compile` and
+`opcheck` see through and that saves q, k, v, out and lse, so that memory is linear in the number of values.
+
+    forward(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (out, lse)
+    backward(grad_out, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (dq, dk, dv)
+
+Shapes are those of `kernels.jagged.jagged_attention`; out is contiguous, `window` is (left, right) with -1 for no
+limit, and lse [H, Nq] float32 is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query
+that sees none. q, k and v have one dtype and any strides, grad_out too. A backend that serves block-local attention or
+biases also takes `block_size` and `bias`, and returns the gradients of the two tables behind dv if there is a bias, of
+no size for one that is None.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.jagged.attention_bias import Bias
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? position, Tensor? time, "
+    "Tensor? q_times, Tensor? k_times, float bucket_width, SymInt max_q, SymInt max_k, float scale, bool causal, "
+    "SymInt left, SymInt right, SymInt? block_size"
+)
+
+
+def attention_operator(
+    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., Tensor]:
+    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
+
+    @torch.library.custom_op(
+        f"gemsmith::jagged_attention_{name}", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)"
+    )
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v, *_arguments(*rest)[0], **_arguments(*rest)[1])
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        total_q, num_heads = q.shape[:2]
+        return q.new_empty(total_q, num_heads, v.shape[2]), q.new_empty(num_heads, total_q, dtype=torch.float32)
+
+    @torch.library.custom_op(
+        f"gemsmith::jagged_attention_{name}_backward",
+        mutates_args=(),
+        schema=f"(Tensor grad, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    def attend_backward(
+        grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        positional, features = _arguments(*rest)
+        gradients = backward(grad, q, k, v, out, lse, *positional, **features)
+        return (*gradients, *(lse.new_empty(0) for _ in range(5 - len(gradients))))
+
+    @attend_backward.register_fake
+    def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        tables = (lse.new_empty(0) if table is None else lse.new_empty(table.shape) for table in rest[2:4])
+        return *(x.new_empty(x.shape) for x in (q, k, v)), *tables
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.constants = inputs[9:]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:9], *output)
+
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        *gradients, position, time = attend_backward(grad, out, lse, *inputs, *ctx.constants)
+        tables = (position if inputs[5] is not None else None, time if inputs[6] is not None else None)
+        return *gradients, None, None, *tables, None, None, *(None for _ in ctx.constants)
+
+    attend.register_autograd(differentiate, setup_context=save)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor,
+        k_offsets: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float,
+        causal: bool,
+        window: tuple[int, int],
+        block_size: int | None = None,
+        bias: Bias | None = None,
+    ) -> Tensor:
+        *tables, bucket_width = Bias() if bias is None else bias
+        sizes = (max_q, max_k, scale, causal, *window, block_size)
+        return attend(q, k, v, q_offsets, k_offsets, *tables, bucket_width, *sizes)[0]
+
+    return call
+
+
+def _arguments(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    position: Tensor | None,
+    time: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bucket_width: float,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    block_size: int | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments of a kernel behind v, and those of features that are in use."""
+    features: dict[str, Any] = {}
+    if block_size is not None:
+        features["block_size"] = block_size
+    if position is not None or time is not None:
+        features["bias"] = Bias(position, time, q_times, k_times, bucket_width)
+    return (q_offsets, k_offsets, max_q, max_k, scale, causal, (left, right)), features
+
+
+def _triton_forward(*arguments: Any, **features: Any) -> tuple[Tensor, Tensor]:
+    from kernels.jagged.triton_attention import forward
+
+    return forward(*arguments, **features)
+
+
+def _triton_backward(*arguments: Any, **features: Any) -> tuple[Tensor, ...]:
+    from kernels.jagged.triton_attention_backward import backward
+
+    return backward(*arguments, **features)
+
+
+def _triton_supports(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    **_: Hashable,
+) -> str | None:
+    if device != "cuda":
+        return f"needs a CUDA device, the tensors are on {device}"
+    if not isinstance(capability, tuple) or capability < (8, 0):
+        return f"needs sm_80 or newer, the device has capability {capability}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {dtype}"
+    if max(head_dim, value_dim) > 256:
+        return f"needs heads of at most 256 features, got {head_dim} and {value_dim}"
+    return None
+
+
+triton_attention = dispatch.register("jagged_attention", "triton", supports=_triton_supports, priority=20)(
+    attention_operator("triton", _triton_forward, _triton_backward)
+)

@@ -1,0 +1,123 @@
+"""What the tests of jagged attention share: an oracle by rows, features as arguments, generated inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.testing import Tolerance
+
+# float64 against float64: only the order of additions differs.
+EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
+
+EXACT_GRADIENTS = Tolerance(
+    "where one key takes nearly all weight, a gradient is the difference of terms up to 10^4 times its size, "
+    "which counts as 10^8 roundings",
+    roundings=10**8,
+    accumulate=torch.float64,
+)
+
+
+def outputs(keys: int) -> Tolerance:
+    return Tolerance(f"probabilities and result are rounded; sums over {keys} keys", roundings=2, reduction=keys)
+
+
+def gradients(rows: int) -> Tolerance:
+    return Tolerance(
+        "the gradient of a score is p * (dp - sum p dp): dp and the sum are rounded at about five times the size of "
+        f"their difference, which counts as 25 roundings; sums over up to {rows} rows",
+        roundings=25,
+        reduction=rows,
+    )
+
+
+def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def inputs_of(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    heads: tuple[int, int] = (1, 1),
+    widths: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float64,
+    reach: int | None = None,
+    buckets: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """q, k, v, and with `reach` or `buckets` the tables and times, as keyword arguments of `jagged_attention`."""
+    generator = torch.Generator().manual_seed(seed)
+    device = q_offsets.device
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device)
+
+    total_q, total_k = int(q_offsets[-1]), int(k_offsets[-1])
+    inputs: dict[str, Any] = {
+        "q": random(total_q, heads[0], widths[0]).to(dtype),
+        "k": random(total_k, heads[1], widths[0]).to(dtype),
+        "v": random(total_k, heads[1], widths[1]).to(dtype),
+    }
+    if reach is not None:
+        inputs["position_bias"] = random(heads[0], 2 * reach + 1).to(dtype)
+    if buckets is not None:
+        inputs["time_bias"] = random(heads[0], buckets).to(dtype)
+        for name, total in (("q_times", total_q), ("k_times", total_k)):
+            # From seconds to months apart, so that many buckets occur.
+            inputs[name] = (random(total) * 3 + 6).exp().long()
+    return inputs
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    q_times: Tensor | None = None,
+    k_times: Tensor | None = None,
+    width: float = 0.301,
+) -> Tensor:
+    """One query and one head at a time, over an explicit list of the keys it sees."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    left, right = window if isinstance(window, tuple) else (window, window)
+    out = []
+    for row in range(len(q_offsets) - 1):
+        q_first, k_first = int(q_offsets[row]), int(k_offsets[row])
+        for i in range(int(q_offsets[row + 1]) - q_first):
+            seen = [
+                j
+                for j in range(int(k_offsets[row + 1]) - k_first)
+                if (not causal or j <= i)
+                and (left is None or j >= i - left)
+                and (right is None or j <= i + right)
+                and (block_size is None or i // block_size == j // block_size)
+            ]
+            where = [k_first + j for j in seen]
+            heads = []
+            for head, query in enumerate(q[q_first + i]):
+                shared = head * k.shape[1] // q.shape[1]
+                scores = k[where, shared] @ query * scale
+                if position_bias is not None:
+                    reach = position_bias.shape[1] // 2
+                    scores = scores + position_bias[head, [min(max(j - i, -reach), reach) + reach for j in seen]]
+                if time_bias is not None:
+                    assert q_times is not None
+                    assert k_times is not None
+                    gaps = [abs(int(q_times[q_first + i]) - int(k_times[at])) for at in where]
+                    last = time_bias.shape[1] - 1
+                    buckets = [min(math.floor(math.log(max(gap, 1)) / width), last) for gap in gaps]
+                    scores = scores + time_bias[head, buckets]
+                heads.append(scores.softmax(0) @ v[where, shared] if seen else v.new_zeros(v.shape[2]))
+            out.append(torch.stack(heads))
+    return torch.stack(out) if out else v.new_zeros(0, q.shape[1], v.shape[2])

@@ -1,0 +1,301 @@
+"""The computing warpgroups of jagged softmax attention on Hopper; `gluon_attention_forward` has the whole.
+
+A consumer takes a tile's blocks of keys from the last to the first. The end of the row, and the diagonal of a causal
+mask, lie in the first blocks taken; only those, and the ones at the left edge of a window, pay for masking.
+
+Two products are issued together: the scores of the next block, and the pending probabilities times the values of the
+block before. After a tile's last block the "next block" is the first one of the next tile, so that nothing drains
+between tiles, which is what decides the speed on short rows.
+
+The two consumers take turns on the tensor cores: while one multiplies, the other runs its softmax. Without the turns
+they drift into step and all tensor cores wait for both softmaxes. A consumer passes the turn on when both products are
+complete, or, if they are short against a softmax (EARLY), when its scores are.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.scheduling import (
+    FIRST_BLOCK,
+    MAIN_BEGIN,
+    MAIN_COUNT,
+    MAIN_POSITION,
+    NUM_BLOCKS,
+    OTHER_LENGTH,
+    dealt_item,
+    num_rounds,
+)
+
+ROWS = gl.constexpr(64)  # queries of one consumer
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _tile(schedule, turn, num_heads, LEFT: gl.constexpr, C: gl.constexpr):
+    """What consumer C has to know of this program's item of round `turn`.
+
+    (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
+    keys, first block, last block, head)
+    """
+    entry, head = dealt_item(schedule, turn, num_heads)
+    first_block = 0
+    if LEFT:
+        first_block = gl.load(entry + FIRST_BLOCK)
+    last_block = first_block + gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1
+    return (
+        gl.load(entry + MAIN_BEGIN) + C * ROWS,
+        gl.load(entry + MAIN_COUNT) - C * ROWS,
+        gl.load(entry + MAIN_POSITION) + C * ROWS,
+        gl.load(entry + OTHER_LENGTH),
+        first_block,
+        last_block,
+        head,
+    )
+
+
+@gluon.jit
+def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores with -inf where a query may not look; `position` is that of the first row within its row."""
+    RS: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    columns = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    positions = position + gl.arange(0, s.shape[0], RS)
+    if RIGHT:
+        end = gl.minimum(positions + (right + 1), k_length) - block_start
+        s = gl.where(columns < gl.expand_dims(end, 1), s, -float("inf"))
+    else:
+        s = gl.where(columns < k_length - block_start, s, -float("inf"))
+    if LEFT:
+        s = gl.where(columns >= gl.expand_dims(positions - left - block_start, 1), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, m, scale, MASKED: gl.constexpr):
+    """(probabilities relative to the new maximum, new maximum in units of log 2, correction of older sums)."""
+    new = gl.maximum(m, gl.max(s, 1) * scale)
+    if MASKED:  # a query that has seen no key yet has maximum -inf, and -inf - -inf is not a number
+        reference = gl.where(new == -float("inf"), 0.0, new)
+    else:
+        reference = new
+    p = gl.exp2(s * scale - gl.expand_dims(reference, 1))
+    return p, new, gl.exp2(m - reference)
+
+
+@gluon.jit
+def _advance(
+    q,
+    k_smem,
+    v_smem,
+    barriers,
+    done,
+    block,
+    acc,
+    p,
+    m,
+    total,
+    scale,
+    position,
+    k_length,
+    left,
+    right,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Add the pending probabilities' product with their values to `acc`, and make those of the next `block` pending.
+
+    `done` counts the blocks whose values are done; the pending block is number `done`, the next one `done` + 1.
+    """
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    LO: gl.constexpr = acc.type.layout
+    k_stage = (done + 1) % STAGES
+    v_stage = done % STAGES
+    mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1)
+    mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
+    s_token = warpgroup_mma(
+        q,
+        k_smem.index(k_stage).permute((1, 0)),
+        gl.zeros((ROWS, BLOCK_K), gl.float32, LS),
+        use_acc=False,
+        is_async=True,
+    )
+    mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+    acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    if EARLY:
+        mbarrier.arrive(order.index(1 - C), count=1)
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    start = block * BLOCK_K
+    crossed = False  # by the edge of what some query sees; the row's end lies in the first block taken
+    if RIGHT:
+        crossed |= start + BLOCK_K - 1 > position + right
+    if LEFT:
+        crossed |= start < position + (ROWS - 1) - left
+    if crossed:
+        s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
+    p_next, m, correction = _softmax(s, m, scale, LEFT or RIGHT)
+    total = total * correction + gl.sum(p_next, 1)
+    # The probabilities are an operand in registers of the product in flight: they live until it is complete.
+    acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+    if not EARLY:
+        mbarrier.arrive(order.index(1 - C), count=1)
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, LO)), 1)
+    p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
+    return acc, p, m, total
+
+
+@gluon.jit
+def _skip(barriers, done, STAGES: gl.constexpr, C: gl.constexpr):
+    """Let a block pass by that this consumer has no queries for."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    k_stage = (done + 1) % STAGES
+    v_stage = done % STAGES
+    mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1)
+    mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
+    mbarrier.arrive(order.index(1 - C), count=1)
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    return done + 1
+
+
+@gluon.jit
+def _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV: gl.constexpr):
+    """Write the first `q_count` rows of a block of outputs in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    start = ((q_begin + rows).to(gl.int64) * num_heads + head) * DV
+    pointers = out + gl.expand_dims(start, 1) + gl.expand_dims(columns, 0)
+    gl.store(pointers, buffer.load(LAYOUT), gl.expand_dims(rows < q_count, 1))
+
+
+@gluon.jit
+def attend(
+    out_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    o_smem,
+    barriers,
+    out,
+    lse,
+    schedule,
+    num_queries,
+    num_heads,
+    scale,
+    left,
+    right,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Consumer C: queries 64 * C to 64 * C + 63 of every tile."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, LS))
+    zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
+    rounds = num_rounds(gl.load(schedule) * num_heads)
+    # A program without items goes through the motions for one block, without waiting for what never comes.
+    some = rounds > 0
+    q_begin, q_count, position, k_length, first_block, last_block, head = _tile(schedule, 0, num_heads, LEFT, C)
+    next_begin, next_count, next_position, next_length, next_first, next_last, next_head = _tile(
+        schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), num_heads, LEFT, C
+    )
+    mbarrier.wait(q_full.index(C), 0, pred=some)
+    mbarrier.wait(k_full.index(0), 0, pred=some)
+    token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(k_empty.index(0), count=1, pred=some)
+    s = _masked(s, last_block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT)
+    p_next, m, _ = _softmax(s, nothing_seen, scale, True)
+    total = gl.sum(p_next, 1)
+    p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
+    done = 0
+    for turn in range(rounds):
+        more = turn + 1 < rounds
+        acc = gl.zeros((ROWS, DV), gl.float32, LO)
+        q = q_smem.index(2 * (turn % 2) + C)
+        if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
+            skipped = gl.where(q_count > 0, 0, last_block - first_block)
+            for _ in range(skipped):
+                done = _skip(barriers, done, STAGES, C)
+            first_block += skipped
+        for b in range(last_block - first_block):
+            acc, p, m, total = _advance(
+                q, k_smem, v_smem, barriers, done, last_block - 1 - b, acc, p, m, total, scale,
+                position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
+            )  # fmt: skip
+            done += 1
+
+        # The last block's values, with the scores of the next tile's first block.
+        mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
+        k_stage = (done + 1) % STAGES
+        v_stage = done % STAGES
+        next_slot = 2 * ((turn + 1) % 2) + C
+        mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
+        mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1, pred=more)
+        mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
+        token = warpgroup_mma(
+            q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+        # The tile after the next one: by the time it is looked at, its entry has long arrived.
+        new_begin, new_count, new_position, new_length, new_first, new_last, new_head = _tile(
+            schedule, gl.minimum(turn + 2, rounds - 1), num_heads, LEFT, C
+        )
+        s = warpgroup_mma_wait(1, deps=(token,))
+        if EARLY:
+            mbarrier.arrive(order.index(1 - C), count=1)
+        mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more)
+        s = _masked(s, next_last * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT)
+        p_next, m_next, _ = _softmax(s, nothing_seen, scale, True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+        if not EARLY:
+            mbarrier.arrive(order.index(1 - C), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
+        done += 1
+
+        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+        log_total = gl.where(total == 0.0, float("inf"), (m + gl.log2(total)) * _LN_2)
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LS))
+        acc = acc * gl.expand_dims(gl.convert_layout(inverse, RO), 1)
+        buffer = o_smem.index(C)
+        tma.store_wait(0)
+        buffer.store(acc.to(v_smem.dtype))
+        if q_count >= ROWS:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
+        else:  # a whole block would write over the queries of the next row
+            _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV)
+        gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
+
+        m = m_next
+        total = gl.sum(p_next, 1)
+        q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
+        first_block, last_block, head = next_first, next_last, next_head
+        next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
+        next_first, next_last, next_head = new_first, new_last, new_head
+    tma.store_wait(0)

@@ -1,0 +1,267 @@
+"""Forward of jagged softmax attention for Hopper, in Gluon: persistent, warp-specialised, TMA in and out, async wgmma.
+
+A program works through tiles of 128 queries of one row and head (`kernels.scheduling` says which): one warpgroup loads
+with TMA, two compute 64 queries each (`gluon_attention_consumer`). Queries are double-buffered, so that the next tile's
+arrive while this one is worked on; keys and values go through a ring of blocks that does not stop between tiles.
+
+A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
+and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels import scheduling
+from kernels.jagged.gluon_attention_consumer import ROWS, attend
+from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
+
+HEAD_DIMS = (64, 128)
+BLOCK_Q = 2 * ROWS.value
+_KEYS_IN_FLIGHT = 256  # in shared memory; with the queries and outputs of a tile they fill it at dimension 128
+_LOG2_E = 1.4426950408889634
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+_MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_LOADER_REGISTERS = gl.constexpr(24)
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    schedule: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [Nq, H, dv] of q's dtype, lse [H, Nq] float32) of each row's queries over the same row's keys.
+
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HEAD_DIMS, H a multiple of Hkv.
+    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. Query i sees key j,
+    both counted within their row, when i - left <= j <= i + right with window = (left, right), -1 for unlimited, and
+    when j <= i if causal. lse is log sum exp(scale * q.k); a query that sees no key has out 0 and lse +inf. `scale`
+    must be positive. `schedule` is `attention_schedule` of the same arguments, when a caller has it already.
+    """
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, value_dim = v.shape[1:]
+    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+        raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
+    out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k.shape[0] == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    left, right = effective_window(causal, window)
+    block_k = _block_k(k.shape[0], k_offsets, max_k)
+    if schedule is None:
+        schedule = attention_schedule(q_offsets, k_offsets, num_queries, k.shape[0], max_k, causal, window)
+    q_descriptor, q_head_stride = _descriptor(q, ROWS.value)
+    k_descriptor, k_head_stride = _descriptor(k, block_k)
+    v_descriptor, v_head_stride = _descriptor(v, block_k)
+    out_descriptor, _ = _descriptor(out, ROWS.value)
+    capacity = (schedule.shape[0] - 1) * num_heads
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    _forward_kernel[(min(processors, capacity),)](
+        q_descriptor,
+        k_descriptor,
+        v_descriptor,
+        out_descriptor,
+        out,
+        lse,
+        schedule,
+        num_queries,
+        num_heads,
+        num_heads // num_kv_heads,
+        q_head_stride,
+        k_head_stride,
+        v_head_stride,
+        scale * _LOG2_E,
+        left,
+        right,
+        LEFT=left >= 0,
+        RIGHT=right >= 0,
+        BLOCK_K=block_k,
+        D=head_dim,
+        DV=value_dim,
+        STAGES=_KEYS_IN_FLIGHT // block_k,
+        num_warps=4,
+        maxnreg=_MAX_REGISTERS,
+    )
+    return out, lse
+
+
+def attention_schedule(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    num_queries: int,
+    num_keys: int,
+    max_k: int,
+    causal: bool,
+    window: tuple[int, int],
+) -> Tensor:
+    """The `schedule` of `attention_forward`; it depends on offsets and masks alone, so layers can share it."""
+    block_k = _block_k(num_keys, k_offsets, max_k)
+    mask = effective_window(causal, window)
+    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask)
+
+
+def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
+    """Keys per block: 128 is faster as such; short rows of unequal length waste less of blocks of 64."""
+    mean = num_keys / max(k_offsets.shape[0] - 1, 1)
+    return 64 if mean <= 64 or (mean <= 256 and mean <= 0.75 * max_k) else 128
+
+
+def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """The window (left, right), -1 for unlimited, that includes the causal limit."""
+    return (window[0], 0) if causal else window
+
+
+def _descriptor(x: Tensor, rows: int) -> tuple[TensorDescriptor, int]:
+    """(TMA descriptor of blocks of `rows` rows of one head, elements from one head to the next).
+
+    The descriptor sees [N, everything that a row index can reach], so that a head is a range of columns.
+    """
+    total, num_heads, dim = x.shape
+    unit = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.stride(2) == 1
+    if not aligned or min(x.stride()) <= 0 or (num_heads - 1) * x.stride(1) + dim >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    # PyTorch lets the stride of a dimension of size 1 be anything.
+    row_stride, head_stride = (x.stride(0) if total > 1 else num_heads * dim), x.stride(1)
+    block = [rows, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
+    columns = (num_heads - 1) * head_stride + dim
+    return TensorDescriptor(x, [total, columns], [row_stride, 1], block, layout), head_stride
+
+
+@gluon.jit
+def _load(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    barriers,
+    schedule,
+    num_heads,
+    heads_per_kv,
+    q_head_stride,
+    k_head_stride,
+    v_head_stride,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The loading warpgroup: queries of each tile, then its blocks of keys and values from the last to the first."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _order = barriers
+    loaded = 0
+    for turn in range(num_rounds(gl.load(schedule) * num_heads)):
+        entry, head = dealt_item(schedule, turn, num_heads)
+        q_begin = gl.load(entry + MAIN_BEGIN)
+        k_begin = gl.load(entry + OTHER_BEGIN)
+        first = gl.load(entry + FIRST_BLOCK)
+        num_blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
+        kv_head = head // heads_per_kv
+        slot = turn % 2
+        phase = (turn // 2) & 1
+        for c in gl.static_range(2):
+            mbarrier.wait(q_empty.index(2 * slot + c), phase ^ 1)
+            mbarrier.expect(q_full.index(2 * slot + c), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_desc,
+                [q_begin + c * ROWS, head * q_head_stride],
+                q_full.index(2 * slot + c),
+                q_smem.index(2 * slot + c),
+            )
+        for b in range(num_blocks):
+            row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
+            stage = loaded % STAGES
+            phase = (loaded // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k_desc, [row, kv_head * k_head_stride], k_full.index(stage), k_smem.index(stage)
+            )
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_desc, [row, kv_head * v_head_stride], v_full.index(stage), v_smem.index(stage)
+            )
+            loaded += 1
+
+
+@gluon.jit
+def _forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out,
+    lse,
+    schedule,
+    num_queries,
+    num_heads,
+    heads_per_kv,
+    q_head_stride,
+    k_head_stride,
+    v_head_stride,
+    scale,
+    left,
+    right,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    # Products of smaller blocks are short against a softmax.
+    EARLY: gl.constexpr = BLOCK_K * (D + DV) < 128 * 256
+    q_smem = gl.allocate_shared_memory(dtype, [4, ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, DV], v_desc.layout)
+    o_smem = gl.allocate_shared_memory(dtype, [2, ROWS, DV], out_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
+    gl.warp_specialize(
+        [
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, num_heads,
+                       scale, left, right, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 0)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, num_heads,
+                       scale, left, right, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 1)),
+            (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
+                     q_head_stride, k_head_stride, v_head_stride, BLOCK_K, STAGES)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Which tile of a jagged attention each program works on, decided on the device from the offsets.
+
+A persistent kernel over rows of unequal length needs a list of the tiles that exist, and an order in which every
+program gets the same amount of work. Tiles are sorted by their number of blocks, the most first, and dealt to the
+programs like cards there and back: round r gives position r * P + p to program p when r is even and to program
+P - 1 - p when it is odd. Within equal work, tiles of a row stay neighbours, so that they share its blocks in L2.
+
+A tile is a run of `block_main` positions of one row of the main side; a block is a run of `block_other` positions of
+the same row of the other side. Attention forward has queries on the main side and keys on the other, the gradient of
+keys and values the reverse. The list depends on offsets and masks alone: layers that share these can share it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Columns of the list: where the tile starts in the main values, how many positions of it exist, its first position
+# within the row, where the row starts in the other values and how long it is there, the first block with any visible
+# pair and how many blocks from there on have one, and the row.
+MAIN_BEGIN = tl.constexpr(0)
+MAIN_COUNT = tl.constexpr(1)
+MAIN_POSITION = tl.constexpr(2)
+OTHER_BEGIN = tl.constexpr(3)
+OTHER_LENGTH = tl.constexpr(4)
+FIRST_BLOCK = tl.constexpr(5)
+NUM_BLOCKS = tl.constexpr(6)
+ROW = tl.constexpr(7)
+COLUMNS = tl.constexpr(8)
+
+_MAX_BINS = 64
+_ROWS_PER_STEP = 1024
+_ROWS_PER_PART = 128
+
+
+def tile_schedule(
+    main_offsets: Tensor,
+    other_offsets: Tensor,
+    main_total: int,
+    max_other: int,
+    block_main: int,
+    block_other: int,
+    window: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """int32 [1 + capacity, COLUMNS]: element [0, 0] is the number of tiles, tile t is row 1 + t.
+
+    Offsets are [B + 1] int32 or int64 on one CUDA device; `main_total` is the number of main values, fewer than 2^31.
+    Main position i sees other position j when i - left <= j <= i + right with window = (left, right), -1 for
+    unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
+    with 0 blocks, because its output has to be written. Lengths above `max_other` are sorted as if they were equal.
+    """
+    num_rows = main_offsets.shape[0] - 1
+    capacity = main_total // block_main + min(num_rows, main_total)
+    table = torch.empty(1 + capacity, COLUMNS.value, dtype=torch.int32, device=main_offsets.device)
+    max_blocks = triton.cdiv(max_other, block_other)
+    bin_width = triton.cdiv(max_blocks + 1, _MAX_BINS)
+    num_bins = max_blocks // bin_width + 1
+    _schedule_kernel[(num_bins, triton.cdiv(num_rows, _ROWS_PER_PART))](
+        main_offsets,
+        other_offsets,
+        table,
+        num_rows,
+        bin_width,
+        *window,
+        BLOCK_MAIN=block_main,
+        BLOCK_OTHER=block_other,
+        LEFT=window[0] >= 0,
+        RIGHT=window[1] >= 0,
+        SCAN=_ROWS_PER_STEP,
+        PART=_ROWS_PER_PART,
+        num_warps=4,
+    )
+    return table
+
+
+@triton.jit
+def _lengths(offsets, rows, num_rows):
+    """(begin, length) int32 of `rows`; rows that do not exist are empty."""
+    inside = rows < num_rows
+    begin = tl.load(offsets + rows, inside, 0).to(tl.int32)
+    return begin, tl.load(offsets + rows + 1, inside, 0).to(tl.int32) - begin
+
+
+@triton.jit
+def _blocks(
+    position,
+    other_length,
+    left,
+    right,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """(first block, number of blocks) that main positions position .. position + BLOCK_MAIN - 1 see."""
+    begin = position * 0
+    end = other_length
+    if LEFT:
+        begin = tl.maximum(position - left, 0)
+    if RIGHT:
+        end = tl.minimum(end, position + BLOCK_MAIN + right)
+    first = begin // BLOCK_OTHER
+    return first, tl.where(begin < end, (end + BLOCK_OTHER - 1) // BLOCK_OTHER - first, 0)
+
+
+@triton.jit
+def _schedule_kernel(
+    main_offsets,
+    other_offsets,
+    table,
+    num_rows,
+    bin_width,
+    left,
+    right,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SCAN: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Counting sort without atomics: program (bin, part) places the tiles of one bin and one part of the rows.
+
+    They come behind all tiles of higher bins and those of the same bin in earlier parts, which it counts by itself.
+    """
+    own = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    own_begin = tl.program_id(1) * PART
+    every = tl.zeros([SCAN], tl.int32)
+    before = tl.zeros([SCAN], tl.int32)
+    for start in range(0, num_rows, SCAN):
+        rows = start + tl.arange(0, SCAN)
+        _, main_length = _lengths(main_offsets, rows, num_rows)
+        _, other_length = _lengths(other_offsets, rows, num_rows)
+        tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+        every += tiles
+        # Without a window all tiles of a row have equally many blocks; with one each is looked at.
+        steps = 1
+        if LEFT or RIGHT:
+            steps = tl.max(tiles)
+        for t in range(steps):
+            _, blocks = _blocks(
+                rows * 0 + t * BLOCK_MAIN, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT
+            )
+            bins = tl.minimum(blocks // bin_width, last)
+            earlier = (bins > own) | ((bins == own) & (rows < own_begin))
+            if LEFT or RIGHT:
+                before += (earlier & (t < tiles)).to(tl.int32)
+            else:
+                before += tl.where(earlier, tiles, 0)
+    if own + own_begin == 0:
+        tl.store(table, tl.sum(every))
+
+    rows = own_begin + tl.arange(0, PART)
+    main_begin, main_length = _lengths(main_offsets, rows, num_rows)
+    other_begin, other_length = _lengths(other_offsets, rows, num_rows)
+    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    steps = tl.max(tiles)
+    mine = tl.zeros([PART], tl.int32)
+    for t in range(steps):
+        _, blocks = _blocks(rows * 0 + t * BLOCK_MAIN, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
+        mine += ((t < tiles) & (tl.minimum(blocks // bin_width, last) == own)).to(tl.int32)
+    place = 1 + tl.sum(before) + tl.cumsum(mine, 0) - mine
+    for t in range(tl.max(tl.where(mine > 0, tiles, 0))):
+        position = rows * 0 + t * BLOCK_MAIN
+        first, blocks = _blocks(position, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
+        chosen = (t < tiles) & (tl.minimum(blocks // bin_width, last) == own)
+        entry = table + place.to(tl.int64) * COLUMNS
+        tl.store(entry + MAIN_BEGIN, main_begin + position, chosen)
+        tl.store(entry + MAIN_COUNT, tl.minimum(main_length - position, BLOCK_MAIN), chosen)
+        tl.store(entry + MAIN_POSITION, position, chosen)
+        tl.store(entry + OTHER_BEGIN, other_begin, chosen)
+        tl.store(entry + OTHER_LENGTH, other_length, chosen)
+        tl.store(entry + FIRST_BLOCK, first, chosen)
+        tl.store(entry + NUM_BLOCKS, blocks, chosen)
+        tl.store(entry + ROW, rows, chosen)
+        place += chosen.to(tl.int32)
+
+
+@gluon.jit
+def num_rounds(num_items):
+    """How many of `num_items` items this program is dealt (Gluon)."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    full = num_items // programs
+    place = program + (full % 2) * (programs - 1 - 2 * program)
+    return full + (full * programs + place < num_items).to(gl.int32)
+
+
+@gluon.jit
+def dealt_item(schedule, turn, num_heads):
+    """(pointer to the entry of its tile, head) of the item that this program is dealt in round `turn` (Gluon).
+
+    Items are tiles times heads, the heads of a tile side by side.
+    """
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    position = turn * programs + program + (turn % 2) * (programs - 1 - 2 * program)
+    return schedule + (1 + position // num_heads) * COLUMNS, position % num_heads

@@ -1,0 +1,307 @@
+"""The Hopper forward of jagged attention, and the tile schedule that it and other persistent kernels share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels import scheduling
+from kernels.jagged import gluon_attention_forward
+from kernels.jagged.gluon_attention_forward import attention_forward, attention_schedule
+from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# Probabilities are rounded to the dtype of the values before their product, and so is the result.
+ROUNDED = Tolerance("probabilities and result rounded once each, sums in float32", roundings=2, reduction=1024)
+LSE = Tolerance("float32 sums of exact products and of exponentials", roundings=8, reduction=1024)
+UNLIMITED = (-1, -1)
+
+
+def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    return pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(dtype)
+
+
+def lengths_of(rows: int, low: int, high: int, seed: int = 0) -> list[int]:
+    return torch.randint(low, high + 1, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+WINDOWS = [UNLIMITED, (-1, 0), (0, -1), (9, 35)]
+SMALL = {
+    "no main": ([0], [5]),
+    "no other": ([3], [0]),
+    "mixed": ([40, 0, 7, 16, 33], [12, 9, 0, 70, 33]),
+    "one long among empties": ([0] * 130 + [100] + [1] * 3, [40] * 134),
+}
+SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()]
+LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
+# Main lengths, other lengths, positions of a tile, positions of a block, window.
+SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int]]] = [
+    *((main, other, 16, 8, window) for main, other in SMALL.values() for window in WINDOWS),
+    *((SKEWED, SKEWED, 128, 128, window) for window in (UNLIMITED, (-1, 0), (100, 0))),
+    (LONG, LONG, 1024, 8, UNLIMITED),
+]
+INTERPRETED = """
+import json, sys
+import torch
+from kernels.scheduling import tile_schedule
+
+tables = []
+for main, other, block_main, block_other, window in json.load(sys.stdin):
+    main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
+    table = tile_schedule(
+        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window)
+    )
+    tables.append(table[: 1 + int(table[0, 0])].tolist())
+json.dump(tables, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def tables() -> list[list[list[int]]]:
+    """The schedules of SCHEDULES from Triton's interpreter, which is chosen when Triton is imported."""
+    result = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        input=json.dumps(SCHEDULES),
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def blocks_seen(position: int, count: int, length: int, block: int, window: tuple[int, int]) -> set[int]:
+    """Blocks of `block` others with any pair that main positions position .. position + count - 1 see, one by one."""
+    left, right = window
+    return {
+        j // block
+        for i in range(position, position + count)
+        for j in range(length)
+        if (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+    }
+
+
+@pytest.mark.parametrize("index", range(len(SMALL) * len(WINDOWS)))
+def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: int) -> None:
+    main, other, block_main, block_other, window = SCHEDULES[index]
+    main_begin, other_begin = offsets_of(main).tolist(), offsets_of(other).tolist()
+    expected = {(row, position) for row, length in enumerate(main) for position in range(0, length, block_main)}
+    header, *tiles = tables[index]
+    assert header[0] == len(tiles) == len(expected)
+    for begin, count, position, begin_of_other, length, first, blocks, row in tiles:
+        expected.remove((row, position))
+        assert begin == main_begin[row] + position
+        assert count == min(block_main, main[row] - position)
+        assert (begin_of_other, length) == (other_begin[row], other[row])
+        listed = set(range(first, first + blocks))
+        assert blocks_seen(position, count, length, block_other, window) <= listed
+        # Nothing more than positions behind the row's end would see.
+        assert listed <= blocks_seen(position, block_main, length, block_other, window)
+    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tiles]
+    assert work == sorted(work, reverse=True)
+
+
+def dealt(work: list[int], programs: int) -> list[int]:
+    """Work of each program when items are dealt there and back."""
+    totals = [0] * programs
+    for place, amount in enumerate(work):
+        turn, program = divmod(place, programs)
+        totals[program if turn % 2 == 0 else programs - 1 - program] += amount
+    return totals
+
+
+@pytest.mark.parametrize("index", range(len(SMALL) * len(WINDOWS), len(SCHEDULES) - 1))
+def test_skewed_rows_are_dealt_evenly(tables: list[list[list[int]]], index: int) -> None:
+    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tables[index][1:]]
+    totals = dealt([amount for amount in work for _ in range(4)], 16)
+    # Each there-and-back of the deal evens out the one before; the largest item is a bound on what is left over.
+    assert max(totals) - min(totals) <= max(work)
+
+
+def test_more_counts_of_blocks_than_bins_are_sorted_roughly(tables: list[list[list[int]]]) -> None:
+    tiles = tables[-1][1:]
+    assert len(tiles) == sum(-(-length // 1024) for length in LONG)
+    bins = [tile[scheduling.NUM_BLOCKS.value] // -(-201 // 64) for tile in tiles]
+    assert bins == sorted(bins, reverse=True)
+
+
+def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int = 128, dtype: str = "bf16"):
+    kernel = gluon_attention_forward._forward_kernel
+
+    def descriptor(*block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
+        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+    constants = {
+        "LEFT": window[0] >= 0,
+        "RIGHT": window[1] >= 0,
+        "BLOCK_K": block_k,
+        "D": d,
+        "DV": d,
+        "STAGES": 256 // block_k,
+    }
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
+        "q_desc": descriptor(64, d),
+        "k_desc": descriptor(block_k, d),
+        "v_desc": descriptor(block_k, d),
+        "out_desc": descriptor(64, d),
+        "out": f"*{dtype}",
+        "lse": "*fp32",
+        "schedule": "*i32",
+        "scale": "fp32",
+    }
+    strides = ("q_head_stride", "k_head_stride", "v_head_stride")
+    return compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=strides)
+
+
+@pytest.mark.parametrize(
+    ("options", "spill_bytes"),
+    [
+        ({}, 0),
+        ({"block_k": 64}, 0),
+        ({"d": 64, "dtype": "fp16"}, 0),
+        # A few scalars of a tile; none in the loop over blocks.
+        ({"window": (-1, 0)}, 32),
+        ({"window": (64, 64)}, 32),
+    ],
+    ids=str,
+)
+def test_compiles_to_asynchronous_products_without_spills(options: dict, spill_bytes: int) -> None:
+    compiled = _compiled(**options)
+    for instruction in ("wgmma.mma_async.sync.aligned", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
+        assert instruction in compiled.ptx, instruction
+    assert compiled.spill_bytes <= spill_bytes
+    assert compiled.shared_bytes <= 227 * 1024
+
+
+def test_a_scale_that_is_not_positive_is_refused() -> None:
+    x = torch.zeros(3, 1, 64, dtype=torch.bfloat16)
+    offsets = offsets_of([3])
+    with pytest.raises(ValueError, match="scale"):
+        attention_forward(x, x, x, offsets, offsets, 3, 3, 0.0, False, UNLIMITED)
+
+
+def test_other_head_dimensions_are_refused() -> None:
+    x = torch.zeros(3, 1, 96, dtype=torch.bfloat16)
+    offsets = offsets_of([3])
+    with pytest.raises(ValueError, match="head dimensions"):
+        attention_forward(x, x, x, offsets, offsets, 3, 3, 1.0, False, UNLIMITED)
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lengths: list[int],
+    k_lengths: list[int],
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """out and lse in float64, a row at a time."""
+    left, right = window
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float64, device=q.device)
+    q_rows, k_rows, v_rows = q.double().split(q_lengths), k.double().split(k_lengths), v.double().split(k_lengths)
+    starts = [0, *itertools.accumulate(q_lengths)]
+    for start, q_row, k_row, v_row in zip(starts, q_rows, k_rows, v_rows, strict=False):
+        if not len(q_row) or not len(k_row):
+            continue
+        scores = scale * torch.einsum("ihd,jhd->hij", q_row, k_row.repeat_interleave(group, 1))
+        i = torch.arange(len(q_row), device=q.device)[:, None]
+        j = torch.arange(len(k_row), device=q.device)
+        seen = torch.ones(len(q_row), len(k_row), dtype=torch.bool, device=q.device)
+        if left >= 0:
+            seen &= j >= i - left
+        if right >= 0:
+            seen &= j <= i + right
+        row_lse = scores.masked_fill(~seen, -math.inf).logsumexp(-1)
+        row_lse = row_lse.where(seen.any(-1), math.inf)
+        probabilities = (scores - row_lse[..., None]).exp().where(seen, 0.0)
+        out[start : start + len(q_row)] = torch.einsum("hij,jhd->ihd", probabilities, v_row.repeat_interleave(group, 1))
+        lse[:, start : start + len(q_row)] = row_lse
+    return out, lse
+
+
+ODD = [1, 0, 5, 300, 0, 129, 64, 63, 65]
+CASES = {
+    "odd": ({}, ODD, ODD),
+    "dense": ({}, [256] * 5, [256] * 5),
+    "ragged": ({}, lengths_of(200, 0, 400), lengths_of(200, 0, 400)),
+    "cross": ({}, lengths_of(100, 0, 300, 1), lengths_of(100, 0, 500, 2)),
+    "no keys": ({}, [100, 200, 0, 5], [0, 30, 70, 0]),
+    "huge among empties": ({}, [0] * 50 + [5000] + [0] * 50, [0] * 50 + [3001] + [0] * 50),
+    "grouped heads": ({"heads": (8, 2)}, ODD, ODD),
+    "float16": ({"dtype": torch.float16}, ODD, ODD),
+    "head dimension 64": ({"dims": (64, 64)}, ODD, ODD),
+    "wide values": ({"dims": (64, 128)}, ODD, ODD),
+    "narrow values": ({"dims": (128, 64)}, ODD, ODD),
+    "fused projection": ({"fused": True}, ODD, ODD),
+    "causal": ({"window": (-1, 0)}, lengths_of(60, 0, 700, 3), lengths_of(60, 0, 700, 3)),
+    "causal cross": ({"window": (-1, 0)}, lengths_of(60, 0, 500, 4), lengths_of(60, 0, 500, 5)),
+    "window": ({"window": (100, 30)}, lengths_of(60, 0, 700, 6), lengths_of(60, 0, 700, 6)),
+    "left only": ({"window": (130, -1)}, lengths_of(30, 0, 900, 7), lengths_of(30, 0, 900, 7)),
+    "right only": ({"window": (-1, 200)}, lengths_of(30, 0, 900, 8), lengths_of(30, 0, 400, 9)),
+    "only itself": ({"window": (0, 0)}, ODD, ODD),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("block_k", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, q_lengths, k_lengths = CASES[name]
+    monkeypatch.setattr(gluon_attention_forward, "_block_k", lambda *_: block_k)
+    heads, kv_heads = options.get("heads", (4, 4))
+    d, dv = options.get("dims", (128, 128))
+    dtype, window = options.get("dtype", torch.bfloat16), options.get("window", UNLIMITED)
+    generator = torch.Generator("cuda").manual_seed(0)
+    if options.get("fused"):
+        fused = torch.randn(sum(q_lengths), 3, heads, d, device="cuda", generator=generator).to(dtype)
+        q, k, v = fused.unbind(1)
+    else:
+        q, k, v = (
+            torch.randn(shape, device="cuda", generator=generator).to(dtype)
+            for shape in (
+                (sum(q_lengths), heads, d),
+                (sum(k_lengths), kv_heads, d),
+                (sum(k_lengths), kv_heads, dv),
+            )
+        )
+    q_offsets, k_offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
+    arguments = (q_offsets, k_offsets, max(q_lengths), max(k_lengths), d**-0.5, False, window)
+    with poisoned_empty():
+        out, lse = attention_forward(q, k, v, *arguments)
+    expected, expected_lse = oracle(q, k, v, q_lengths, k_lengths, d**-0.5, window)
+    assert_close_to_oracle(out, expected, ROUNDED)
+    nothing_seen = expected_lse == math.inf
+    assert torch.equal(lse == math.inf, nothing_seen)
+    assert_close_to_oracle(lse.where(~nothing_seen, 0.0), expected_lse.where(~nothing_seen, 0.0), LSE, "lse")
+    schedule = attention_schedule(q_offsets, k_offsets, len(q), len(k), max(k_lengths), False, window)
+    again, lse_again = attention_forward(q, k, v, *arguments, schedule)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+def test_no_keys_at_all() -> None:
+    q, k = (torch.randn(n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (10, 0))
+    q_offsets, k_offsets = offsets_of([4, 6]).cuda(), offsets_of([0, 0]).cuda()
+    out, lse = attention_forward(q, k, k, q_offsets, k_offsets, 6, 6, 0.125, False, UNLIMITED)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert bool((lse == math.inf).all())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.jagged import attention, attention_reference, reference, varlen  # noqa: F401  they register backends
+from kernels.jagged import attention, attention_reference, gluon_attention, reference, varlen  # noqa: F401  backends
 from kernels.jagged.attention_bias import BUCKET_WIDTH, Bias, time_bucket
 
 __all__ = [
@@ -174,6 +174,8 @@ def jagged_attention(
     q, k, v = dispatch.autocast_operands(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[2])
     features: dict[str, Any] = {}
     if block_size is not None:
         features["block_size"] = block_size
@@ -189,9 +191,8 @@ def jagged_attention(
         same_offsets=q_offsets is k_offsets,
         block_local=block_size is not None,
         biased="bias" in features,
+        positive_scale=scale > 0,
     )
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[2])
     reach = (-1 if left is None else left, -1 if right is None else right)
     return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
 

@@ -26,6 +26,7 @@ def _supports(
     same_offsets: bool,
     block_local: bool,
     biased: bool,
+    **_: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)):
         return reason

@@ -165,6 +165,7 @@ def test_who_serves() -> None:
         "same_offsets": True,
         "block_local": False,
         "biased": False,
+        "positive_scale": True,
     }
     explain = partial(dispatch.explain, "jagged_attention", "triton")
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
@@ -179,6 +180,10 @@ def test_who_serves() -> None:
     for feature in ("block_local", "biased"):
         refusal = dispatch.explain("jagged_attention", "varlen", **facts | {"capability": (9, 0), feature: True})
         assert "neither block-local attention nor biases" in refusal
+    hopper = facts | {"capability": (9, 0)}
+    assert "chosen" in dispatch.explain("jagged_attention", "gluon", **hopper)
+    for change in ({"capability": (8, 0)}, {"head_dim": 32}, {"biased": True}, {"positive_scale": False}):
+        assert "chosen" not in dispatch.explain("jagged_attention", "gluon", **hopper | change)
 
 
 @pytest.mark.parametrize("tables", [False, True])

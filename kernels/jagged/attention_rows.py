@@ -1,0 +1,129 @@
+"""What the attention backward prepares: rows in the order of their work, and per-query numbers on a padded axis."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of the row table; the kernels read them by position.
+ROW_FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "", "", "")
+TILE = 64
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
+    inside = rows < num_rows
+    q = tl.load(q_offsets_ptr + rows + 1, inside, 0) - tl.load(q_offsets_ptr + rows, inside, 0)
+    k = tl.load(k_offsets_ptr + rows + 1, inside, 0) - tl.load(k_offsets_ptr + rows, inside, 0)
+    # Rows without queries or keys still have outputs to write; padding comes behind them.
+    return tl.where(inside, (q.to(tl.int64) + 64) * (k.to(tl.int64) + 64), -1)
+
+
+@triton.jit
+def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_rows, OTHERS):
+        others = start + tl.arange(0, OTHERS)
+        work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows)
+        before = (work[None, :] > own[:, None]) | ((work[None, :] == own[:, None]) & (others[None, :] < rows[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    inside = rows < num_rows
+    q_start = tl.load(q_offsets_ptr + rows, inside, 0).to(tl.int32)
+    q_end = tl.load(q_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
+    k_start = tl.load(k_offsets_ptr + rows, inside, 0).to(tl.int32)
+    k_end = tl.load(k_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
+    entry = table_ptr + rank.to(tl.int64) * 8
+    tl.store(entry, q_start, inside)
+    tl.store(entry + 1, q_end - q_start, inside)
+    tl.store(entry + 2, k_start, inside)
+    tl.store(entry + 3, k_end - k_start, inside)
+    tl.store(entry + 4, q_start // 64 + rows, inside)
+
+
+def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
+    """int32 [B, 8], fields ROW_FIELDS: the rows with the most scores first, ties in their own order.
+
+    `first_tile` is where the row begins on an axis of tiles of TILE queries on which every row starts a new tile.
+    Ranks come from comparing all pairs of rows, which for thousands of rows is faster than a sort's many launches.
+    """
+    num_rows = q_offsets.shape[0] - 1
+    table = torch.empty(num_rows, len(ROW_FIELDS), dtype=torch.int32, device=q_offsets.device)
+    block = 16
+    _row_table_kernel[(triton.cdiv(num_rows, block),)](
+        q_offsets, k_offsets, table, num_rows, BLOCK=block, OTHERS=256, num_warps=4
+    )
+    return table
+
+
+@triton.jit
+def _row_statistics_kernel(
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    offsets_ptr,
+    lse2_ptr,
+    delta_ptr,
+    num_heads,
+    num_queries,
+    stride,
+    out_row,
+    out_head,
+    grad_row,
+    grad_head,
+    D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = tl.load(offsets_ptr + row).to(tl.int64)
+    length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
+    position = tl.program_id(1) * 64 + tl.arange(0, 64)
+    if tl.program_id(1) * 64 >= length:
+        return
+    inside = position < length
+    column = tl.arange(0, D)
+    target = (start // 64 + row) * 64 + position
+    # One step per head, in 64 bits from the start: a head's stride may be that of all rows.
+    head = start * 0
+    for _ in range(num_heads):
+        out = tl.load(out_ptr + (start + position)[:, None] * out_row + head * out_head + column, inside[:, None], 0.0)
+        grad = tl.load(
+            grad_ptr + (start + position)[:, None] * grad_row + head * grad_head + column, inside[:, None], 0.0
+        )
+        lse = tl.load(lse_ptr + head * num_queries + start + position, inside, float("inf"))
+        delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+        tl.store(lse2_ptr + head * stride + target, lse * 1.4426950408889634)
+        tl.store(delta_ptr + head * stride + target, delta)
+        head += 1
+
+
+def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
+    """(lse in base 2, delta = sum over d of out * grad_out), each float32 [H, tiles * TILE] on `row_table`'s tile axis.
+
+    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero.
+    """
+    num_queries, num_heads, head_dim = out.shape
+    num_rows = q_offsets.shape[0] - 1
+    stride = (num_queries // TILE + num_rows) * TILE
+    lse2, delta = out.new_empty(2, num_heads, stride, dtype=torch.float32)
+    _row_statistics_kernel[(num_rows, triton.cdiv(max_q, TILE))](
+        out,
+        grad_out,
+        lse,
+        q_offsets,
+        lse2,
+        delta,
+        num_heads,
+        num_queries,
+        stride,
+        out.stride(0),
+        out.stride(1),
+        grad_out.stride(0),
+        grad_out.stride(1),
+        D=head_dim,
+        num_warps=4,
+    )
+    return lse2, delta

@@ -1,0 +1,60 @@
+"""`jagged_attention` on Hopper: the Gluon forward and backward kernels behind one operator."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.jagged.attention import attention_operator
+
+HEAD_DIMS = (64, 128)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from kernels.jagged.gluon_attention_forward import attention_forward
+
+    return attention_forward(*arguments)
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    from kernels.jagged.gluon_attention_backward import attention_backward
+
+    return attention_backward(*arguments)
+
+
+def _supports(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    block_local: bool,
+    biased: bool,
+    positive_scale: bool,
+    **_: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+        return reason
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if head_dim != value_dim or head_dim not in HEAD_DIMS:
+        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
+    if block_local or biased:
+        return "has no block-local attention and no biases"
+    if not positive_scale:
+        return "needs a positive scale: it masks scores before they are scaled"
+    return None
+
+
+# Below every other backend, so only by name, until a committed benchmark of these very kernels says what they gain.
+gluon_attention = dispatch.register("jagged_attention", "gluon", supports=_supports, priority=4)(
+    attention_operator("gluon", _forward, _backward)
+)

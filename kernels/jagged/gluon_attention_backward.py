@@ -1,0 +1,164 @@
+"""Backward of jagged softmax attention for Hopper: warp-specialised, asynchronous, deterministic (Gluon).
+
+One thread block owns a (row, key head) and walks its tiles of 128 keys in order, so it alone adds to dq of these
+queries and the order of every sum is fixed. Of its four warpgroups one loads tiles by TMA; two own 64 of a tile's keys
+each, keep their dk and dv in registers and leave ds in shared memory; the fourth makes dq of it. Between key tiles dq
+lives in a float32 scratch of the block, which the last key tile reads for the result. Blocks are as many as
+multiprocessors and share the rows out, the longest first. The device functions are in `gluon_backward_steps`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.jagged.attention_rows import LOG2_E, row_statistics, row_table
+from kernels.jagged.gluon_backward_steps import STAGES, accumulate_dk_dv, finish_dq, load_tiles
+
+QUERIES = 64
+KEYS = 128
+HEAD_DIMS = (64, 128)
+# Four warpgroups of 128 threads share 512 x 128 registers: 208 for each of the first two, 72 and 24.
+MAX_REGISTERS = 128
+
+
+@gluon.jit
+def _backward(
+    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table_ptr, items, stats_stride, scratch_ptr, slot,
+    dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
+    Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[1]
+    LINE: gl.constexpr = lse_desc.layout
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    k_s = gl.allocate_shared_memory(dtype, [2, 64, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [2, 64, D], v_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 64, D], q_desc.layout)
+    g_s = gl.allocate_shared_memory(dtype, [STAGES, 64, D], g_desc.layout)
+    # Two tiles of [128 keys, 64 queries], so that dq of one can be made while the next is written.
+    ds_s = gl.allocate_shared_memory(dtype, [4, 64, 64], DS)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINE)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINE)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(stage_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=1)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(k_empty, count=3)
+    mbarrier.init(v_empty, count=2)
+    fence_async_shared()
+    descs = (q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc)
+    buffers = (k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s)
+    bars = (q_full, g_full, stage_empty, k_full, v_full, k_empty, v_empty, ds_full, ds_empty)
+    gl.warp_specialize(
+        [
+            (accumulate_dk_dv, (buffers, bars, table_ptr, items, dk_ptr, dv_ptr, exponent, scale, left, right,
+                                HEADS, GROUP, LEFT, RIGHT, 0)),
+            (accumulate_dk_dv, (buffers, bars, table_ptr, items, dk_ptr, dv_ptr, exponent, scale, left, right,
+                                HEADS, GROUP, LEFT, RIGHT, 1)),
+            (finish_dq, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, scale, left, right,
+                         HEADS, GROUP, LEFT, RIGHT)),
+            (load_tiles, (descs, buffers, bars, table_ptr, items, stats_stride, left, right,
+                          Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
+        ],
+        [4, 4, 4],
+        [208, 72, 24],
+    )  # fmt: skip
+
+
+def _descriptor(x: Tensor) -> tuple[TensorDescriptor, int]:
+    """(TMA descriptor of x [N, H, d] as a matrix of N rows, columns from one head to the next).
+
+    What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied.
+    """
+    row, head = x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
+    if row <= 0 or row % 8 or head % 8 or x.stride(2) != 1 or x.data_ptr() % 16 or (x.shape[1] - 1) * head >= 2**31:
+        x = x.contiguous()
+        row, head = x.stride(0), x.stride(1)
+    box = [QUERIES, x.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
+    columns = (x.shape[1] - 1) * head + x.shape[2]
+    return TensorDescriptor(x, [x.shape[0], columns], [row, 1], box, layout), head
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
+
+    q, out and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d 64 or 128, H a multiple of Hkv
+    and any strides but those of the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm of the
+    sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row is longer than max_q and max_k.
+    Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
+    j <= i if `causal`. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
+
+    The scratch takes (multiprocessors) x (max_q) x (H / Hkv) x d x 4 bytes at most, none if max_k is within one tile.
+    ValueError for a head dimension, dtype or scale that the kernel cannot serve.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_keys, kv_heads = k.shape[:2]
+    group = num_heads // kv_heads
+    if head_dim not in HEAD_DIMS or q.dtype not in (torch.bfloat16, torch.float16) or num_heads % kv_heads:
+        raise ValueError(
+            f"takes bfloat16 and float16, head dimensions {HEAD_DIMS} and whole groups of heads, "
+            f"got {q.dtype}, {head_dim}, {num_heads} over {kv_heads}"
+        )
+    if scale <= 0:
+        # Masked scores are -inf before they are scaled.
+        raise ValueError(f"needs a positive scale, got {scale}")
+    left, right = window
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    left, right = min(left, 2**30), min(right, 2**30)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    if num_queries == 0 or num_keys == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    table = row_table(q_offsets, k_offsets)
+    lse2, delta = row_statistics(out, grad_out, lse, q_offsets, max_q)
+    items = table.shape[0] * kv_heads
+    programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    slot = triton.cdiv(max_q, QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
+    scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
+    (q_desc, q_step), (k_desc, k_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, k, v, grad_out))
+    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
+    _backward[(programs,)](
+        q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table, items, lse2.shape[1], scratch, slot, dq, dk, dv,
+        scale * LOG2_E, scale, left, right, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
+        num_warps=4, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    return dq, dk, dv

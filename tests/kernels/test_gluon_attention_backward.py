@@ -1,0 +1,200 @@
+"""The Hopper backward of jagged attention: compiled here, run against a float64 formula where there is a GPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.testing import compile_ahead, poisoned_empty
+
+pytest.importorskip("triton")
+gl = pytest.importorskip("triton.experimental.gluon.language")
+
+from kernels.jagged import attention_rows, gluon_attention_backward  # noqa: E402
+from kernels.jagged.gluon_attention_backward import attention_backward  # noqa: E402
+
+# p, ds, out (in delta) and the result are rounded once each, with errors of up to 2^-9 and 2^-12 of the value that add
+# like a random walk; measured on an H200: 3e-3 and 4e-4.
+LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
+    element = gl.bfloat16 if dtype == "bf16" else gl.float16
+    tile = f"tensordesc<{dtype}[64, {head_dim}],{gl.NVMMASharedLayout.get_default_for([64, head_dim], element)!r}>"
+    line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
+    signature = {f"{name}_desc": tile for name in "qkvg"} | {"lse_desc": line, "delta_desc": line}
+    signature |= {"table_ptr": "*i32", "items": "i32", "stats_stride": "i32", "scratch_ptr": "*fp32", "slot": "i64"}
+    signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
+    signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}
+    constants = {f"{name}_STEP": head_dim for name in "QKVG"} | {"HEADS": 2, "GROUP": 2}
+    return compile_ahead(
+        gluon_attention_backward._backward,
+        signature,
+        constants | {"LEFT": window, "RIGHT": window},
+        target="sm_90",
+        gluon=True,
+        maxnreg=gluon_attention_backward.MAX_REGISTERS,
+        divisible_by_16=["slot", "stats_stride"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "dtype"), [(64, False, "bf16"), (128, False, "fp16"), (128, True, "bf16")]
+)
+def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: bool, dtype: str) -> None:
+    built = compiled(head_dim, window, dtype)
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
+        assert built.contains(instruction), instruction
+    for instruction in ("atom", "red"):
+        assert not built.contains(instruction), "float atomics would make runs differ"
+    assert built.shared_bytes <= 227 * 1024
+    # At head dimension 128 mostly what only the outer loops need is spilled; how much depends on the compiler.
+    assert built.spill_bytes <= (0 if head_dim == 64 else 768)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
+def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
+    table = compile_ahead(
+        attention_rows._row_table_kernel,
+        {"q_offsets_ptr": offsets, "k_offsets_ptr": offsets, "table_ptr": "*i32", "num_rows": "i32"},
+        {"BLOCK": 16, "OTHERS": 256},
+        target=target,
+    )
+    pointers = {"out_ptr": "*bf16", "grad_ptr": "*bf16", "lse_ptr": "*fp32", "offsets_ptr": offsets}
+    sizes = ("num_heads", "num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
+    statistics = compile_ahead(
+        attention_rows._row_statistics_kernel,
+        pointers | {"lse2_ptr": "*fp32", "delta_ptr": "*fp32"} | dict.fromkeys(sizes, "i32"),
+        {"D": 128},
+        target=target,
+        divisible_by_16=sizes,
+    )
+    assert table.spill_bytes == statistics.spill_bytes == 0
+    assert statistics.contains("ld.global.v4.b32")
+
+
+def test_what_it_cannot_serve_is_an_error_and_nothing_gives_zeros() -> None:
+    def attempt(queries: int, keys: int, head_dim: int, scale: float) -> tuple[Tensor, ...]:
+        q, k = (torch.randn(n, 2, head_dim, dtype=torch.bfloat16) for n in (queries, keys))
+        offsets = torch.tensor([0, 0], dtype=torch.int32)
+        return attention_backward(
+            q, q, k, k, q, torch.zeros(2, queries), offsets, offsets, 8, 8, scale, False, (-1, -1)
+        )
+
+    with pytest.raises(ValueError, match="head dimensions"):
+        attempt(3, 3, 96, 1.0)
+    with pytest.raises(ValueError, match="positive scale"):
+        attempt(3, 3, 64, 0.0)
+    with poisoned_empty():
+        for queries, keys in ((0, 3), (3, 0)):
+            assert all((gradient == 0).all() for gradient in attempt(queries, keys, 64, 1.0))
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: list[tuple[int, int]], scale: float, causal: bool,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """(out, lse [H, Nq] float32, [dq, dk, dv] float64), a row at a time, without autograd."""
+    num_heads, kv_heads = q.shape[1], k.shape[1]
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v))
+    lse = q.new_full((num_heads, q.shape[0]), math.inf, dtype=torch.float32)
+    starts = [0, 0]
+    for row in lengths:
+        queries, keys = (slice(start, start + length) for start, length in zip(starts, row, strict=True))
+        starts = [queries.stop, keys.stop]
+        qs, gs = (x[queries].double().transpose(0, 1) for x in (q, grad))
+        ks, vs = (x[keys].double().transpose(0, 1).repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
+        ahead = torch.arange(row[1], device=q.device) - torch.arange(row[0], device=q.device)[:, None]
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        seen &= (ahead >= -window[0]) if window[0] >= 0 else True
+        seen &= (ahead <= window[1]) if window[1] >= 0 else True
+        seen &= (ahead <= 0) if causal else True
+        scores = (qs @ ks.transpose(1, 2) * scale).masked_fill(~seen, -math.inf)
+        sums = scores.logsumexp(-1)
+        sums = sums.masked_fill(sums == -math.inf, math.inf)
+        p = (scores - sums[..., None]).exp().masked_fill(~seen, 0.0)
+        ds = p * (gs @ vs.transpose(1, 2) - (p @ vs * gs).sum(-1, keepdim=True))
+        out[queries], lse[:, queries] = (p @ vs).transpose(0, 1), sums.float()
+        dq[queries] = (ds @ ks * scale).transpose(0, 1)
+        for total, share in ((dk, ds.transpose(1, 2) @ qs * scale), (dv, p.transpose(1, 2) @ gs)):
+            total[keys] = share.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+    return out.to(q.dtype), lse, [dq, dk, dv]
+
+
+def check(
+    q_lengths: list[int],
+    k_lengths: list[int],
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    offsets_dtype: torch.dtype = torch.int32,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    packed: bool = False,
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(sum(q_lengths))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    total_q, total_k = sum(q_lengths), sum(k_lengths)
+    q, grad = random(total_q, heads[0], head_dim), random(total_q, heads[0], head_dim)
+    k, v = random(total_k, heads[1], head_dim), random(total_k, heads[1], head_dim)
+    if packed:  # views of one tensor, and a cotangent whose heads come first
+        q, k, v = random(total_q, 3, heads[0], head_dim).unbind(1)
+        grad = random(heads[0], total_q, head_dim).transpose(0, 1)
+    q_offsets, k_offsets = (
+        torch.tensor([0, *x], device="cuda").cumsum(0).to(offsets_dtype) for x in (q_lengths, k_lengths)
+    )
+    scale = head_dim**-0.5
+    out, lse, expected = formula(q, k, v, grad, list(zip(q_lengths, k_lengths, strict=True)), scale, causal, window)
+    with poisoned_empty():
+        runs = [
+            attention_backward(
+                grad, q, k, v, out, lse, q_offsets, k_offsets, max(q_lengths), max(k_lengths), scale, causal, window
+            )
+            for _ in range(3)
+        ]
+    for first, second in pairwise(runs):
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "runs differ"
+    for name, gradient, oracle in zip(("dq", "dk", "dv"), runs[0], expected, strict=True):
+        assert gradient.isfinite().all(), name
+        assert (gradient.double() - oracle).norm() <= LIMITS[dtype] * oracle.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths"),
+    [
+        ([64], [128]),
+        ([1], [2]),
+        ([192], [384]),
+        ([100, 0, 33, 1, 257], [70, 5, 0, 300, 129]),
+        ([0, 0, 3000, 0, 0], [0, 0, 3000, 0, 0]),
+        ([1 + i * 37 % 300 for i in range(200)], [1 + i * 53 % 400 for i in range(200)]),
+    ],
+)
+def test_gradients_of_rows_of_any_length(q_lengths: list[int], k_lengths: list[int], head_dim: int) -> None:
+    check(q_lengths, k_lengths, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (False, (100, 30)), (False, (10, -1)), (True, (64, -1))]
+)
+@pytest.mark.parametrize("k_lengths", [[300, 64, 1, 700], [100, 200, 500, 5]])
+def test_gradients_under_masks(k_lengths: list[int], causal: bool, window: tuple[int, int]) -> None:
+    check([300, 64, 1, 700], k_lengths, causal=causal, window=window)
+
+
+@pytest.mark.gpu
+def test_gradients_of_grouped_heads_of_views_and_of_other_dtypes() -> None:
+    check([100, 64, 300], [200, 129, 20], heads=(6, 2))
+    check([100, 64, 300], [100, 64, 300], heads=(4, 4), packed=True)
+    check([300, 200], [300, 200], dtype=torch.float16, offsets_dtype=torch.int64)

@@ -16,7 +16,7 @@ import torch
 from kernels import dispatch
 from kernels.bench.case import Case, Problem
 from kernels.bench.environment import commit, environment, slug
-from kernels.bench.timing import captured, interleaved
+from kernels.bench.timing import captured, interleaved, interleaved_graphs
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -73,22 +73,33 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
     """Check every contender, then time those that are right; a row of the result is a time or the reason for none."""
     rows: dict[str, dict[str, Any]] = {}
     steps = {}
+    stream = torch.cuda.Stream() if graph else None
     for name, prepare in problem.contenders.items():
         try:
-            runner = prepare()
-            result = runner.step()
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                runner = prepare()
+                result = runner.step()
         except dispatch.UnsupportedError as reason:
             rows[name] = {"unavailable": str(reason)}
             continue
+        if stream is not None:
+            stream.synchronize()
         fault = problem.check(runner.outputs(result))
         if fault:
             rows[name] = {"wrong": fault}
             continue
         try:
-            steps[name] = captured(runner.step) if graph else runner.step
+            steps[name] = runner.step if stream is None else captured(runner.step, stream)
         except RuntimeError as error:
             rows[name] = {"unavailable": f"cannot be captured in a CUDA graph: {error}"}
-    timings = interleaved(steps, device, seconds, min_rounds) if steps else {}
+    if not steps:
+        timings = {}
+    elif stream is not None:
+        timings = interleaved_graphs(steps, stream, device, seconds, min_rounds)
+    else:
+        timings = interleaved(steps, device, seconds, min_rounds)
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():
         rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}

@@ -12,6 +12,7 @@ import torch
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 WARM_UP_ROUNDS = 3
 MAX_ROUNDS = 200
+GRAPH_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,42 @@ def _summary(milliseconds: list[float]) -> Timing:
     return Timing(median, low, high, len(milliseconds))
 
 
-def captured(step: Callable[[], Any]) -> Callable[[], None]:
-    """The replay of `step` as a CUDA graph, which leaves the launch overhead out; RuntimeError if it cannot be one."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """The replay of a CUDA graph of GRAPH_ROUNDS rounds of a cache flush and `step`, without launch overhead.
+
+    A backward runs on the stream of its forward, so whatever `step` differentiates must have run on `stream`.
+    RuntimeError if `step` cannot be captured.
+    """
+    flush = torch.empty(FLUSH_BYTES["cuda"] // 2, dtype=torch.int8, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP_ROUNDS):
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(GRAPH_ROUNDS):
+            flush.zero_()
+            step()
+
+    def replay(used: tuple[Any, ...] = (flush, step)) -> None:
+        """Replay; `used` keeps alive the memory that the graph knows by address."""
+        graph.replay()
+
+    return replay
+
+
+def interleaved_graphs(
+    steps: dict[str, Callable[[], Any]],
+    stream: torch.cuda.Stream,
+    device: torch.device,
+    seconds: float,
+    min_rounds: int,
+) -> dict[str, Timing]:
+    """`interleaved` of graphs made by `captured`, less the time of a graph of nothing but the flushes."""
+    timings = interleaved({"": captured(lambda: None, stream), **steps}, device, seconds, min_rounds)
+    flushes = timings.pop("").median
+    return {
+        name: Timing(*((value - flushes) / GRAPH_ROUNDS for value in (t.median, t.low, t.high)), t.rounds)
+        for name, t in timings.items()
+    }

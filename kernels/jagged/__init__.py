@@ -15,20 +15,49 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.jagged import attention, attention_reference, gluon_attention, reference, varlen  # noqa: F401  backends
+from kernels.jagged import (  # noqa: F401  importing them registers their backends
+    attention,
+    attention_reference,
+    gluon_attention,
+    reference,
+    triton_backends,
+    varlen,
+)
 from kernels.jagged.attention_bias import BUCKET_WIDTH, Bias, time_bucket
+from kernels.jagged.checks import check_lengths, check_offsets, check_rows
+from kernels.jagged.pointwise import jagged_dense_elementwise, jagged_elementwise, jagged_linear
+from kernels.jagged.products import (
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
+    squared_offsets,
+)
+from kernels.jagged.windows import jagged_flip, jagged_slice
 
 __all__ = [
+    "array_jagged_bmm_jagged_out",
+    "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
     "jagged_dense_bmm",
+    "jagged_dense_elementwise",
+    "jagged_elementwise",
+    "jagged_flip",
     "jagged_index_select",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
     "jagged_last",
+    "jagged_linear",
+    "jagged_slice",
+    "jagged_softmax",
     "jagged_to_padded",
     "padded_to_jagged",
     "segment_max",
     "segment_mean",
     "segment_sum",
+    "squared_offsets",
     "time_bucket",
 ]
 
@@ -112,7 +141,7 @@ def jagged_last(values: Tensor, offsets: Tensor, count: int, *, backend: str | N
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, backend: str | None = None) -> Tensor:
     """out[i] = x[i] @ y[b] for i in row b: x [N, D], y [B, D, E] -> [N, E]. No row is longer than max_length."""
     check_offsets(x.shape[0], offsets)
-    check_lengths(offsets, max_length, "max_length")
+    check_rows(y, offsets, "y")
     x, y = dispatch.autocast_operands(x, y)
     return dispatch.choose("jagged_dense_bmm", backend, x, width=x.shape[1])(x, offsets, y, max_length)
 
@@ -223,23 +252,3 @@ def _bias(
         None if table is None else table.to(torch.promote_types(q.dtype, torch.float32)) for table in (position, time)
     )
     return Bias(position, time, q_times, k_times, bucket_width)
-
-
-def check_offsets(total: int, offsets: Tensor) -> None:
-    """ValueError unless offsets end at `total`. On a GPU looking would be a sync, so only the CPU looks."""
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if offsets[-1] != total:
-        raise ValueError(f"offsets end at {int(offsets[-1])} but there are {total} values")
-
-
-def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
-    """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion."""
-    if offsets.shape[0] < 2:
-        return
-    longest = offsets.diff().max()
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}={maximum}")
-    elif longest > maximum:
-        row = int(offsets.diff().argmax())
-        raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")

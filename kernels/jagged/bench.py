@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import jagged
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.jagged import bench_operators
 
 # Rows, maximum length, mean over maximum: histories of one event type up to all of them merged.
 GPU_SHAPES = [
@@ -30,11 +31,12 @@ LIMIT = 1e-2
 
 def cases(device: torch.device) -> list[Case]:
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    return [
+    attention = [
         Case(f"attention_{direction}_B{rows}_L{length}_mean{mean}", partial(_attention, direction, rows, length, mean))
         for rows, length, mean in shapes
         for direction in ("fwd", "bwd")
     ]
+    return attention + bench_operators.cases(device)
 
 
 def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import dispatch
+from kernels.jagged.checks import check_lengths
 
 
 def row_of(offsets: Tensor, total: int) -> Tensor:
@@ -58,11 +59,29 @@ def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
     return (segment_sum(wide, offsets) / counts).to(values.dtype)
 
 
+class _SegmentMax(torch.autograd.Function):
+    """PyTorch's own backward shares the gradient among ties only where it is positive."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, offsets: Tensor) -> Tensor:
+        largest = torch.segment_reduce(values, "max", offsets=offsets, axis=0, unsafe=True)
+        empty = (offsets.diff() == 0).view(-1, *[1] * (values.dim() - 1))
+        largest = largest.masked_fill(empty, 0.0)
+        ctx.save_for_backward(values, offsets, largest)
+        return largest
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        values, offsets, largest = ctx.saved_tensors
+        row = row_of(offsets, values.shape[0])
+        ties = values == largest[row]
+        share = grad / segment_sum(ties.to(grad.dtype), offsets).clamp(min=1)
+        return torch.where(ties, share[row], 0.0), None
+
+
 @dispatch.register("segment_max", "reference")
 def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
-    largest = torch.segment_reduce(values, "max", offsets=offsets, axis=0, unsafe=True)
-    empty = (offsets.diff() == 0).view(-1, *[1] * (values.dim() - 1))
-    return largest.masked_fill(empty, 0.0)
+    return _SegmentMax.apply(values, offsets)
 
 
 @dispatch.register("jagged_to_padded", "reference")
@@ -116,5 +135,6 @@ def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
 
 @dispatch.register("jagged_dense_bmm", "reference")
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
+    check_lengths(offsets, max_length, "max_length")
     padded = jagged_to_padded(x, offsets, max_length, 0.0, "first")
     return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])

@@ -1,0 +1,32 @@
+"""Checks of arguments that the public functions of the jagged operators share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_offsets(total: int, offsets: Tensor) -> None:
+    """ValueError unless offsets end at `total`. On a GPU looking would be a sync, so only the CPU looks."""
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if offsets[-1] != total:
+        raise ValueError(f"offsets end at {int(offsets[-1])} but there are {total} values")
+
+
+def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
+    """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion."""
+    if offsets.shape[0] < 2:
+        return
+    longest = offsets.diff().max()
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}={maximum}")
+    elif longest > maximum:
+        row = int(offsets.diff().argmax())
+        raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")
+
+
+def check_rows(dense: Tensor, offsets: Tensor, name: str) -> None:
+    """ValueError unless the dense operand `name` has one entry a row."""
+    if dense.shape[0] != offsets.shape[0] - 1:
+        raise ValueError(f"{name} has {dense.shape[0]} rows and the offsets have {offsets.shape[0] - 1}")

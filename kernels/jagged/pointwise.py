@@ -1,0 +1,106 @@
+"""Public functions and the specification of linear layers and element-wise operations on jagged values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.jagged import reference
+from kernels.jagged.checks import check_offsets, check_rows
+
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+COMBINE = {"add": torch.add, "mul": torch.mul}
+
+
+def jagged_elementwise(
+    x: Tensor, y: Tensor, op: str = "add", activation: str = "none", *, backend: str | None = None
+) -> Tensor:
+    """activation(x op y) of two jagged tensors with the same offsets: x, y [N, ...] -> [N, ...]; op 'add' or 'mul'.
+
+    Half-precision operands are combined in float32 and the result is rounded once.
+    """
+    _check_names(op, activation)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and y {tuple(y.shape)} {y.dtype} must be alike")
+    return dispatch.choose("jagged_elementwise", backend, x)(x, y, None, op, activation)
+
+
+def jagged_dense_elementwise(
+    x: Tensor, offsets: Tensor, y: Tensor, op: str = "add", activation: str = "none", *, backend: str | None = None
+) -> Tensor:
+    """activation(x[i] op y[b]) for i in row b: x [N, ...], y [B, ...] -> [N, ...]; op 'add' or 'mul'."""
+    _check_names(op, activation)
+    check_offsets(x.shape[0], offsets)
+    check_rows(y, offsets, "y")
+    if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and y {tuple(y.shape)} {y.dtype} must be alike but for their first size"
+        )
+    return dispatch.choose("jagged_elementwise", backend, x)(x, y, offsets, op, activation)
+
+
+def jagged_linear(
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """activation(x[i] @ weight^T + bias + row_bias[b]) for i in row b: x [N, D] -> [N, E].
+
+    weight [E, D] and bias [E] as in torch.nn.Linear; row_bias [B, E], for example a projection of what all places of a
+    row share. In an autocast region all operands take its dtype. `activation` is a key of ACTIVATIONS.
+    """
+    _check_names("add", activation)
+    check_offsets(x.shape[0], offsets)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected x [N, D] and weight [E, D], got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if row_bias is not None:
+        check_rows(row_bias, offsets, "row_bias")
+    for name, tensor in (("bias", bias), ("row_bias", row_bias)):
+        if tensor is not None and tensor.shape[-1] != weight.shape[0]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
+    x, weight = dispatch.autocast_operands(x, weight)
+    bias, row_bias = (None if b is None else dispatch.autocast_operands(b)[0] for b in (bias, row_bias))
+    return dispatch.choose("jagged_linear", backend, x)(x, offsets, weight, bias, row_bias, activation)
+
+
+def _check_names(op: str, activation: str) -> None:
+    if op not in COMBINE:
+        raise ValueError(f"op must be one of {', '.join(COMBINE)}, got {op!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dispatch.register("jagged_elementwise", "reference")
+def _elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
+    y = _wide(y)
+    if offsets is not None:
+        y = y.index_select(0, reference.row_of(offsets, x.shape[0]))
+    return ACTIVATIONS[activation](COMBINE[op](_wide(x), y)).to(x.dtype)
+
+
+@dispatch.register("jagged_linear", "reference")
+def _linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    z = F.linear(x, weight, bias)
+    if row_bias is not None:
+        z = z + row_bias.index_select(0, reference.row_of(offsets, x.shape[0]))
+    return ACTIVATIONS[activation](z)

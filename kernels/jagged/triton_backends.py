@@ -1,0 +1,175 @@
+"""Registers the Triton kernels of the jagged operators, which are imported when the first of them is called."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+MOVED = (*FLOATS, torch.int32, torch.int64)
+
+
+def _refusal(device: str, capability: Hashable) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES):
+        return reason
+    return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed"
+
+
+def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
+    if reason := _refusal(device, capability):
+        return reason
+    return None if dtype in FLOATS else f"takes float16, bfloat16 and float32, not {dtype}"
+
+
+def _supports_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
+    if reason := _refusal(device, capability):
+        return reason
+    return None if dtype in MOVED else f"takes float16, bfloat16, float32, int32 and int64, not {dtype}"
+
+
+def _register(op: str, supports: dispatch.Verifier = _supports):
+    return dispatch.register(op, "triton", supports=supports, priority=20)
+
+
+@_register("segment_sum")
+def _segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    from kernels.jagged import triton_segment
+
+    return triton_segment.reduce(values, offsets, "sum", values.dtype)
+
+
+@_register("segment_mean")
+def _segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    from kernels.jagged import triton_segment
+
+    return triton_segment.reduce(values, offsets, "mean", values.dtype)
+
+
+@_register("segment_max")
+def _segment_max(values: Tensor, offsets: Tensor) -> Tensor:
+    from kernels.jagged import triton_segment
+
+    return triton_segment.reduce(values, offsets, "max", values.dtype)
+
+
+@_register("jagged_to_padded", _supports_moves)
+def _jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float, keep: str) -> Tensor:
+    from kernels.jagged import triton_moves
+
+    return triton_moves.to_padded(values, offsets, max_length, fill, keep)
+
+
+@_register("padded_to_jagged", _supports_moves)
+def _padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
+    from kernels.jagged import triton_moves
+
+    return triton_moves.to_jagged(padded, offsets, total, "first")
+
+
+@_register("jagged_last", _supports_moves)
+def _jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    from kernels.jagged import triton_moves
+
+    return triton_moves.to_padded(values, offsets, count, 0.0, "right")
+
+
+@_register("jagged_flip", _supports_moves)
+def _jagged_flip(values: Tensor, offsets: Tensor) -> Tensor:
+    from kernels.jagged import triton_moves
+
+    return triton_moves.flip(values, offsets)
+
+
+@_register("jagged_slice", _supports_moves)
+def _jagged_slice(values: Tensor, offsets: Tensor, begin: Tensor, sliced_offsets: Tensor, total: int) -> Tensor:
+    from kernels.jagged import triton_moves
+
+    return triton_moves.window(values, offsets, begin, sliced_offsets, total)
+
+
+@_register("jagged_concat", _supports_moves)
+def _jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    from kernels.jagged import triton_gather
+
+    dtype = torch.promote_types(a_values.dtype, b_values.dtype)
+    both = triton_gather.concat(a_values.to(dtype), a_offsets, b_values.to(dtype), b_offsets)
+    return both, a_offsets + b_offsets
+
+
+@_register("jagged_index_select", _supports_moves)
+def _jagged_index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    from kernels.jagged import triton_gather
+
+    return triton_gather.index_select(values, offsets, rows, total)
+
+
+@_register("jagged_dense_bmm")
+def _jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
+    from kernels.jagged import triton_bmm
+
+    return triton_bmm.dense_bmm(x, offsets, y)
+
+
+@_register("jagged_jagged_bmm")
+def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    from kernels.jagged import triton_bmm
+
+    return triton_bmm.jagged_bmm(x, y, offsets)
+
+
+@_register("jagged_jagged_bmm_jagged_out")
+def _outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> Tensor:
+    from kernels.jagged import triton_square
+
+    return triton_square.outer(x, y, offsets, squares, total)
+
+
+@_register("array_jagged_bmm_jagged_out")
+def _inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool) -> Tensor:
+    from kernels.jagged import triton_square
+
+    return triton_square.inner(a, y, offsets, squares, transpose)
+
+
+@_register("jagged_softmax")
+def _softmax(values: Tensor, offsets: Tensor) -> Tensor:
+    from kernels.jagged import triton_softmax
+
+    return triton_softmax.softmax(values, offsets)
+
+
+@_register("jagged2_softmax")
+def _matrix_softmax(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
+    from kernels.jagged import triton_softmax
+
+    return triton_softmax.matrix_softmax(a, offsets, squares, num_values)
+
+
+@_register("jagged_elementwise")
+def _elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
+    from kernels.jagged import triton_elementwise
+
+    dense = offsets is not None
+    if offsets is None:
+        # Places need no rows here; any integer tensor stands in.
+        offsets = torch.empty(1, dtype=torch.int64, device=x.device)
+    return triton_elementwise.elementwise(x, y, offsets, op, activation, dense)
+
+
+@_register("jagged_linear")
+def _linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    from kernels.jagged import triton_linear
+
+    differentiable = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, row_bias)
+    )
+    keep = differentiable and activation not in ("none", "relu")
+    return triton_linear.linear(x, offsets, weight, bias, row_bias, activation, keep)[0]

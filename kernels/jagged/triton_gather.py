@@ -1,0 +1,262 @@
+"""Concatenation and selection of rows; Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.jagged.triton_common import flat, num_tiles, row_of, steps_of, tile_of, tile_shape
+from kernels.jagged.triton_moves import move
+
+
+@triton.jit
+def _concat_kernel(
+    a,
+    a_offsets,
+    b,
+    b_offsets,
+    both,
+    total,
+    num_rows,
+    width,
+    a_stride,
+    b_stride,
+    both_stride,
+    SPLIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Copy a and b to `both`, or with SPLIT the other way: the same places meet."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    written = place < total
+    row = row_of(a_offsets, num_rows, place, STEPS, b_offsets)
+    # A place that is in a is b's begin behind its index there, and one that is in b is a's end behind it.
+    a_end = tl.load(a_offsets + row + 1, mask=written, other=0).to(tl.int64)
+    a_index = place - tl.load(b_offsets + row, mask=written, other=0).to(tl.int64)
+    from_a = written & (a_index < a_end)
+    from_b = written & (a_index >= a_end)
+
+    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = (columns < width)[None, :]
+    at_a = a + a_index[:, None] * a_stride + columns[None, :]
+    at_b = b + (place - a_end)[:, None] * b_stride + columns[None, :]
+    at_both = both + place[:, None] * both_stride + columns[None, :]
+    if SPLIT:
+        values = tl.load(at_both, mask=written[:, None] & inside)
+        tl.store(at_a, values, mask=from_a[:, None] & inside)
+        tl.store(at_b, values, mask=from_b[:, None] & inside)
+    else:
+        values = tl.load(at_a, mask=from_a[:, None] & inside, other=0)
+        values = tl.where(from_a[:, None], values, tl.load(at_b, mask=from_b[:, None] & inside, other=0))
+        tl.store(at_both, values, mask=written[:, None] & inside)
+
+
+def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, both: Tensor, split: bool) -> None:
+    if both.numel() == 0:
+        return
+    a, b, both = flat(a), flat(b), flat(both)
+    num_rows, width = a_offsets.shape[0] - 1, both.shape[1]
+    block_r, block_w = tile_shape(width)
+    _concat_kernel[(triton.cdiv(both.shape[0], block_r), triton.cdiv(width, block_w))](
+        a,
+        a_offsets.contiguous(),
+        b,
+        b_offsets.contiguous(),
+        both,
+        both.shape[0],
+        num_rows,
+        width,
+        a.stride(0),
+        b.stride(0),
+        both.stride(0),
+        SPLIT=split,
+        STEPS=steps_of(num_rows),
+        BLOCK_R=block_r,
+        BLOCK_W=block_w,
+    )
+
+
+@torch.library.custom_op("gemsmith::jagged_concat", mutates_args=())
+def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> Tensor:
+    """[Na, ...], [Nb, ...] -> [Na + Nb, ...]."""
+    both = a.new_empty(a.shape[0] + b.shape[0], *a.shape[1:])
+    _launch_concat(a, a_offsets, b, b_offsets, both, False)
+    return both
+
+
+@concat.register_fake
+def _(a, a_offsets, b, b_offsets):
+    return a.new_empty(a.shape[0] + b.shape[0], *a.shape[1:])
+
+
+@torch.library.custom_op("gemsmith::jagged_split", mutates_args=())
+def split(both: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_a: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `concat`."""
+    a = both.new_empty(num_a, *both.shape[1:])
+    b = both.new_empty(both.shape[0] - num_a, *both.shape[1:])
+    _launch_concat(a, a_offsets, b, b_offsets, both, True)
+    return a, b
+
+
+@split.register_fake
+def _(both, a_offsets, b_offsets, num_a):
+    return both.new_empty(num_a, *both.shape[1:]), both.new_empty(both.shape[0] - num_a, *both.shape[1:])
+
+
+def _save_concat(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1], inputs[3])
+    ctx.num_a = inputs[0].shape[0]
+
+
+def _split_gradient(ctx, grad):
+    a_offsets, b_offsets = ctx.saved_tensors
+    a, b = split(grad, a_offsets, b_offsets, ctx.num_a)
+    return a, None, b, None
+
+
+def _save_split(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _concat_gradient(ctx, a, b):
+    a_offsets, b_offsets = ctx.saved_tensors
+    return concat(a, a_offsets, b, b_offsets), None, None, None
+
+
+concat.register_autograd(_split_gradient, setup_context=_save_concat)
+split.register_autograd(_concat_gradient, setup_context=_save_split)
+
+
+@triton.jit
+def _sum_selected_kernel(
+    out,
+    grad,
+    offsets,
+    selected_offsets,
+    order,
+    first,
+    num_rows,
+    width,
+    grad_stride,
+    STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Adds up the copies of a row in the order of `order`: the same bits every time."""
+    row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_R, STEPS)
+    if start >= end:
+        return
+    place = start + tl.arange(0, BLOCK_R)
+    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    mask = (place < end)[:, None] & (columns < width)[None, :]
+    total = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
+    for i in range(tl.load(first + row), tl.load(first + row + 1)):
+        copy = tl.load(selected_offsets + tl.load(order + i)).to(tl.int64)
+        at = grad + (copy + place - begin)[:, None] * grad_stride + columns[None, :]
+        total += tl.load(at, mask=mask, other=0).to(tl.float32)
+    tl.store(out + place[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@torch.library.custom_op("gemsmith::jagged_sum_selected", mutates_args=())
+def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: Tensor, total: int) -> Tensor:
+    """The adjoint of `select`: [total, ...] whose row r is the sum of the rows m of `grad` with rows[m] = r."""
+    out = grad.new_empty(total, *grad.shape[1:])
+    if out.numel() == 0:
+        return out
+    num_rows = offsets.shape[0] - 1
+    ordered, order = rows.sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(num_rows + 1, device=rows.device, dtype=rows.dtype))
+    grad = flat(grad)
+    width = grad.shape[1]
+    block_r, block_w = tile_shape(width)
+    block_r = min(block_r, 64)
+    _sum_selected_kernel[(num_tiles(total, num_rows, block_r), triton.cdiv(width, block_w))](
+        out,
+        grad,
+        offsets.contiguous(),
+        selected_offsets,
+        order,
+        first,
+        num_rows,
+        width,
+        grad.stride(0),
+        STEPS=steps_of(num_rows),
+        BLOCK_R=block_r,
+        BLOCK_W=block_w,
+    )
+    return out
+
+
+@sum_selected.register_fake
+def _(grad, offsets, rows, selected_offsets, total):
+    return grad.new_empty(total, *grad.shape[1:])
+
+
+@torch.library.custom_op("gemsmith::jagged_select", mutates_args=())
+def select(values: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: Tensor, total: int) -> Tensor:
+    """[total, ...] whose row m is row rows[m]; selected_offsets are the offsets of the result."""
+    out = values.new_empty(total, *values.shape[1:])
+    return move(
+        "select",
+        values,
+        out,
+        selected_offsets.contiguous(),
+        starts=rows.contiguous(),
+        window_offsets=offsets.contiguous(),
+    )
+
+
+@select.register_fake
+def _(values, offsets, rows, selected_offsets, total):
+    return values.new_empty(total, *values.shape[1:])
+
+
+def _save_select(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.total = inputs[0].shape[0]
+
+
+select.register_autograd(
+    lambda ctx, grad: (sum_selected(grad, *ctx.saved_tensors, ctx.total), None, None, None, None),
+    setup_context=_save_select,
+)
+sum_selected.register_autograd(
+    lambda ctx, grad: (select(grad, *ctx.saved_tensors, ctx.total), None, None, None, None),
+    setup_context=_save_select,
+)
+
+
+@triton.jit
+def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
+    """Running sums of the selected lengths; a single program, because a batch has few rows."""
+    total = tl.zeros([1], tl.int64)
+    tl.store(out + tl.arange(0, 1), total.to(out.dtype.element_ty))
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        row = tl.load(rows + i, mask=i < count, other=0)
+        length = tl.load(offsets + row + 1, mask=i < count, other=0).to(tl.int64)
+        length -= tl.load(offsets + row, mask=i < count, other=0).to(tl.int64)
+        tl.store(out + 1 + i, (total + tl.cumsum(length, 0)).to(out.dtype.element_ty), mask=i < count)
+        total += tl.sum(length, 0)
+
+
+@torch.library.custom_op("gemsmith::jagged_select_offsets", mutates_args=())
+def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
+    """[M + 1]: offsets of the rows `rows` one behind another."""
+    out = offsets.new_empty(rows.shape[0] + 1)
+    _select_offsets_kernel[(1,)](offsets.contiguous(), rows.contiguous(), out, rows.shape[0], BLOCK=1024)
+    return out
+
+
+@select_offsets.register_fake
+def _(offsets, rows):
+    return offsets.new_empty(rows.shape[0] + 1)
+
+
+def index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    """`jagged_index_select`; without `total` it waits for the device."""
+    selected = select_offsets(offsets, rows)
+    if total is None:
+        total = int(selected[-1])
+    return select(values, offsets, rows, selected, total), selected

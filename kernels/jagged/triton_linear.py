@@ -1,0 +1,159 @@
+"""A linear layer over the values of a jagged tensor with a bias a row and the activation in its epilogue; Triton.
+
+The bias of each place is looked up by its row, so that no [N, E] tensor of biases exists, and the activation is applied
+to the float32 sum. Backward, the activation's gradient and the row sums, which are the biases' gradients, come from one
+pass; the two products are PyTorch's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.jagged import triton_elementwise
+from kernels.jagged.triton_activations import activate
+from kernels.jagged.triton_common import flat, precision_of, row_of, steps_of
+from kernels.jagged.triton_segment import reduce
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    offsets,
+    weight,
+    bias,
+    row_bias,
+    out,
+    before,
+    total,
+    num_rows,
+    D,
+    E,
+    x_stride,
+    weight_stride,
+    row_bias_stride,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROW_BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Neighbours share a tile of x, which then comes from the cache.
+    num_columns = tl.cdiv(E, BLOCK_N)
+    start = (tl.program_id(0) // num_columns).to(tl.int64) * BLOCK_M
+    tall = tl.minimum(total - start, BLOCK_M).to(tl.int32)
+    i = tl.arange(0, BLOCK_M)
+    column = (tl.program_id(0) % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    # 64-bit arithmetic for the corner of a tile, 32-bit within it.
+    x_tile = i[:, None] * x_stride + inner[None, :]
+    w_tile = weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None]
+    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, D, BLOCK_K):
+        left = tl.load(x + start * x_stride + k + x_tile, mask=(i < tall)[:, None] & (inner < D - k)[None, :], other=0)
+        right = tl.load(w_tile + k, mask=(inner < D - k)[:, None] & (column < E)[None, :], other=0)
+        z = tl.dot(left, right, z, input_precision=PRECISION)
+    mask = (i < tall)[:, None] & (column < E)[None, :]
+    if BIAS:
+        z += tl.load(bias + column, mask=column < E, other=0).to(tl.float32)[None, :]
+    if ROW_BIAS:
+        row = row_of(offsets, num_rows, start + i, STEPS)
+        at_row = row_bias + row[:, None] * row_bias_stride + column[None, :]
+        z += tl.load(at_row, mask=mask, other=0).to(tl.float32)
+    at = i[:, None] * E + column[None, :]
+    if KEEP:
+        tl.store(before + start * E + at, z.to(before.dtype.element_ty), mask=mask)
+    tl.store(out + start * E + at, activate(z, ACTIVATION).to(out.dtype.element_ty), mask=mask)
+
+
+def _config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
+    single = dtype is torch.float32
+    return {
+        "BLOCK_M": 64,
+        "BLOCK_N": max(16, min(64 if single else 128, triton.next_power_of_2(width))),
+        "BLOCK_K": max(16, min(32 if single else 64, triton.next_power_of_2(inner))),
+        "num_warps": 4 if single else 8,
+        "num_stages": 3,
+    }
+
+
+@torch.library.custom_op("gemsmith::jagged_linear", mutates_args=())
+def linear(
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_bias: Tensor | None,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out [N, E], what the activation was applied to [N, E], or [0, E] unless `keep`)."""
+    total, width = x.shape[0], weight.shape[0]
+    out, before = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
+    if out.numel() == 0:
+        return out, before
+    x, weight = flat(x), flat(weight)
+    row_bias = None if row_bias is None else flat(row_bias)
+    num_rows = offsets.shape[0] - 1
+    config = _config(x.dtype, x.shape[1], width)
+    _linear_kernel[(triton.cdiv(total, config["BLOCK_M"]) * triton.cdiv(width, config["BLOCK_N"]),)](
+        x,
+        offsets.contiguous(),
+        weight,
+        x if bias is None else bias.contiguous(),
+        x if row_bias is None else row_bias,
+        out,
+        before,
+        total,
+        num_rows,
+        x.shape[1],
+        width,
+        x.stride(0),
+        weight.stride(0),
+        0 if row_bias is None else row_bias.stride(0),
+        ACTIVATION=activation,
+        BIAS=bias is not None,
+        ROW_BIAS=row_bias is not None,
+        KEEP=keep,
+        STEPS=steps_of(num_rows),
+        PRECISION=precision_of(x.dtype),
+        **config,
+    )
+    return out, before
+
+
+@linear.register_fake
+def _(x, offsets, weight, bias, row_bias, activation, keep):
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0] if keep else 0, weight.shape[0])
+
+
+def _save_linear(ctx, inputs, output):
+    x, offsets, weight, bias, row_bias, ctx.activation, keep = inputs
+    out, before = output
+    ctx.mark_non_differentiable(before)
+    # The sign of relu's result is that of what it was applied to.
+    point = before if keep else out if ctx.activation == "relu" else None
+    ctx.save_for_backward(x, offsets, weight, *(() if point is None else (point,)))
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias, row_bias)]
+
+
+def _linear_gradient(ctx, grad, _):
+    x, offsets, weight, *point = ctx.saved_tensors
+    needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    if point:
+        sums = grad.new_empty(offsets.shape[0] - 1, grad.shape[1], dtype=torch.float32)
+        grad, sums = triton_elementwise.gradient(grad, point[0], sums, offsets, "none", ctx.activation, True)
+    elif needs_sums:
+        sums = reduce(grad, offsets, "sum", torch.float32)
+    dx = grad @ weight if ctx.needs_input_grad[0] else None
+    dw = grad.mT @ x if ctx.needs_input_grad[2] else None
+    db = sums.sum(0).to(ctx.dtypes[0]) if ctx.needs_input_grad[3] else None
+    d_row = sums.to(ctx.dtypes[1]) if ctx.needs_input_grad[4] else None
+    return dx, None, dw, db, d_row, None, None
+
+
+linear.register_autograd(_linear_gradient, setup_context=_save_linear)

@@ -1,0 +1,220 @@
+"""Products of each row with itself, in the layout of one L x L matrix a row behind another; Triton.
+
+    outer:  a[b] = x[row b] @ y[row b]^T                    [N, D], [N, D] -> [sum of L_b^2]
+    inner:  out[row b] = a[b] @ y[row b], or a[b]^T          [sum of L_b^2], [N, D] -> [N, D]
+
+Each is the other's gradient. The matrices begin at any place and their rows are of any length, so their elements are
+loaded and stored one by one; x, y and out are read and written in whole vectors.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.jagged.triton_common import flat, num_tiles, precision_of, steps_of, tile_of
+
+
+@triton.jit
+def _outer_kernel(
+    x,
+    y,
+    offsets,
+    squares,
+    out,
+    num_rows,
+    D,
+    x_stride,
+    y_stride,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_M, STEPS)
+    if start >= end:
+        return
+    count = (end - begin).to(tl.int32)
+    tall = (end - start).to(tl.int32)
+    # 64-bit arithmetic for the corner of a tile, 32-bit within it.
+    corner = out + tl.load(squares + row).to(tl.int64) + (start - begin) * count
+    x_corner = x + start * x_stride
+    i = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    x_tile = i[:, None] * x_stride + d[None, :]
+    y_tile = d[:, None] + j[None, :] * y_stride
+    out_tile = i[:, None] * count + j[None, :]
+    for first in range(0, count, BLOCK_N):
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        y_corner = y + (begin + first) * y_stride
+        for k in range(0, D, BLOCK_D):
+            left = tl.load(x_corner + k + x_tile, mask=(i < tall)[:, None] & (d < D - k)[None, :], other=0)
+            right = tl.load(y_corner + k + y_tile, mask=(d < D - k)[:, None] & (j < count - first)[None, :], other=0)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+        mask = (i < tall)[:, None] & (j < count - first)[None, :]
+        tl.store(corner + first + out_tile, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _inner_kernel(
+    a,
+    y,
+    offsets,
+    squares,
+    out,
+    num_rows,
+    D,
+    y_stride,
+    TRANSPOSE: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_M, STEPS)
+    if start >= end:
+        return
+    count = (end - begin).to(tl.int32)
+    tall = (end - start).to(tl.int32)
+    i = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # 64-bit arithmetic for the corner of a tile, 32-bit within it.
+    matrix = a + tl.load(squares + row).to(tl.int64)
+    if TRANSPOSE:
+        a_corner = matrix + (start - begin)
+        a_tile = j[None, :] * count + i[:, None]
+        a_step = BLOCK_N * (end - begin)
+    else:
+        a_corner = matrix + (start - begin) * count
+        a_tile = i[:, None] * count + j[None, :]
+        a_step = (end - begin) * 0 + BLOCK_N
+    y_tile = j[:, None] * y_stride + d[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for k in range(0, count, BLOCK_N):
+        left = tl.load(a_corner + a_tile, mask=(i < tall)[:, None] & (j < count - k)[None, :], other=0)
+        right = tl.load(y + (begin + k) * y_stride + y_tile, mask=(j < count - k)[:, None] & (d < D)[None, :], other=0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        a_corner += a_step
+    at = out + start * D + i[:, None] * D + d[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (d < D)[None, :])
+
+
+def _outer_config(dtype: torch.dtype, width: int) -> dict[str, int]:
+    single = dtype is torch.float32
+    return {
+        "BLOCK_M": 32 if single else 64,
+        "BLOCK_N": 64,
+        "BLOCK_D": max(16, min(32 if single else 64, triton.next_power_of_2(width))),
+        "num_warps": 8,
+        "num_stages": 3,
+    }
+
+
+def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
+    single = dtype is torch.float32
+    return {
+        "BLOCK_M": 32 if single else 64,
+        "BLOCK_N": 32,
+        "BLOCK_D": max(16, min(128, triton.next_power_of_2(width))),
+        "num_warps": 4 if single else 8,
+        "num_stages": 3,
+    }
+
+
+@torch.library.custom_op("gemsmith::jagged_outer", mutates_args=())
+def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) -> Tensor:
+    """x [N, D], y [N, D] -> [total], row b's matrix from squares[b] on."""
+    out = x.new_empty(total)
+    if total == 0:
+        return out
+    if x.shape[1] == 0:
+        return out.zero_()
+    x, y = flat(x), flat(y)
+    num_rows, width = offsets.shape[0] - 1, x.shape[1]
+    config = _outer_config(x.dtype, width)
+    _outer_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]),)](
+        x,
+        y,
+        offsets.contiguous(),
+        squares.contiguous(),
+        out,
+        num_rows,
+        width,
+        x.stride(0),
+        y.stride(0),
+        STEPS=steps_of(num_rows),
+        PRECISION=precision_of(x.dtype),
+        **config,
+    )
+    return out
+
+
+@outer.register_fake
+def _(x, y, offsets, squares, total):
+    return x.new_empty(total)
+
+
+@torch.library.custom_op("gemsmith::jagged_inner", mutates_args=())
+def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool) -> Tensor:
+    """a [sum of L_b^2], y [N, D] -> [N, D]."""
+    out = y.new_empty(y.shape)
+    if out.numel() == 0:
+        return out
+    y = flat(y)
+    num_rows, width = offsets.shape[0] - 1, y.shape[1]
+    config = _inner_config(y.dtype, width)
+    _inner_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]), triton.cdiv(width, config["BLOCK_D"]))](
+        a.contiguous(),
+        y,
+        offsets.contiguous(),
+        squares.contiguous(),
+        out,
+        num_rows,
+        width,
+        y.stride(0),
+        TRANSPOSE=transpose,
+        STEPS=steps_of(num_rows),
+        PRECISION=precision_of(y.dtype),
+        **config,
+    )
+    return out
+
+
+@inner.register_fake
+def _(a, y, offsets, squares, transpose):
+    return y.new_empty(y.shape)
+
+
+def _save_outer(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _outer_gradient(ctx, grad):
+    x, y, offsets, squares = ctx.saved_tensors
+    dx = inner(grad, y, offsets, squares, False) if ctx.needs_input_grad[0] else None
+    dy = inner(grad, x, offsets, squares, True) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None, None
+
+
+def _save_inner(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.transpose = inputs[4]
+
+
+def _inner_gradient(ctx, grad):
+    a, y, offsets, squares = ctx.saved_tensors
+    da = dy = None
+    if ctx.needs_input_grad[0]:
+        x, y_of_a = (y, grad) if ctx.transpose else (grad, y)
+        da = outer(x, y_of_a, offsets, squares, a.shape[0])
+    if ctx.needs_input_grad[1]:
+        dy = inner(a, grad, offsets, squares, not ctx.transpose)
+    return da, dy, None, None, None
+
+
+outer.register_autograd(_outer_gradient, setup_context=_save_outer)
+inner.register_autograd(_inner_gradient, setup_context=_save_inner)

@@ -1,0 +1,58 @@
+"""Public functions and the specification of slices and flips of jagged rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels import dispatch
+from kernels.jagged import reference
+from kernels.jagged.checks import check_offsets, check_rows
+
+
+def jagged_flip(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+    """Each row backwards: [N, ...] -> [N, ...]."""
+    check_offsets(values.shape[0], offsets)
+    return dispatch.choose("jagged_flip", backend, values)(values, offsets)
+
+
+def jagged_slice(
+    values: Tensor,
+    offsets: Tensor,
+    start: Tensor,
+    length: Tensor,
+    total: int | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(values [total, ...], offsets [B + 1]) of row b's places start[b] to start[b] + length[b], cut to the row.
+
+    start and length are [B], int32 or int64, not negative. `total` is the sum of the lengths that result; without it
+    this waits for the device.
+    """
+    check_offsets(values.shape[0], offsets)
+    check_rows(start, offsets, "start")
+    check_rows(length, offsets, "length")
+    counts = offsets.diff()
+    start = torch.minimum(start, counts)
+    kept = torch.minimum(length, counts - start)
+    sliced_offsets = pad(kept.cumsum(0, dtype=offsets.dtype), (1, 0))
+    if total is None:
+        total = int(sliced_offsets[-1])
+    check_offsets(total, sliced_offsets)
+    begin = offsets[:-1].long() + start
+    slice_rows = dispatch.choose("jagged_slice", backend, values)
+    return slice_rows(values, offsets, begin, sliced_offsets, total), sliced_offsets
+
+
+@dispatch.register("jagged_flip", "reference")
+def _flip(values: Tensor, offsets: Tensor) -> Tensor:
+    row, position = reference.place_in_row(offsets, values.shape[0])
+    return values.index_select(0, offsets.long()[row + 1] - 1 - position)
+
+
+@dispatch.register("jagged_slice", "reference")
+def _slice(values: Tensor, offsets: Tensor, begin: Tensor, sliced_offsets: Tensor, total: int) -> Tensor:
+    row, position = reference.place_in_row(sliced_offsets, total)
+    return values.index_select(0, begin[row] + position)

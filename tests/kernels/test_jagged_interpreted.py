@@ -1,0 +1,178 @@
+"""The Triton kernels of the jagged operators in Triton's interpreter, on the CPU, against the reference in float64."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import dispatch, jagged
+from kernels.jagged import triton_backends
+from kernels.testing import Tolerance, check_gradients, poisoned_empty
+
+pytest.importorskip("triton")
+
+from tests.kernels.interpreting import interpret
+from tests.kernels.jagged_problems import offsets_of, problems
+
+NAMES = ["common", "activations", "moves", "gather", "bmm", "square", "softmax", "segment", "elementwise", "linear"]
+TOLERANCE = Tolerance(
+    "activations and their derivatives are some ten operations, each rounded; sums over up to 300 places",
+    roundings=25,
+    reduction=300,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch, *(importlib.import_module(f"kernels.jagged.triton_{name}") for name in NAMES))
+        patch.setattr(triton_backends, "_refusal", lambda device, capability: None)
+        dispatch._chosen.clear()
+        yield
+    dispatch._chosen.clear()
+
+
+@pytest.mark.parametrize("name", problems([]))
+@pytest.mark.parametrize("lengths", [[0, 5, 0, 70, 1, 0], [3], [0, 0], []], ids=str)
+def test_operator(name: str, lengths: list[int]) -> None:
+    operator, inputs = problems(lengths, offsets_dtype=torch.int32 if len(lengths) > 3 else torch.int64)[name]
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: operator("triton", **tensors),
+            lambda **tensors: operator("reference", **tensors),
+            {key: value.float() for key, value in inputs.items()},
+            TOLERANCE,
+        )
+
+
+@given(data=st.data(), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40))
+@settings(max_examples=25, deadline=None)
+def test_any_lengths(data: st.DataObject, lengths: list[int]) -> None:
+    names = [name for name in problems([]) if not name.startswith(("jagged_jagged", "array", "jagged_linear"))]
+    operator, inputs = problems(lengths)[data.draw(st.sampled_from(names))]
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: operator("triton", **tensors),
+            lambda **tensors: operator("reference", **tensors),
+            {key: value.float() for key, value in inputs.items()},
+            TOLERANCE,
+        )
+
+
+def test_a_matrix_row_longer_than_a_tile() -> None:
+    from kernels.jagged import triton_softmax
+
+    # Smaller tiles, so that the rows are longer than a tile without taking minutes.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_softmax, "MATRIX_ELEMENTS", 256)
+        operator, inputs = problems([257, 2])["jagged2_softmax"]
+        check_gradients(
+            lambda a: operator("triton", a=a),
+            lambda a: operator("reference", a=a),
+            {"a": inputs["a"].float()},
+            TOLERANCE,
+        )
+
+
+def test_maximum_shares_the_gradient_of_ties() -> None:
+    values = torch.tensor([[1.0], [1.0], [0.0], [2.0]], requires_grad=True)
+    out = jagged.segment_max(values, torch.tensor([0, 3, 4]), backend="triton")
+    (gradient,) = torch.autograd.grad(-out.sum(), values)
+    assert gradient.flatten().tolist() == [-0.5, -0.5, 0.0, -1.0]
+
+
+def test_softmax_of_infinities_is_that_of_the_reference() -> None:
+    values = torch.tensor([[-torch.inf], [-torch.inf], [0.0], [1.0], [-torch.inf]])
+    offsets = torch.tensor([0, 0, 5])
+    expected = jagged.jagged_softmax(values, offsets, backend="reference")
+    assert torch.allclose(jagged.jagged_softmax(values, offsets, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_moves_of_integers(dtype: torch.dtype) -> None:
+    offsets, values = offsets_of([2, 0, 3]), torch.arange(5, dtype=dtype)
+    padded = jagged.jagged_to_padded(values, offsets, 3, -1, backend="triton")
+    assert padded.tolist() == [[0, 1, -1], [-1, -1, -1], [2, 3, 4]]
+    assert jagged.jagged_flip(values, offsets, backend="triton").tolist() == [1, 0, 4, 3, 2]
+    both, _ = jagged.jagged_concat(values, offsets, values, offsets, backend="triton")
+    assert both.tolist() == [0, 1, 0, 1, 2, 3, 4, 2, 3, 4]
+
+
+def test_index_select_without_a_total() -> None:
+    selected, offsets = jagged.jagged_index_select(
+        torch.arange(5.0), offsets_of([2, 0, 3]), torch.tensor([2, 0]), backend="triton"
+    )
+    assert selected.tolist() == [2, 3, 4, 0, 1]
+    assert offsets.tolist() == [0, 3, 5]
+
+
+def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
+    """Each custom operator with arguments."""
+    from kernels.jagged import (
+        triton_bmm,
+        triton_elementwise,
+        triton_gather,
+        triton_linear,
+        triton_moves,
+        triton_segment,
+        triton_softmax,
+        triton_square,
+    )
+
+    offsets, squares = offsets_of([2, 0, 3]), torch.tensor([0, 4, 4, 13])
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    x, y, a = leaf(5, 4), leaf(5, 4), leaf(13)
+    begins, kept = torch.tensor([1, 2, 2]), torch.tensor([0, 1, 1, 3])
+    rows, selected = torch.tensor([2, 2, 0]), torch.tensor([0, 3, 6, 8])
+    return {
+        "to_padded": (triton_moves.to_padded, (x, offsets, 2, 1.0, "last")),
+        "to_jagged": (triton_moves.to_jagged, (leaf(3, 2, 4), offsets, 5, "first")),
+        "flip": (triton_moves.flip, (x, offsets)),
+        "window": (triton_moves.window, (x, offsets, begins, kept, 3)),
+        "unwindow": (triton_moves.unwindow, (leaf(3, 4), offsets, begins, kept, 5)),
+        "concat": (triton_gather.concat, (x, offsets, y, offsets)),
+        "split": (triton_gather.split, (leaf(10, 4), offsets, offsets, 5)),
+        "select": (triton_gather.select, (x, offsets, rows, selected, 8)),
+        "sum_selected": (triton_gather.sum_selected, (leaf(8, 4), offsets, rows, selected, 5)),
+        "select_offsets": (triton_gather.select_offsets, (offsets, rows)),
+        "dense_bmm": (triton_bmm.dense_bmm, (x, offsets, leaf(3, 4, 2))),
+        "jagged_bmm": (triton_bmm.jagged_bmm, (x, leaf(5, 2), offsets)),
+        "outer": (triton_square.outer, (x, y, offsets, squares, 13)),
+        "inner": (triton_square.inner, (a, x, offsets, squares, True)),
+        "softmax": (triton_softmax.softmax, (x, offsets)),
+        "softmax_gradient": (triton_softmax.softmax_gradient, (x.detach(), y.detach(), offsets)),
+        "matrix_softmax": (triton_softmax.matrix_softmax, (a, offsets, squares, 5)),
+        "matrix_softmax_gradient": (
+            triton_softmax.matrix_softmax_gradient,
+            (a.detach(), a.detach(), offsets, squares, 5),
+        ),
+        "reduce": (triton_segment.reduce, (x, offsets, "mean", torch.float32)),
+        "reduce_max": (triton_segment.reduce, (x, offsets, "max", torch.float32)),
+        "spread": (triton_segment.spread, (torch.randn(3, 4), offsets, 5, "mean")),
+        "max_gradient": (
+            triton_segment.max_gradient,
+            (torch.randn(3, 4), x.detach(), torch.randn(3, 4), offsets),
+        ),
+        "elementwise": (triton_elementwise.elementwise, (x, leaf(3, 4), offsets, "mul", "tanh", True)),
+        "elementwise_gradient": (
+            triton_elementwise.gradient,
+            (torch.randn(5, 4), x.detach(), torch.randn(3, 4), offsets, "mul", "tanh", True),
+        ),
+        "linear": (triton_linear.linear, (x, offsets, leaf(2, 4), leaf(2), leaf(3, 2), "gelu", True)),
+        "linear_relu": (triton_linear.linear, (x, offsets, leaf(2, 4), None, None, "relu", False)),
+    }
+
+
+@pytest.mark.parametrize("name", custom_operators())
+def test_opcheck(name: str) -> None:
+    operator, arguments = custom_operators()[name]
+    torch.library.opcheck(operator, arguments)

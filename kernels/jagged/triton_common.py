@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ENOUGH_PROGRAMS = 1024  # eight for each multiprocessor of a large GPU
 MAX_TILE_ROWS = 128  # which `row_of` looks up at once
 
 
@@ -78,6 +79,14 @@ def tile_shape(width: int, elements: int = 4096, widest: int = 512) -> tuple[int
     """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to `widest` at once."""
     columns = min(triton.next_power_of_2(max(width, 1)), widest)
     return max(min(elements // columns, MAX_TILE_ROWS), 1), columns
+
+
+def reduction_tile(width: int, num_rows: int, elements: int = 4096) -> tuple[int, int]:
+    """`tile_shape` for programs that each go down a row: narrower where rows alone would not fill a GPU."""
+    widest = 256
+    while widest > 32 and num_rows * triton.cdiv(width, widest) < ENOUGH_PROGRAMS:
+        widest //= 2
+    return tile_shape(width, elements, widest)
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_activations import activate, slope
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import flat, reduction_tile, row_of, steps_of, tile_shape
 
 
 @triton.jit
@@ -151,9 +151,15 @@ def gradient(
         return dx, dy.zero_()
     grad, x, y = flat(grad), flat(x), flat(y)
     total, width = x.shape
-    block_l, block_w = tile_shape(width, elements=2048, widest=256)
-    step = block_l * 4
-    _gradient_kernel[(offsets.shape[0] - 1 if dense else triton.cdiv(total, step), triton.cdiv(width, block_w))](
+    if dense:
+        programs = offsets.shape[0] - 1
+        block_l, block_w = reduction_tile(width, programs, elements=2048)
+        step = 0
+    else:
+        block_l, block_w = tile_shape(width, elements=2048, widest=256)
+        step = block_l * 4
+        programs = triton.cdiv(total, step)
+    _gradient_kernel[(programs, triton.cdiv(width, block_w))](
         grad,
         x,
         y,

@@ -175,7 +175,7 @@ def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: 
         out,
         grad,
         offsets.contiguous(),
-        selected_offsets,
+        selected_offsets.contiguous(),
         order,
         first,
         num_rows,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import flat, reduction_tile, row_of, steps_of, tile_shape
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def reduce(values: Tensor, offsets: Tensor, kind: str, dtype: torch.dtype) -> Te
         return out
     values = flat(values)
     width = values.shape[1]
-    block_l, block_w = tile_shape(width, widest=256)
+    block_l, block_w = reduction_tile(width, num_rows)
     _reduce_kernel[(num_rows, triton.cdiv(width, block_w))](
         values, offsets.contiguous(), out, width, values.stride(0), KIND=kind, BLOCK_L=block_l, BLOCK_W=block_w
     )
@@ -149,7 +149,7 @@ def max_gradient(grad: Tensor, values: Tensor, largest: Tensor, offsets: Tensor)
         return out
     grad, values = flat(grad), flat(values)
     width = values.shape[1]
-    block_l, block_w = tile_shape(width, widest=256)
+    block_l, block_w = reduction_tile(width, offsets.shape[0] - 1)
     _max_gradient_kernel[(offsets.shape[0] - 1, triton.cdiv(width, block_w))](
         grad,
         values,

@@ -51,6 +51,11 @@ class FeatureEmbedding(nn.Module):
         super().__init__()
         features: dict[str, list[str]] = {}
         for name, table in spec.lookups():
+            if "." in table:
+                raise ValueError(
+                    f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
+                    f"e.g. data.tables={{{table}: {table.replace('.', '_')}}}"
+                )
             features.setdefault(table, []).append(name)
         self.collection = EmbeddingCollection(
             tables=[

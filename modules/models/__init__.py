@@ -21,4 +21,6 @@ def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    if not spec.num_candidate_tokens:
+        raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
     return MODELS[name](spec, **fields)

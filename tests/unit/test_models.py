@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import kernels.jagged
-from modules.batch import FeatureSpec, RequestBatch
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from tests.unit.factories import random_batch, random_spec
@@ -294,6 +294,18 @@ def test_overfits_one_batch(variant):
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.05  # it starts near log 2 = 0.69
+
+
+def test_specs_that_no_model_can_be_built_for_are_named():
+    spec = random_spec()
+    bare = dataclasses.replace(spec, candidate=(), candidate_dense=())
+    with pytest.raises(ValueError, match="candidates have no feature"):
+        build("din", bare)
+    dotted = dataclasses.replace(
+        spec, tables={**spec.tables, "user.id": 3}, request=(SparseFeature("user", "user.id"),)
+    )
+    with pytest.raises(ValueError, match=r"data.tables=\{user.id: user_id\}"):
+        FeatureEmbedding(dotted, 8)
 
 
 def test_unknown_model_is_an_error():

@@ -69,6 +69,7 @@ class Trainer:
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
+        self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
         self.progress = Progress()
@@ -161,7 +162,7 @@ class Trainer:
         loss, logits, batch = self.pipeline.progress(batches)
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
-            update_router_biases(self.job.ranking_model, self._tokens_of_all_ranks)
+            self.load_violations = update_router_biases(self.job.ranking_model, self._tokens_of_all_ranks)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         skipped = self.guard.found_inf.bool()  # on the device; what was skipped counts in no metric
         self.loss_sum += torch.where(skipped, 0, loss)
@@ -189,6 +190,8 @@ class Trainer:
         throughput = self.throughput.compute(self.forward_flops)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["lr"] = self.optimizer.adam.param_groups[0]["lr"]
+        if self.load_violations:
+            values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
         self.tracker.log(self.progress.step, "train", values)
         self.metrics.reset()
         self.throughput.reset()

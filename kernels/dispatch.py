@@ -92,11 +92,15 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     `facts` are the properties of this call that verifiers look at. They are part of the cache's key, so they must be
     few and configuration-like (a head dimension, a maximum length), not the row counts of a batch.
     """
+    if torch.compiler.is_compiling():
+        # A trace must not have side effects: neither the cache nor the log.
+        return _select(op, backend, _facts_of(like) | facts)[0].function
     key = (op, backend, like.device, like.dtype, *facts.items())
     function = _chosen.get(key)
     if function is None:
-        function = _select(op, backend, _facts_of(like) | facts).function
-        _chosen[key] = function
+        chosen, refusals = _select(op, backend, _facts_of(like) | facts)
+        _report(op, chosen, refusals)
+        function = _chosen[key] = chosen.function
     return function
 
 
@@ -110,7 +114,7 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
         facts = _facts_of(like) | facts
     lines = [f"{op} with " + ", ".join(f"{name}={value}" for name, value in facts.items())]
     try:
-        chosen = _select(op, backend, facts).name
+        chosen = _select(op, backend, facts)[0].name
     except ValueError as error:
         if op not in _registry:
             raise
@@ -176,7 +180,8 @@ def _requested(op: str, argument: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> Backend:
+def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> tuple[Backend, dict[str, str]]:
+    """(the backend that serves, why each backend that would be preferred to it cannot)."""
     backends = _by_priority(op)
     refusals = {backend.name: backend.supports(**facts) for backend in backends}
     able = [backend for backend in backends if refusals[backend.name] is None]
@@ -190,17 +195,19 @@ def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> Backen
                 f"backend {name!r} of {op}, asked for by {who}, cannot serve this call: {refusals[name]}. "
                 f"Can serve: {', '.join(backend.name for backend in able)}"
             )
-        return _registry[op][name]
+        return _registry[op][name], {}
     if not able:
         raise UnsupportedError(f"no backend of {op} can serve this call: {refusals}")
-    for backend in backends:
-        if backend is able[0]:
-            break
-        report = (op, backend.name, str(refusals[backend.name]))
-        if report not in _reported:
-            _reported.add(report)
-            _log.info("%s: %s serves, not %s: %s", op, able[0].name, backend.name, refusals[backend.name])
-    return able[0]
+    preferred = [backend.name for backend in backends if backend.priority > able[0].priority]
+    return able[0], {name: str(refusals[name]) for name in preferred}
+
+
+def _report(op: str, chosen: Backend, refusals: dict[str, str]) -> None:
+    """Log once why each preferred backend of `refusals` cannot serve."""
+    for name, reason in refusals.items():
+        if (op, name, reason) not in _reported:
+            _reported.add((op, name, reason))
+            _log.info("%s: %s serves, not %s: %s", op, chosen.name, name, reason)
 
 
 def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -209,7 +216,8 @@ def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
     Custom operators and autograd functions are not on autocast's list, so public functions call this themselves.
     """
     device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Meta tensors have no autocast; `is_autocast_available` would say so but stops torch.compile in its trace.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(operand if operand.dtype is torch.float64 else operand.to(dtype) for operand in operands)

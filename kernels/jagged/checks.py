@@ -20,7 +20,7 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
         return
     longest = offsets.diff().max()
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}={maximum}")
+        torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}")
     elif longest > maximum:
         row = int(offsets.diff().argmax())
         raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")

@@ -10,20 +10,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import jagged
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
-from kernels.jagged import bench_operators
+from kernels.jagged import bench_operators, bench_sweep
 
-# Rows, maximum length, mean over maximum: histories of one event type up to all of them merged.
+# Rows, maximum length, mean over maximum, head dimension: histories of one event type up to all of them merged.
 GPU_SHAPES = [
-    (1024, 512, 1.0),
-    (1024, 512, 0.5),
-    (1024, 512, 0.25),
-    (512, 1024, 1.0),
-    (512, 1024, 0.5),
-    (256, 2048, 1.0),
-    (256, 2048, 0.5),
+    (1024, 512, 1.0, 128),
+    (1024, 512, 0.5, 128),
+    (1024, 512, 0.25, 128),
+    (512, 1024, 1.0, 128),
+    (512, 1024, 0.5, 128),
+    (256, 2048, 1.0, 128),
+    (256, 2048, 0.5, 128),
+    (1024, 512, 0.5, 64),
+    (512, 1024, 0.5, 64),
+    (1024, 512, 0.5, 32),
+    (512, 1024, 0.5, 32),
 ]
-CPU_SHAPES = [(4, 32, 1.0), (8, 32, 0.5)]
-HEADS, HEAD_DIM = 4, 128
+CPU_SHAPES = [(4, 32, 1.0, 32), (8, 32, 0.5, 32)]
+HEADS = 4
 
 # bfloat16 results carry about 2^-9 of rounding and so does the softmax that enters them; a wrong mask costs 0.1 and up.
 LIMIT = 1e-2
@@ -32,11 +36,14 @@ LIMIT = 1e-2
 def cases(device: torch.device) -> list[Case]:
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     attention = [
-        Case(f"attention_{direction}_B{rows}_L{length}_mean{mean}", partial(_attention, direction, rows, length, mean))
-        for rows, length, mean in shapes
+        Case(
+            f"attention_{direction}_B{rows}_L{length}_mean{mean}_d{dim}",
+            partial(_attention, direction, rows, length, mean, dim),
+        )
+        for rows, length, mean, dim in shapes
         for direction in ("fwd", "bwd")
     ]
-    return attention + bench_operators.cases(device)
+    return attention + bench_sweep.cases(device) + bench_operators.cases(device)
 
 
 def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Tensor:
@@ -47,14 +54,14 @@ def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Te
     return torch.randint(1, int(2 * mean * maximum) + 1, (rows,), generator=generator).to(device)
 
 
-def _attention(direction: str, rows: int, maximum: int, mean: float, device: torch.device) -> Problem:
+def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, device: torch.device) -> Problem:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lengths = lengths_of(rows, maximum, mean, device)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     total = int(offsets[-1])
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, cotangent = (
-        torch.randn(total, HEADS, HEAD_DIM, device=device, generator=generator).to(dtype) for _ in range(4)
+        torch.randn(total, HEADS, dim, device=device, generator=generator).to(dtype) for _ in range(4)
     )
     backward = direction == "bwd"
     inputs = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
@@ -96,6 +103,6 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, device: tor
     return Problem(
         contenders=backends_of("jagged_attention", prepare) | {"sdpa on padded": prepare_padded},
         check=check_relative_error(expected, LIMIT),
-        flops=4 * HEADS * HEAD_DIM * pairs * (2.5 if backward else 1.0),
-        bytes=tensors * total * HEADS * HEAD_DIM * dtype.itemsize,
+        flops=4 * HEADS * dim * pairs * (2.5 if backward else 1.0),
+        bytes=tensors * total * HEADS * dim * dtype.itemsize,
     )

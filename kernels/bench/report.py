@@ -1,0 +1,72 @@
+"""`python -m kernels.bench.report RESULTS.json`: the results of `kernels.bench` as a Markdown page.
+
+The documents' tables are such pages as they come out, so that no number is copied by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def page(results: dict[str, Any], source: str) -> str:
+    """The page of a results file; `source` is its path as the page names it."""
+    facts = results["environment"]
+    commits = sorted({case["commit"] for case in results["cases"].values()})
+    lines = [
+        f"# Benchmark: {results['family']} on {facts['device']}",
+        "",
+        f"Made by `python -m kernels.bench.report {source}` from what `python -m kernels.bench {results['family']}` "
+        f"measured: {', '.join(f'{name} {value}' for name, value in facts.items() if name != 'device')}; "
+        f"commit {', '.join(commits)}.",
+        "",
+        "Median times of interleaved calls, each with a cold L2; cases marked * are replays of CUDA graphs, without "
+        "launches. A contender is timed only if its result is right. The floor is the bytes that must be moved, "
+        "at 4.24 TB/s, which a copy reaches. Memory is what a call takes at its peak beyond the problem's inputs. "
+        "Behind each peer stands its time over ours.",
+        "",
+        "| case | ours | ms | over floor | TFLOP/s | MiB | peers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [_row(name, case) for name, case in results["cases"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, case: dict[str, Any]) -> str:
+    timed = {contender: row for contender, row in case["contenders"].items() if "median_ms" in row}
+    others = [f"{contender}: {_reason(row)}" for contender, row in case["contenders"].items() if contender not in timed]
+    mark = "*" if case["graph"] else ""
+    if not timed:
+        return f"| {name}{mark} | | | | | | {'; '.join(others)} |"
+    (first, ours), *peers = timed.items()
+    floor = case["bytes"] / 4.24e9
+    others = [
+        f"{peer} {_number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x" for peer, row in peers
+    ] + others
+    speed = _number(ours["tflops"]) if case["flops"] else ""
+    memory = _number(ours["peak_mib"]) if ours.get("peak_mib") is not None else ""
+    return (
+        f"| {name}{mark} | {first} | {_number(ours['median_ms'])} | {ours['median_ms'] / floor:.2f} "
+        f"| {speed} | {memory} | {'; '.join(others)} |"
+    )
+
+
+def _memory(row: dict[str, Any]) -> str:
+    return f"{_number(row['peak_mib'])} MiB, " if row.get("peak_mib") is not None else ""
+
+
+def _reason(row: dict[str, Any]) -> str:
+    (word, reason), *_ = row.items()
+    return f"{word} ({reason.splitlines()[0]})" if word == "wrong" else word
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    print(page(json.loads(Path(sys.argv[1]).read_text()), sys.argv[1]), end="")

@@ -34,8 +34,7 @@ def _supports_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **
 
 
 def _register(op: str, supports: dispatch.Verifier = _supports):
-    # Below the reference, so only by name, until a committed benchmark of these very kernels says what they gain.
-    return dispatch.register(op, "triton", supports=supports, priority=-1)
+    return dispatch.register(op, "triton", supports=supports, priority=10)
 
 
 @_register("segment_sum")

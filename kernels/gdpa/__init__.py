@@ -1,0 +1,145 @@
+"""Generalised dot-product attention (GDPA): an activation in place of the softmax of attention, on jagged rows.
+
+Nothing is normalised over a row: no maximum, no sum, no statistics to save. With keys and values made per sample it is
+a personalised feed-forward network, with learned queries a pooling, with keys and values of the same tokens a
+self-attention. The equations are in the README of this folder, the modules in `modules.gdpa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.gdpa import reference, triton_backend  # noqa: F401  register their backends
+from kernels.gdpa.activations import ACTIVATIONS, unknown
+from kernels.jagged.checks import check_lengths, check_offsets
+
+__all__ = ["ACTIVATIONS", "gdpa"]
+
+
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    *,
+    max_q: int,
+    max_k: int,
+    activation: str | Sequence[str] = "gelu",
+    score_scale: float,
+    out_scale: float = 1.0,
+    window: tuple[int, int] = (-1, -1),
+    kv_index: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """out = act(score_scale q k^T) out_scale v within each row, an activation where attention has a softmax.
+
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] -> [Nq, H, dv]; H is a multiple of Hkv, and head h reads key head
+    h // (H / Hkv). Offsets are [B + 1], int32 or int64; no row has more than max_q queries or max_k keys. q, k and v
+    have one floating dtype, and any strides: views of a fused projection are read where they are. In an autocast region
+    they take its dtype.
+
+    - `activation`: one of ACTIVATIONS, or one per head.
+    - `score_scale` acts before the activation and `out_scale` after it. Peers differ in both, so the first has no
+      default. Neither may depend on a batch's lengths, or results would depend on what else is in the batch.
+    - `window` (left, right): query i sees key j, both counted within their row, when i - left <= j <= i + right; -1 is
+      no limit on that side. Pairs out of sight contribute nothing.
+    - `k_offsets` None: k and v are dense, [B, Lk, Hkv, d] and [B, Lk, Hkv, dv].
+    - `q_offsets` None: the queries q [S, H, d] are those of every row; the result is [B * S, H, dv], row by row, and
+      the gradient of q is the sum over rows. q is copied once per row, which is as much memory as the result.
+    - `kv_index` [B], int32 or int64: row b of the queries reads row kv_index[b] of the keys and values, which may be as
+      many or as few as they like. It must not decrease: candidates of a request are neighbours. Their queries then are
+      one run of queries, which is how they are computed, and which max_q must hold: all queries of one key row. With a
+      window this is refused, because positions would count from the start of that run.
+
+    A row without keys gives zeros. ValueError for shapes, dtypes or names that do not fit and, on the CPU, for offsets,
+    lengths and indices out of bounds; on a GPU, where looking would be a sync, those are device assertions.
+    """
+    _check_shapes(q, k, v, q_offsets, k_offsets)
+    if any(side < -1 for side in window):
+        raise ValueError(f"window={window} must be (left, right), each -1 for no limit or at least 0")
+    if kv_index is not None and window != (-1, -1):
+        raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
+    q, k, v = dispatch.autocast_operands(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    activations = _per_head(activation, q.shape[1])
+    if k_offsets is None:
+        k_offsets = _uniform_offsets(k.shape[0], k.shape[1], max_k, "max_k", k.device)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    elif k_offsets is not q_offsets or max_k < max_q:
+        check_lengths(k_offsets, max_k, "max_k")
+    check_offsets(k.shape[0], k_offsets)
+    num_rows = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
+    if q_offsets is None:
+        q_offsets = _uniform_offsets(num_rows, q.shape[0], max_q, "max_q", q.device)
+        q = q.expand(num_rows, *q.shape).flatten(0, 1)
+    if q_offsets.shape[0] - 1 != num_rows:
+        other = "k" if kv_index is None else "kv_index"
+        raise ValueError(f"q has {q_offsets.shape[0] - 1} rows and {other} has {num_rows}; they must be equal")
+    check_offsets(q.shape[0], q_offsets)
+    if kv_index is not None:
+        q_offsets = _merged(q_offsets, kv_index, k_offsets.shape[0] - 1)
+    check_lengths(q_offsets, max_q, "max_q")
+    attend = dispatch.choose(
+        "gdpa",
+        backend,
+        q,
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        activations=activations,
+        windowed=window != (-1, -1),
+    )
+    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:
+    dense = k_offsets is None
+    if (
+        q.dim() != 3
+        or k.dim() != 3 + dense
+        or v.dim() != k.dim()
+        or k.shape[:-1] != v.shape[:-1]
+        or q.shape[2] != k.shape[-1]
+        or q.shape[1] % k.shape[-2]
+    ):
+        rows = "B, Lk" if dense else "Nk"
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
+            f"q [{'S' if q_offsets is None else 'Nq'}, H, d], k [{rows}, Hkv, d], v [{rows}, Hkv, dv] with H a "
+            "multiple of Hkv"
+        )
+
+
+def _per_head(activation: str | Sequence[str], num_heads: int) -> tuple[str, ...]:
+    names = (activation,) * num_heads if isinstance(activation, str) else tuple(activation)
+    for name in names:
+        if name not in ACTIVATIONS:
+            raise unknown(name)
+    if len(names) != num_heads:
+        raise ValueError(f"got {len(names)} activations for {num_heads} heads; give one, or one per head")
+    return names
+
+
+def _uniform_offsets(num_rows: int, length: int, maximum: int, name: str, device: torch.device) -> Tensor:
+    """Offsets of rows that are all equally long, which the host can compare with the maximum."""
+    if length > maximum:
+        raise ValueError(f"rows have {length} values, more than {name}={maximum}; raise {name}")
+    return torch.arange(num_rows + 1, device=device) * length
+
+
+def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
+    """[num_key_rows + 1] offsets of the queries that read each key row, which `kv_index` leaves in their order."""
+    rows = torch.arange(num_key_rows + 1, device=kv_index.device, dtype=kv_index.dtype)
+    if kv_index.shape[0]:
+        valid = ((kv_index[1:] >= kv_index[:-1]).all() & (kv_index[0] >= 0)) & (kv_index[-1] < num_key_rows)
+        message = f"kv_index must not decrease and must name rows 0 to {num_key_rows - 1} of the keys"
+        if kv_index.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async(valid, message)
+        elif not valid:
+            raise ValueError(message)
+    return q_offsets[torch.searchsorted(kv_index, rows)]

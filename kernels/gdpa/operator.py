@@ -1,0 +1,97 @@
+"""`gdpa` as a `torch.library` operator around a forward and a backward kernel.
+
+`gdpa_operator(name, forward, backward)` is where a backend plugs in: it gets an operator that `torch.compile` and
+`opcheck` see through and that saves nothing but its inputs, because no statistics of rows exist.
+
+    forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window) -> out
+    backward(grad_out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
+        -> (dq, dk, dv)
+
+q [Nq, H, d], k [Nk, Hkv, d] and v [Nk, Hkv, dv] have one dtype and any strides, grad_out [Nq, H, dv] too; offsets
+[B + 1] are int32 or int64 and have equally many rows. `activations` names one activation per query head, `window` is
+(left, right) with -1 for no limit. Results are contiguous and written everywhere: queries without keys and keys without
+queries get zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gdpa.activations import ACTIVATIONS
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "
+    "int[] activations, float score_scale, float out_scale, SymInt left, SymInt right"
+)
+
+
+def gdpa_operator(
+    name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> Callable[..., Tensor]:
+    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
+
+    @torch.library.custom_op(f"gemsmith::gdpa_{name}", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return forward(q, k, v, *_arguments(*rest))
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return q.new_empty(*q.shape[:2], v.shape[2])
+
+    @torch.library.custom_op(
+        f"gemsmith::gdpa_{name}_backward", mutates_args=(), schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor)"
+    )
+    def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(grad, q, k, v, *_arguments(*rest))
+
+    @attend_backward.register_fake
+    def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.constants = inputs[5:]
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = attend_backward(grad, *ctx.saved_tensors, *ctx.constants)
+        return *gradients, None, None, *(None for _ in ctx.constants)
+
+    attend.register_autograd(differentiate, setup_context=save)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor,
+        k_offsets: Tensor,
+        max_q: int,
+        max_k: int,
+        activations: tuple[str, ...],
+        score_scale: float,
+        out_scale: float,
+        window: tuple[int, int],
+    ) -> Tensor:
+        identifiers = [ACTIVATIONS.index(activation) for activation in activations]
+        return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, identifiers, score_scale, out_scale, *window)
+
+    return call
+
+
+def _arguments(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    identifiers: Sequence[int],
+    score_scale: float,
+    out_scale: float,
+    left: int,
+    right: int,
+) -> tuple[Any, ...]:
+    """Arguments of a kernel behind v."""
+    activations = tuple(ACTIVATIONS[identifier] for identifier in identifiers)
+    return q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, (left, right)

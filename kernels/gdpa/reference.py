@@ -1,0 +1,46 @@
+"""The specification of `gdpa` in plain PyTorch, through padded scratch memory; see `kernels.gdpa`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.gdpa.activations import activate
+from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+
+
+@dispatch.register("gdpa", "reference")
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """`activations` has a name per query head; the rest as in the public function."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    q_padded, k_padded, v_padded = (
+        jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
+    )
+    i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k, device=q.device)
+    left, right = window
+    # Padding needs no mask: its scores are 0 and so are the activations of 0.
+    seen = j >= i - left if left >= 0 else torch.ones_like(i == j)
+    seen = seen & (j <= i + right) if right >= 0 else seen
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q_padded @ k_padded.mT).to(wide) * score_scale
+    if len(set(activations)) == 1:
+        weights = activate(activations[0], scores)
+    else:
+        per_head = zip(activations, scores.unbind(1), strict=True)
+        weights = torch.stack([activate(name, head) for name, head in per_head], 1)
+    weights = torch.where(seen, weights * out_scale, 0.0)
+    return padded_to_jagged((weights.to(v.dtype) @ v_padded).transpose(1, 2), q_offsets, q.shape[0])

@@ -1,0 +1,48 @@
+"""Registers the Triton kernels of `gdpa`, which are imported when the first of them is called."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.gdpa.operator import gdpa_operator
+
+MAX_HEAD_DIM = 256
+
+
+def _forward(*arguments: Any) -> Tensor:
+    from kernels.gdpa.triton_forward import forward
+
+    return forward(*arguments)
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from kernels.gdpa.triton_backward import backward
+
+    return backward(*arguments)
+
+
+def _supports(
+    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
+) -> str | None:
+    if device != "cuda":
+        return f"needs a CUDA device, the tensors are on {device}"
+    if not isinstance(capability, tuple) or capability < (8, 0):
+        return f"needs sm_80 or newer, the device has capability {capability}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {dtype}"
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        return f"needs heads of at most {MAX_HEAD_DIM} features, got {head_dim} and {value_dim}"
+    return None
+
+
+triton_gdpa = dispatch.register("gdpa", "triton", supports=_supports, priority=10)(
+    gdpa_operator("triton", _forward, _backward)
+)

@@ -58,6 +58,11 @@ def tile_of(kernel: str, itemsize: int, width: int, biased: bool, shared_limit: 
     """The tile of `kernel` ("forward", "query", "key" or "table") for heads padded to `width` on a chip whose programs
     may use `shared_limit` bytes of shared memory."""
     tile = Tile(*_TILES[kernel, itemsize, max(width, 64)][biased])
+    return shrink(kernel, tile, itemsize, width, shared_limit)
+
+
+def shrink(kernel: str, tile: Tile, itemsize: int, width: int, shared_limit: int) -> Tile:
+    """`tile` with as many stages, and then as large, as its operands fit into `shared_limit` bytes."""
     while _shared_bytes(kernel, tile, itemsize, width) > shared_limit and tile.stages > 1:
         tile = replace(tile, stages=tile.stages - 1)
     while _shared_bytes(kernel, tile, itemsize, width) > shared_limit and max(tile.m, tile.n) > 16:

@@ -1,0 +1,83 @@
+"""Host code that the Triton kernels of `gdpa` share: tile sizes that fit a chip, and arguments in kernel form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gdpa import triton_activations
+from kernels.jagged.triton_attention_launch import Tile, block_width, matmul_precision, rows_of, shrink, window_of
+from kernels.jagged.triton_attention_tile import UNLIMITED
+
+__all__ = ["NO_BLOCKS", "constants", "fit", "limits", "rows_of", "strides", "tile_of", "tiling"]
+
+NO_BLOCKS = tl.constexpr(UNLIMITED)
+
+# (queries, keys, warps, stages) by kernel, bytes of an element and padded head width.
+_TILES = {
+    ("forward", 2, 64): (128, 64, 4, 3),
+    ("forward", 2, 128): (128, 64, 8, 3),
+    ("forward", 2, 256): (128, 64, 8, 2),
+    ("query", 2, 64): (128, 64, 8, 3),
+    ("query", 2, 128): (128, 64, 8, 2),
+    ("query", 2, 256): (64, 32, 8, 2),
+    ("key", 2, 64): (64, 128, 8, 3),
+    ("key", 2, 128): (64, 128, 8, 2),
+    ("key", 2, 256): (32, 64, 8, 1),
+    ("forward", 4, 64): (64, 64, 4, 2),
+    ("forward", 4, 128): (32, 32, 4, 1),
+    ("forward", 4, 256): (16, 16, 4, 1),
+    ("query", 4, 64): (64, 32, 4, 2),
+    ("query", 4, 128): (32, 32, 4, 1),
+    ("query", 4, 256): (16, 16, 4, 1),
+    ("key", 4, 64): (32, 64, 4, 1),
+    ("key", 4, 128): (32, 32, 4, 1),
+    ("key", 4, 256): (16, 16, 4, 1),
+}
+
+
+def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int) -> Tile:
+    """The tile of `kernel` ("forward", "query" or "key") for heads padded to `width` on a chip whose programs may use
+    `shared_limit` bytes of shared memory."""
+    tile = Tile(*_TILES[kernel, itemsize, max(width, 64)])
+    return shrink(kernel, tile, itemsize, width, shared_limit)
+
+
+def fit(kernel: str, q: Tensor, v: Tensor) -> Tile:
+    """`tile_of` for the widths, dtype and device of a call."""
+    limit = 1 << 30
+    if q.is_cuda:
+        limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    return tile_of(kernel, q.dtype.itemsize, block_width(max(q.shape[2], v.shape[2])), limit)
+
+
+def tiling(tile: Tile) -> dict[str, int]:
+    """A tile as arguments of a launch."""
+    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides of rows and heads of each tensor [N, H, d]; those of features are 1."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+
+
+def limits(window: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) with a number that no position reaches for no limit."""
+    return window_of(False, window, None)[:2]
+
+
+def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], window: tuple[int, int]) -> dict[str, Any]:
+    """The compile-time arguments that all kernels have."""
+    return {
+        "NUM_HEADS": q.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEAD_DIM": q.shape[2],
+        "VALUE_DIM": v.shape[2],
+        "BLOCK_D": block_width(q.shape[2]),
+        "BLOCK_V": block_width(v.shape[2]),
+        "WINDOWED": window != (-1, -1),
+        "PRECISION": matmul_precision(q.dtype),
+    } | triton_activations.constants(activations, q.dtype)

@@ -1,0 +1,241 @@
+"""GDPA: attention with an activation in place of the softmax, as self-attention, pooling and feed-forward network.
+
+    out_i = sum_j act_h(q_i . k_j / tau) v_j          per head, act_h the activation of head h
+
+is the form of Kunlun (arXiv 2602.10016), where tau is the maximal sequence length: a constant of the configuration,
+here the largest number of keys a row may have. `kernels.gdpa` computes it; nothing is padded and no score is kept in
+memory.
+
+The modules differ in what asks (`queries`) and in where keys and values come from (`attend`). `GDPABlock` puts the
+norms and residuals of a production block around any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.gdpa import gdpa
+from modules.jagged_attention import head_dim
+from modules.mlp import linear_flops
+from modules.norms import EPSILON, rms_norm
+
+Activation = str | Sequence[str]
+
+
+class GDPASelfAttention(nn.Module):
+    """Every token of a row attends to its row: (values [N, dim], offsets [B + 1]) -> [N, dim].
+
+    `activation` is a name of `kernels.gdpa.ACTIVATIONS`, or one per head. `window` limits a token to neighbours
+    |i - j| <= window. `qk_norm` normalises each head of queries and keys (RMS, without learned scale), which bounds
+    scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a constant that no row exceeds.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        max_length: int,
+        activation: Activation = "gelu",
+        window: int | None = None,
+        qk_norm: bool = False,
+        score_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim(dim, num_heads)
+        self.num_heads = num_heads
+        self.max_length = max_length
+        self.activation = activation
+        self.window = (-1, -1) if window is None else (window, window)
+        self.qk_norm = qk_norm
+        self.score_scale = 1 / max_length if score_scale is None else score_scale
+        self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.attend(values, values, offsets)
+
+    def queries(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return values
+
+    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        """Keys and values are those of the queries, normalised if the queries are."""
+        projected = self.query_key_value(queries).view(-1, 3, self.num_heads, self.head_dim)
+        query, key, value = projected.unbind(1)
+        attended = gdpa(
+            *_normalised(self.qk_norm, query, key),
+            value,
+            offsets,
+            offsets,
+            max_q=self.max_length,
+            max_k=self.max_length,
+            activation=self.activation,
+            score_scale=self.score_scale,
+            window=self.window,
+        )
+        return self.output(attended.flatten(1))
+
+    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
+        """Forward FLOPs; with a window this counts all pairs, an upper bound."""
+        return num_tokens * linear_flops(self) + 4 * self.output.in_features * sum_squared_lengths
+
+
+class GDPAPooling(nn.Module):
+    """Learned seeds attend to a row: (values [N, dim], offsets [B + 1]) -> its summary [B, num_seeds, dim].
+
+    PMA (Set Transformer, arXiv 1810.00825) with an activation for the softmax, and as in InterFormer without its
+    residual, feed-forward and norms. The seeds are projected once and read by every row; the summary of an empty row is
+    zeros. Options as in `GDPASelfAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_seeds: int,
+        *,
+        max_length: int,
+        activation: Activation = "gelu",
+        qk_norm: bool = False,
+        score_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim(dim, num_heads)
+        self.num_heads = num_heads
+        self.max_length = max_length
+        self.activation = activation
+        self.qk_norm = qk_norm
+        self.score_scale = 1 / max_length if score_scale is None else score_scale
+        self.seeds = nn.Parameter(torch.randn(num_seeds, dim))
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.attend(self.seeds, values, offsets)
+
+    def queries(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.seeds
+
+    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        """queries [num_seeds, dim]."""
+        query = self.query(queries).view(-1, self.num_heads, self.head_dim)
+        key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
+        attended = gdpa(
+            *_normalised(self.qk_norm, query, key),
+            value,
+            None,
+            offsets,
+            max_q=len(query),
+            max_k=self.max_length,
+            activation=self.activation,
+            score_scale=self.score_scale,
+        )
+        return self.output(attended.view(-1, *queries.shape))
+
+    def flops(self, num_rows: float, num_tokens: float) -> float:
+        """Forward FLOPs."""
+        num_seeds, dim = self.seeds.shape
+        seeds = num_seeds * linear_flops(self.query) + num_rows * num_seeds * linear_flops(self.output)
+        return seeds + num_tokens * (linear_flops(self.key_value) + 4 * dim * num_seeds)
+
+
+class PersonalizedFFN(nn.Module):
+    """A feed-forward network whose weights each row gets from its own summary (PFFN).
+
+    (values [N, dim], offsets [B + 1], summary [B, num_summary, dim]) -> [N, dim]. For each head of a token s,
+
+        act(s W_1) W_2,     W_1^T = M_1 X,  W_2 = M_2 X,     X [num_summary, dim] the summary of its row
+
+    which is attention with the token itself as the query and `hidden` keys and values: M_1 and M_2, each
+    [hidden, num_summary], mix the tokens of the summary, the same for every feature. Heads do not mix; that is left to
+    the attention that follows. `score_scale` is 1 / hidden unless given; the other options are those of
+    `GDPASelfAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_summary: int,
+        hidden: int,
+        *,
+        max_length: int,
+        activation: Activation = "gelu",
+        qk_norm: bool = False,
+        score_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim(dim, num_heads)
+        self.num_heads = num_heads
+        self.max_length = max_length
+        self.activation = activation
+        self.qk_norm = qk_norm
+        self.score_scale = 1 / hidden if score_scale is None else score_scale
+        # M_1 and M_2 row by row in turns, so that keys and values are views of one product without gaps between rows.
+        self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
+        nn.init.uniform_(self.mix, -(num_summary**-0.5), num_summary**-0.5)
+
+    def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+        return self.attend(values, values, offsets, summary)
+
+    def queries(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+        return values
+
+    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+        # A batched product: matmul would transpose the summary to make one large product of it, features apart.
+        mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
+        key, value = mixed.view(len(summary), -1, 2, self.num_heads, self.head_dim).unbind(2)
+        query = queries.view(-1, self.num_heads, self.head_dim)
+        attended = gdpa(
+            *_normalised(self.qk_norm, query, key),
+            value,
+            offsets,
+            None,
+            max_q=self.max_length,
+            max_k=key.shape[1],
+            activation=self.activation,
+            score_scale=self.score_scale,
+        )
+        return attended.flatten(1)
+
+    def flops(self, num_rows: float, num_tokens: float) -> float:
+        """Forward FLOPs."""
+        twice_hidden, num_summary = self.mix.shape
+        dim = self.num_heads * self.head_dim
+        return 2 * dim * twice_hidden * (num_rows * num_summary + num_tokens)
+
+
+class Attention(Protocol):
+    """What `GDPABlock` can be put around."""
+
+    def queries(self, *inputs: Tensor) -> Tensor: ...
+
+    def attend(self, queries: Tensor, *inputs: Tensor) -> Tensor: ...
+
+
+class GDPABlock(nn.Module):
+    """q + RMSNorm(attention(LN(q)) + LN(q)), the block that Meta describes around its production PFFN (2026-07-10 blog
+    on fusing norms with GDPA): the inner residual is the normalised query, the outer one the query itself.
+
+    Takes the inputs of `attention`, one of the modules above, and gives an output of the same shape. Both norms span
+    all heads and have no learned parameters.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        queries = self.attention.queries(*inputs)
+        normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON)
+        return queries + rms_norm(self.attention.attend(normed, *inputs) + normed)
+
+
+def _normalised(wanted: bool, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return (rms_norm(query), rms_norm(key)) if wanted else (query, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,14 +59,14 @@ def tile_of(kernel: str, itemsize: int, width: int, biased: bool, shared_limit: 
     """The tile of `kernel` ("forward", "query", "key" or "table") for heads padded to `width` on a chip whose programs
     may use `shared_limit` bytes of shared memory."""
     tile = Tile(*_TILES[kernel, itemsize, max(width, 64)][biased])
-    return shrink(kernel, tile, itemsize, width, shared_limit)
+    return shrink(tile, lambda tile: _shared_bytes(kernel, tile, itemsize, width), shared_limit)
 
 
-def shrink(kernel: str, tile: Tile, itemsize: int, width: int, shared_limit: int) -> Tile:
-    """`tile` with as many stages, and then as large, as its operands fit into `shared_limit` bytes."""
-    while _shared_bytes(kernel, tile, itemsize, width) > shared_limit and tile.stages > 1:
+def shrink(tile: Tile, shared_bytes: Callable[[Tile], int], shared_limit: int) -> Tile:
+    """`tile` with fewer stages, and then smaller, until `shared_bytes` of it are within the limit."""
+    while shared_bytes(tile) > shared_limit and tile.stages > 1:
         tile = replace(tile, stages=tile.stages - 1)
-    while _shared_bytes(kernel, tile, itemsize, width) > shared_limit and max(tile.m, tile.n) > 16:
+    while shared_bytes(tile) > shared_limit and max(tile.m, tile.n) > 16:
         tile = replace(tile, m=max(tile.m // 2, 16), n=max(tile.n // 2, 16))
     return tile
 

@@ -13,6 +13,8 @@ from kernels import dispatch
 from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
+from kernels.gdpa import bench as gdpa_bench
+from kernels.gdpa import bench_peer
 
 CPU = torch.device("cpu")
 
@@ -104,6 +106,28 @@ def test_jagged_family_on_the_cpu(tmp_path: Path) -> None:
     assert_family_was_timed("jagged", tmp_path)
 
 
+def test_gdpa_family_on_the_cpu(tmp_path: Path) -> None:
+    assert main(["gdpa", *QUICK, str(tmp_path)]) == 0
+    assert_family_was_timed("gdpa", tmp_path)
+
+
+@pytest.mark.parametrize(("place", "reason"), [(None, "does not name a checkout"), ("nowhere", "has no folder triton")])
+def test_gdpa_says_why_the_peer_is_missing(monkeypatch: pytest.MonkeyPatch, place: str | None, reason: str) -> None:
+    monkeypatch.delenv(bench_peer.VARIABLE, raising=False)
+    if place is not None:
+        monkeypatch.setenv(bench_peer.VARIABLE, place)
+    bench_peer.load_peer.cache_clear()
+    with pytest.raises(dispatch.UnsupportedError, match=reason):
+        bench_peer.load_peer()
+
+
+def test_heavy_tailed_lengths_are_mostly_short() -> None:
+    lengths = gdpa_bench.heavy_tailed(1152, 2048).double()
+    assert lengths.min() >= 1
+    assert lengths.max() == 2048
+    assert lengths.median() < lengths.mean() < 2048 / 8
+
+
 def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kernels.bench", "mxfp8", *QUICK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -112,7 +136,7 @@ def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert families() == ["jagged", "mxfp8"]
+    assert families() == ["gdpa", "jagged", "mxfp8"]
     with pytest.raises(SystemExit):
         main(["jaged"])
     assert "jagged" in capsys.readouterr().err

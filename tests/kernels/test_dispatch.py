@@ -158,7 +158,8 @@ class Blocked:
         if name.split(".")[0] in ("triton", "fbgemm_gpu", "torchrec"):
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-import kernels, kernels.testing, kernels.bench.__main__, kernels.jagged.bench, kernels.mxfp8.bench, torch
+import kernels, kernels.testing, kernels.bench.__main__, torch
+import kernels.gdpa.bench, kernels.jagged.bench, kernels.mxfp8.bench
 print(kernels.jagged.segment_sum(torch.ones(3), torch.tensor([0, 1, 3])).tolist())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ norms and residuals of a production block around any of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from kernels.gdpa import gdpa
 from modules.jagged_attention import head_dim
 from modules.mlp import linear_flops
 from modules.norms import EPSILON, rms_norm
+from modules.rotary import rotate
 
 Activation = str | Sequence[str]
 
@@ -30,6 +31,7 @@ Activation = str | Sequence[str]
 class GDPASelfAttention(nn.Module):
     """Every token of a row attends to its row: (values [N, dim], offsets [B + 1]) -> [N, dim].
 
+    With `rotation`, (cos, sin) from `modules.rotary.rotation`, queries and keys are rotated by their positions.
     `activation` is a name of `kernels.gdpa.ACTIVATIONS`, or one per head. `window` limits a token to neighbours
     |i - j| <= window. `qk_norm` normalises each head of queries and keys (RMS, without learned scale), which bounds
     scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a constant that no row exceeds.
@@ -57,18 +59,24 @@ class GDPASelfAttention(nn.Module):
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-        return self.attend(values, values, offsets)
+    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return self.attend(values, values, offsets, rotation)
 
-    def queries(self, values: Tensor, offsets: Tensor) -> Tensor:
+    def queries(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         return values
 
-    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+    def attend(
+        self, queries: Tensor, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Keys and values are those of the queries, normalised if the queries are."""
         projected = self.query_key_value(queries).view(-1, 3, self.num_heads, self.head_dim)
         query, key, value = projected.unbind(1)
+        query, key = _normalised(self.qk_norm, query, key)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         attended = gdpa(
-            *_normalised(self.qk_norm, query, key),
+            query,
+            key,
             value,
             offsets,
             offsets,
@@ -214,9 +222,9 @@ class PersonalizedFFN(nn.Module):
 class Attention(Protocol):
     """What `GDPABlock` can be put around."""
 
-    def queries(self, *inputs: Tensor) -> Tensor: ...
+    def queries(self, *inputs: Any) -> Tensor: ...
 
-    def attend(self, queries: Tensor, *inputs: Tensor) -> Tensor: ...
+    def attend(self, queries: Tensor, *inputs: Any) -> Tensor: ...
 
 
 class GDPABlock(nn.Module):
@@ -231,7 +239,7 @@ class GDPABlock(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         queries = self.attention.queries(*inputs)
         normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON)
         return queries + rms_norm(self.attention.attend(normed, *inputs) + normed)

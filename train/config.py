@@ -45,6 +45,9 @@ class InterFormerConfig(ModelConfig):
     dcn_rank: int = 32
     interaction_hidden: list[int] = field(default_factory=lambda: [128])  # the MLP that restores n x d tokens
     gate: str = "identity"  # identity | sigmoid | tanh: the outer function of Gating(Z) = gate(Z * MLP(Z))
+    pffn: str = "linear"  # linear (the paper's) | gdpa: a network of pffn_hidden units, its weights from the summary
+    pffn_hidden: int = 128
+    sequence_attention: str = "softmax"  # softmax | gdpa: an activation in its place
     feed_forward: str = "none"  # none | dense | moe: feed-forward after the sequence attention
     feed_forward_dim: int = 128
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm, jagged_last, jagged_to_padded
 from modules.broadcast import CandidateRows
+from modules.gdpa import GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
@@ -23,6 +24,8 @@ from modules.norms import rms_norm
 from modules.pooling import PMA
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+PFFNS = ("linear", "gdpa")
+ATTENTIONS = ("softmax", "gdpa")
 FEED_FORWARDS = ("none", "dense", "moe")
 
 
@@ -157,7 +160,7 @@ class InteractionArch(nn.Module):
         return num_candidates * (dhen + linear_flops(self.restore))
 
 
-class PersonalizedFFN(nn.Module):
+class LinearPersonalizedFFN(nn.Module):
     """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_sum, d].
 
     That matrix has rank num_sum, so it is never formed: (S X_sum^T) W is the same product with fewer operations. W
@@ -170,16 +173,20 @@ class PersonalizedFFN(nn.Module):
         self.output = nn.Linear(num_sum, dim, bias=False)
         nn.init.normal_(self.output.weight, std=0.1 * (num_sum * dim) ** -0.5)
 
-    def forward(self, summary: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
-        """summary [rows, num_sum, d], values [N, d], offsets [rows + 1] -> [N, d]."""
+    def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+        """values [N, d], offsets [rows + 1], summary [rows, num_sum, d] -> [N, d]."""
         return self.output(jagged_dense_bmm(values, offsets, summary.mT, self.max_length))
 
-    def flops(self, num_tokens: float) -> float:
+    def flops(self, num_rows: float, num_tokens: float) -> float:
         return 2 * num_tokens * linear_flops(self)
 
 
 class SequenceArch(nn.Module):
-    """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all."""
+    """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all.
+
+    `pffn` and `attention` each choose between the paper's operator and GDPA, which puts an activation into the first
+    and in place of the softmax of the second.
+    """
 
     def __init__(
         self,
@@ -188,14 +195,25 @@ class SequenceArch(nn.Module):
         *,
         num_heads: int,
         max_length: int,
+        pffn: str,
+        pffn_hidden: int,
+        attention: str,
         feed_forward: str,
         feed_forward_dim: int,
         moe: Mapping[str, Any],
         dropout: float,
     ) -> None:
         super().__init__()
-        self.pffn = PersonalizedFFN(num_sum, dim, max_length)
-        self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
+        self.pffn: LinearPersonalizedFFN | PersonalizedFFN
+        if pffn == "linear":
+            self.pffn = LinearPersonalizedFFN(num_sum, dim, max_length)
+        else:
+            self.pffn = PersonalizedFFN(dim, num_heads, num_sum, pffn_hidden, max_length=max_length, qk_norm=True)
+        self.attention: JaggedSelfAttention | GDPASelfAttention
+        if attention == "softmax":
+            self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
+        else:
+            self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, qk_norm=True)
         self.feed_forward: nn.Module | None = None
         self.feed_forward_flops = 0  # of one token
         if feed_forward == "dense":
@@ -208,12 +226,12 @@ class SequenceArch(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, summary: Tensor, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        values = values + self.dropout(self.pffn(summary, rms_norm(values), offsets))
+        values = values + self.dropout(self.pffn(rms_norm(values), offsets, summary))
         values = values + self.dropout(self.attention(rms_norm(values), offsets, rotation))
         if self.feed_forward is not None:
             values = values + self.dropout(self.feed_forward(rms_norm(values)))
         return values
 
-    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
-        flops = self.pffn.flops(num_tokens) + self.attention.flops(num_tokens, sum_squared_lengths)
+    def flops(self, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
+        flops = self.pffn.flops(rows, num_tokens) + self.attention.flops(num_tokens, sum_squared_lengths)
         return flops + num_tokens * self.feed_forward_flops

@@ -28,7 +28,16 @@ from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads, linear_flops
-from modules.models.arches import FEED_FORWARDS, GATES, InteractionArch, SequenceArch, SequenceSummary, Summary
+from modules.models.arches import (
+    ATTENTIONS,
+    FEED_FORWARDS,
+    GATES,
+    PFFNS,
+    InteractionArch,
+    SequenceArch,
+    SequenceSummary,
+    Summary,
+)
 from modules.moe import MoE
 from modules.rotary import rotation
 
@@ -67,7 +76,7 @@ class InterFormerLayer(nn.Module):
             self.summary.flops(rows)
             + self.cross.flops(num_candidates, rows, num_tokens)
             + self.interaction.flops(num_candidates)
-            + self.sequence.flops(num_tokens, sum_squared_lengths)
+            + self.sequence.flops(rows, num_tokens, sum_squared_lengths)
         )
 
 
@@ -101,6 +110,9 @@ class InterFormer(nn.Module):
         dcn_rank: int,
         interaction_hidden: Sequence[int],
         gate: str,
+        pffn: str,
+        pffn_hidden: int,
+        sequence_attention: str,
         feed_forward: str,
         feed_forward_dim: int,
         moe: Mapping[str, Any],
@@ -119,6 +131,8 @@ class InterFormer(nn.Module):
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         _check("gate", gate, GATES)
+        _check("pffn", pffn, PFFNS)
+        _check("sequence_attention", sequence_attention, ATTENTIONS)
         _check("feed_forward", feed_forward, FEED_FORWARDS)
         _check("sequence_context", sequence_context, SEQUENCE_CONTEXTS)
 
@@ -163,6 +177,9 @@ class InterFormer(nn.Module):
                 dim,
                 num_heads=num_heads,
                 max_length=max_length,
+                pffn=pffn,
+                pffn_hidden=pffn_hidden,
+                attention=sequence_attention,
                 feed_forward=feed_forward,
                 feed_forward_dim=feed_forward_dim,
                 moe=moe,

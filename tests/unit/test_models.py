@@ -33,6 +33,7 @@ VARIANTS: dict[str, Any] = {
     "interformer": InterFormerConfig(**SMALL),
     "interformer-candidate": InterFormerConfig(**SMALL, sequence_context="candidate", feed_forward="dense"),
     "interformer-moe": InterFormerConfig(**SMALL, feed_forward="moe", dhen_layers=2, num_layers=1),
+    "interformer-gdpa": InterFormerConfig(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
     "din": DINConfig(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2Config(dim=8, rank=4, hidden=[16]),
     "dlrm": DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]),
@@ -200,12 +201,14 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant):
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={cpu_attention: lambda *args, **kwargs: 0}) as counter:
         model.arch(tokens, batch)
-    # The reference attends to one padding key more, so the part of attention is written out: 4 d for each pair.
+    # The softmax attends to one padding key more, so its part is written out: 4 d for each pair.
     attention = 0
     if "interformer" in variant:
         num_layers, rows = VARIANTS[variant].num_layers, 12 if "candidate" in variant else 3
         length, seeds = 12 + 4, 2
-        pairs = num_layers * rows * length**2 + (num_layers + 1) * 12 * seeds * length
+        pairs = (num_layers + 1) * 12 * seeds * length
+        if VARIANTS[variant].sequence_attention == "softmax":
+            pairs += num_layers * rows * length**2
         attention = 4 * 8 * pairs
     expected = model.arch.flops_per_batch(3, 12, sum_lengths=3 * 12, sum_squared_lengths=3 * 12 * 12)
     assert counter.get_total_flops() + attention == expected

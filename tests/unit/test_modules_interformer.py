@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
 from modules.models import build
-from modules.models.arches import Gating, PersonalizedFFN, SequenceArch, SequenceSummary, Summary
+from modules.models.arches import Gating, LinearPersonalizedFFN, SequenceArch, SequenceSummary, Summary
 from modules.models.interformer import InterFormer, _positions, _prepend
 from modules.norms import rms_norm
 from modules.rotary import rotation
@@ -55,14 +55,14 @@ def test_gating_starts_by_letting_tokens_pass():
 
 
 def test_pffn_is_a_matrix_of_each_row_made_from_its_summary():
-    pffn = PersonalizedFFN(3, DIM, max_length=4).double()
+    pffn = LinearPersonalizedFFN(3, DIM, max_length=4).double()
     lengths = [2, 0, 4]
     summary = torch.randn(3, 3, DIM, dtype=torch.float64, requires_grad=True)
     values = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
     matrices = torch.einsum("bnd,en->bde", summary, pffn.output.weight)
     row = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     expected = torch.einsum("td,tde->te", values, matrices[row])
-    actual = pffn(summary, values, offsets_of(lengths))
+    actual = pffn(values, offsets_of(lengths), summary)
     torch.testing.assert_close(actual, expected)
     inputs = (summary, values, pffn.output.weight)
     cotangent = torch.randn_like(expected)
@@ -72,8 +72,8 @@ def test_pffn_is_a_matrix_of_each_row_made_from_its_summary():
 
 def test_pffn_branch_starts_near_the_identity():
     torch.manual_seed(0)
-    pffn, values = PersonalizedFFN(4, 64, max_length=50), rms_norm(torch.randn(50, 64))
-    out = pffn(rms_norm(torch.randn(1, 4, 64)), values, offsets_of([50]))
+    pffn, values = LinearPersonalizedFFN(4, 64, max_length=50), rms_norm(torch.randn(50, 64))
+    out = pffn(values, offsets_of([50]), rms_norm(torch.randn(1, 4, 64)))
     assert 0.02 < out.norm() / values.norm() < 0.3
 
 
@@ -148,14 +148,25 @@ def test_cls_tokens_come_first_and_have_no_position():
     assert _positions(offsets, 2, 10).tolist() == [0, 0, 3, 2, 1, 0, 0, 0, 0, 1]
 
 
-def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals():
+@pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])
+def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(pffn, attention):
     arch = SequenceArch(
-        2, DIM, num_heads=2, max_length=4, feed_forward="dense", feed_forward_dim=16, moe={}, dropout=0.0
+        2,
+        DIM,
+        num_heads=2,
+        max_length=4,
+        pffn=pffn,
+        pffn_hidden=6,
+        attention=attention,
+        feed_forward="dense",
+        feed_forward_dim=16,
+        moe={},
+        dropout=0.0,
     ).double()
     summary, values = torch.randn(2, 2, DIM).double(), torch.randn(6, DIM).double()
     offsets = offsets_of([4, 2])
     angles = rotation(torch.arange(6), DIM // 2)
-    s = values + arch.pffn(summary, rms_norm(values), offsets)
+    s = values + arch.pffn(rms_norm(values), offsets, summary)
     s = s + arch.attention(rms_norm(s), offsets, angles)
     s = s + arch.feed_forward(rms_norm(s))
     torch.testing.assert_close(arch(summary, values, offsets, angles), s)
@@ -203,6 +214,8 @@ def test_number_of_summary_tokens_is_the_papers():
     ("changes", "message"),
     [
         ({"gate": "relu"}, "gate must be one of identity, sigmoid, tanh, got 'relu'"),
+        ({"pffn": "gpda"}, "pffn must be one of linear, gdpa, got 'gpda'"),
+        ({"sequence_attention": "none"}, "sequence_attention must be one of softmax, gdpa"),
         ({"feed_forward": "big"}, "feed_forward must be one of none, dense, moe"),
         ({"sequence_context": "user"}, "sequence_context must be one of request, candidate"),
         ({"num_pma": 0}, "num_pma must be at least 1, got 0"),

@@ -75,6 +75,7 @@ def gdpa(
         check_lengths(k_offsets, max_k, "max_k")
     check_offsets(k.shape[0], k_offsets)
     num_rows = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
+    known = q_offsets is None and kv_index is None
     if q_offsets is None:
         q_offsets = _uniform_offsets(num_rows, q.shape[0], max_q, "max_q", q.device)
         q = q.expand(num_rows, *q.shape).flatten(0, 1)
@@ -84,7 +85,8 @@ def gdpa(
     check_offsets(q.shape[0], q_offsets)
     if kv_index is not None:
         q_offsets = _merged(q_offsets, kv_index, k_offsets.shape[0] - 1)
-    check_lengths(q_offsets, max_q, "max_q")
+    if not known:
+        check_lengths(q_offsets, max_q, "max_q")
     attend = dispatch.choose(
         "gdpa",
         backend,

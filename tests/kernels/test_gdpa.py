@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.gdpa import ACTIVATIONS, activations, gdpa, reference
+from kernels.gdpa import ACTIVATIONS, activations, gdpa, plot, reference
 from kernels.gdpa.operator import gdpa_operator
 from kernels.jagged.reference import place_in_row
 from kernels.testing import check_gradients, poisoned_empty
@@ -49,6 +50,11 @@ def test_polynomial_gelu_is_close_everywhere(dtype: torch.dtype) -> None:
         allowed = 5.5e-4 + 1e-6 * x.abs()
         assert ((value - activations.activate("gelu", x)).abs() <= allowed).all()
         assert ((slope - activations.derivative("gelu", x)).abs() <= 5.1e-3).all()
+
+
+def test_errors_are_plotted(tmp_path: Path) -> None:
+    plot.main(str(tmp_path / "errors.png"))
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
 
 
 def test_gelu_through_one_tanh() -> None:
@@ -192,6 +198,34 @@ def test_autocast_gives_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = gdpa(x, x.bfloat16(), x, offsets, offsets, max_q=2, max_k=2, score_scale=0.5)
     assert out.dtype is torch.bfloat16
+
+
+def every_form(x: Tensor, offsets: Tensor, index: Tensor) -> list[Tensor]:
+    """x [6, 2, 4] of three rows; jagged, dense, shared queries, an index, per-head activations with a window."""
+    attend = partial(gdpa, max_q=6, max_k=6, score_scale=0.5)
+    dense = x.view(3, 2, 2, 4)
+    return [
+        attend(x, x, x, offsets, offsets),
+        attend(x, dense, dense, offsets, None, activation=("silu", "gelu_poly"), window=(1, 0)),
+        attend(x[:2], x, x, None, offsets),
+        attend(x, x, x, offsets, offsets, kv_index=index),
+    ]
+
+
+def test_no_host_sync_forward_or_backward() -> None:
+    # Meta tensors have no data: whoever asks for a number of theirs gets an exception.
+    x = torch.empty(6, 2, 4, device="meta", requires_grad=True)
+    offsets, index = (torch.empty(n, device="meta", dtype=torch.int64) for n in (4, 3))
+    torch.stack([out.sum() for out in every_form(x, offsets, index)]).sum().backward()
+    assert x.grad is not None
+
+
+def test_compiles_into_one_graph() -> None:
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    inputs = x, torch.tensor([0, 3, 4, 6]), torch.tensor([0, 1, 1])
+    compiled = torch.compile(every_form, backend="aot_eager", fullgraph=True)
+    for one, other in zip(compiled(*inputs), every_form(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_bad_inputs_are_named() -> None:

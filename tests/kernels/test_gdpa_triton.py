@@ -55,11 +55,14 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 INTERPRETED = """
 import torch
 from kernels import dispatch
+from kernels.gdpa import triton_launch
 from kernels.gdpa.triton_backend import triton_gdpa
 from tests.kernels import test_gdpa_triton as cases
 
+# Small tiles, so that short rows have whole ones, tails and several of each.
+triton_launch._TILES = dict.fromkeys(triton_launch._TILES, (16, 32, 4, 1))
 dispatch._registry["gdpa"]["triton"] = dispatch.Backend("triton", triton_gdpa, dispatch.always, 20)
-cases.LENGTHS = [0, 35, 1], [3, 40, 0]
+cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
 for name in cases.CASES:
     cases.check(name, (4, 2) if "mixed" in name else (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")

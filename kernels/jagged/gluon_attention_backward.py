@@ -18,13 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.jagged.attention_rows import LOG2_E, row_statistics, row_table
-from kernels.jagged.gluon_backward_steps import STAGES, accumulate_dk_dv, finish_dq, load_tiles
+from kernels.jagged.gluon_backward_consumer import differentiate
+from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
 
 QUERIES = 64
 KEYS = 128
 HEAD_DIMS = (64, 128)
-# Four warpgroups of 128 threads share 512 x 128 registers: 208 for each of the first two, 72 and 24.
-MAX_REGISTERS = 128
+# Three warpgroups of 128 threads share 512 x 128 registers: 240 for each of the first two, and 24.
+MAX_REGISTERS = 168
 
 
 @gluon.jit
@@ -38,11 +39,12 @@ def _backward(
     D: gl.constexpr = q_desc.block_type.shape[1]
     LINE: gl.constexpr = lse_desc.layout
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    k_s = gl.allocate_shared_memory(dtype, [2, 64, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [2, 64, D], v_desc.layout)
+    # Two tiles of keys, so that the next one's products can start before the last of this one are done.
+    k_s = gl.allocate_shared_memory(dtype, [4, 64, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [4, 64, D], v_desc.layout)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 64, D], q_desc.layout)
     g_s = gl.allocate_shared_memory(dtype, [STAGES, 64, D], g_desc.layout)
-    # Two tiles of [128 keys, 64 queries], so that dq of one can be made while the next is written.
+    # Two tiles of [128 keys, 64 queries]: dq of one is made while the next is written.
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, 64], DS)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINE)
@@ -50,44 +52,38 @@ def _backward(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(stage_empty.index(i), count=2)
     for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=1)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(k_empty, count=3)
-    mbarrier.init(v_empty, count=2)
+        mbarrier.init(ds_empty.index(i), count=2)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc)
     buffers = (k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s)
-    bars = (q_full, g_full, stage_empty, k_full, v_full, k_empty, v_empty, ds_full, ds_empty)
+    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty)
     gl.warp_specialize(
         [
-            (accumulate_dk_dv, (buffers, bars, table_ptr, items, dk_ptr, dv_ptr, exponent, scale, left, right,
-                                HEADS, GROUP, LEFT, RIGHT, 0)),
-            (accumulate_dk_dv, (buffers, bars, table_ptr, items, dk_ptr, dv_ptr, exponent, scale, left, right,
-                                HEADS, GROUP, LEFT, RIGHT, 1)),
-            (finish_dq, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, scale, left, right,
-                         HEADS, GROUP, LEFT, RIGHT)),
+            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent,
+                             scale, left, right, HEADS, GROUP, LEFT, RIGHT, 0)),
+            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent,
+                             scale, left, right, HEADS, GROUP, LEFT, RIGHT, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, items, stats_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
         ],
-        [4, 4, 4],
-        [208, 72, 24],
+        [4, 4],
+        [240, 24],
     )  # fmt: skip
 
 
-def _descriptor(x: Tensor) -> tuple[TensorDescriptor, int]:
+def _descriptor(x: Tensor, swizzle: int = 128) -> tuple[TensorDescriptor, int]:
     """(TMA descriptor of x [N, H, d] as a matrix of N rows, columns from one head to the next).
 
     What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied.
@@ -96,10 +92,9 @@ def _descriptor(x: Tensor) -> tuple[TensorDescriptor, int]:
     if row <= 0 or row % 8 or head % 8 or x.stride(2) != 1 or x.data_ptr() % 16 or (x.shape[1] - 1) * head >= 2**31:
         x = x.contiguous()
         row, head = x.stride(0), x.stride(1)
-    box = [QUERIES, x.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
     columns = (x.shape[1] - 1) * head + x.shape[2]
-    return TensorDescriptor(x, [x.shape[0], columns], [row, 1], box, layout), head
+    return TensorDescriptor(x, [x.shape[0], columns], [row, 1], [QUERIES, x.shape[2]], layout), head
 
 
 def attention_backward(
@@ -153,7 +148,9 @@ def attention_backward(
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
     slot = triton.cdiv(max_q, QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
     scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
-    (q_desc, q_step), (k_desc, k_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, k, v, grad_out))
+    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, v, grad_out))
+    # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
+    k_desc, k_step = _descriptor(k, swizzle=head_dim)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
     _backward[(programs,)](

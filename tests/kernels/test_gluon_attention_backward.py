@@ -23,10 +23,12 @@ LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
-    element = gl.bfloat16 if dtype == "bf16" else gl.float16
-    tile = f"tensordesc<{dtype}[64, {head_dim}],{gl.NVMMASharedLayout.get_default_for([64, head_dim], element)!r}>"
+    def tile(swizzle: int) -> str:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+        return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
+
     line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
-    signature = {f"{name}_desc": tile for name in "qkvg"} | {"lse_desc": line, "delta_desc": line}
+    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"} | {"lse_desc": line, "delta_desc": line}
     signature |= {"table_ptr": "*i32", "items": "i32", "stats_stride": "i32", "scratch_ptr": "*fp32", "slot": "i64"}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}

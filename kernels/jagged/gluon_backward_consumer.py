@@ -1,0 +1,239 @@
+"""The computing warpgroups of the attention backward in `gluon_attention_backward`.
+
+Names: q, k, v and g (the gradient of the output) are tiles in shared memory, s the scores, p the probabilities; all
+products are taken on the transposed scores, [64 keys, 64 queries], so that p and ds are left operands in registers for
+dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and columns [C d / 2, (C + 1) d / 2) of dq.
+
+dq takes the ds of both warpgroups. It is made one step late, when the other's has long arrived, so that the two need
+not run in step: while one is at its exponentials, the other has the tensor cores. The scores of a step are made at the
+end of the one before, over the borders of key tiles and rows. What a step leaves is whole at the end of the loop's
+body: with a product in flight there the compiler would serialise all of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.jagged.gluon_backward_steps import STAGES, item_of, key_tiles_of, query_tiles_of, row_of, share_of
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+
+
+@gluon.jit
+def _masked(s, keys, offset, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores, -inf for keys beyond the first `keys` and outside the window. Most tiles have nothing to mask.
+
+    `offset` is the position of the first key less that of the first query.
+    """
+    partial = keys < 64
+    if RIGHT:
+        partial |= offset + 63 > right
+    if LEFT:
+        partial |= offset - 63 < -left
+    if partial:
+        row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)), 1)
+        column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES)), 0)
+        seen = (row < keys) & (column >= 0)
+        if RIGHT:
+            seen &= row + (offset - right) <= column
+        if LEFT:
+            seen &= row + (offset + left) >= column
+        s = gl.where(seen, s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def _rounded(x, dtype: gl.constexpr):
+    """x.to(dtype), two neighbours to a register at once: every later use then shares that register."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, True, 2)
+    return y
+
+
+@gluon.jit
+def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
+    """The first `rows` rows of x [64, columns] to rows STRIDE elements apart."""
+    LAYOUT: gl.constexpr = x.type.layout
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+    gl.store(pointer + (row * STRIDE + column), x.to(pointer.dtype.element_ty), mask=(row < rows) & (column >= 0))
+
+
+@gluon.jit
+def _through(buffer, x):
+    """x [64, d], of an accumulator's layout, rounded and in a layout of 16 bytes of a row to a lane."""
+    D: gl.constexpr = x.shape[1]
+    LANES: gl.constexpr = D // 8
+    buffer.store(x.to(buffer.dtype))
+    return buffer.load(gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _cells(dq):
+    """dq in the order of the scratch, which is free: what a thread holds of two columns and two rows, eight apart,
+    become neighbours there. No data moves for it, accesses are 16 bytes wide and a warp's are contiguous."""
+    GROUPS: gl.constexpr = dq.shape[1] // 8
+    flat = dq.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * dq.shape[1]])
+    return flat
+
+
+@gluon.jit
+def _load_dq(place, wanted, COLUMNS: gl.constexpr):
+    """dq [64, COLUMNS] that earlier key tiles left at `place`, zeros unless `wanted`."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    flat = _cells(gl.zeros((64, COLUMNS), gl.float32, HALF))
+    FLAT: gl.constexpr = flat.type.layout
+    cell = gl.arange(0, 64 * COLUMNS, layout=FLAT)
+    flat = gl.load(place + cell, mask=(cell >= 0) & wanted, other=0.0, cache_modifier=".cg")
+    dq = flat.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
+    return gl.convert_layout(dq, HALF)
+
+
+@gluon.jit
+def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
+    """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
+
+    Every element of the scratch belongs to one thread. Its own stores, additions and loads stay in order, so no fence
+    is needed, and the order of the additions is that of the key tiles.
+    """
+    if last:
+        _store_rows(dq * scale, pointer, rows, STRIDE)
+    else:
+        flat = _cells(dq)
+        cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+        if first:
+            gl.store(place + cell, flat, cache_modifier=".cg")
+        else:
+            gl.atomic_add(place + cell, flat, sem="relaxed")
+
+
+@gluon.jit
+def differentiate(
+    buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
+    k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
+    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty = bars
+    dtype: gl.constexpr = k_s.dtype
+    D: gl.constexpr = k_s.shape[2]
+    HALF: gl.constexpr = D // 2
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    scratch = scratch_ptr + program.to(gl.int64) * slot + C * (64 * HALF)
+    zeros = gl.zeros((64, 64), gl.float32, SCORES)
+    tile = 0
+    step = 0
+    # What dq of the step before needs; before the first step it has no rows to write.
+    place = scratch
+    out = dq_ptr
+    rows = 0
+    first = True
+    last = True
+    left_tile = False
+    old_slot = 0
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(kv_full.index(0), 0)
+    s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for turn in range(share_of(program, programs, items)):
+        item = item_of(turn, program, programs)
+        q_start, q_length, k_start, k_length, _first_tile, head = row_of(table_ptr, item, HEADS)
+        query_tiles = (q_length + 63) // 64
+        key_tiles = gl.maximum((k_length + 127) // 128, 1)
+        for j in range(key_tiles):
+            low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
+            keys = k_length - j * 128 - C * 64
+            dk = gl.zeros((64, D), gl.float32, WIDE)
+            dv = gl.zeros((64, D), gl.float32, WIDE)
+            steps = (high - low) * GROUP
+            kv = tile & 1
+            tile += (steps > 0).to(gl.int32)
+            i = low
+            member = 0
+            for n in range(steps):
+                stage = step % STAGES
+                buffer = step & 1
+                g = g_s.index(stage)
+                mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+                dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = _masked(s, keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
+                lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+                p = _rounded(gl.exp2(s * exponent - lse), dtype)
+                p_left = gl.convert_layout(p, LEFT_OPERAND)
+                dv = warpgroup_mma(p_left, g, dv, is_async=True)
+                dq = _load_dq(place, last and not first, HALF)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+                ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
+                mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+                ds_s.index(buffer * 2 + C).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(buffer), count=1)
+
+                old = buffer ^ 1
+                mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+                for c in gl.static_range(2):
+                    k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
+                    dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+                ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+                dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
+                dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
+                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+                mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
+                _put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+
+                left_tile = n == steps - 1
+                step += 1
+                after = step % STAGES
+                new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
+                mbarrier.wait(q_full.index(after), step // STAGES & 1)
+                mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
+                s = warpgroup_mma(
+                    k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                first_tile, last_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
+                first = j == first_tile
+                last = j == last_tile
+                place = scratch + (member * query_tiles + i).to(gl.int64) * (64 * D)
+                out = dq_ptr + (
+                    (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
+                )
+                rows = q_length - i * 64
+                old_slot = kv
+                i += 1
+                if i == high:
+                    i = low
+                    member += 1
+                s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
+                mbarrier.arrive(stage_empty.index(stage), count=1)
+            position = (k_start + j * 128 + C * 64).to(gl.int64) * (HEADS * D) + head * D
+            if steps > 0:
+                # The values of this tile have had their last use.
+                buffer = v_s.index(kv * 2 + C)
+                _store_rows(_through(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
+                _store_rows(_through(buffer, dv), dv_ptr + position, keys, HEADS * D)
+                fence_async_shared()
+            else:
+                _store_rows(dk, dk_ptr + position, keys, HEADS * D)
+                _store_rows(dv, dv_ptr + position, keys, HEADS * D)
+    # dq of the last step.
+    old = (step & 1) ^ 1
+    dq = _load_dq(place, last and not first, HALF)
+    mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    for c in gl.static_range(2):
+        k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    _put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)

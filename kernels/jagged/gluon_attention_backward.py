@@ -1,10 +1,12 @@
 """Backward of jagged softmax attention for Hopper: warp-specialised, asynchronous, deterministic (Gluon).
 
 One thread block owns a (row, key head) and walks its tiles of 128 keys in order, so it alone adds to dq of these
-queries and the order of every sum is fixed. Of its four warpgroups one loads tiles by TMA; two own 64 of a tile's keys
-each, keep their dk and dv in registers and leave ds in shared memory; the fourth makes dq of it. Between key tiles dq
-lives in a float32 scratch of the block, which the last key tile reads for the result. Blocks are as many as
-multiprocessors and share the rows out, the longest first. The device functions are in `gluon_backward_steps`.
+queries and the order of every sum is fixed. Of its three warpgroups one loads tiles by TMA; two own 64 of a tile's keys
+each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both leave in shared
+memory. Between key tiles dq lives in a float32 scratch of the block: the first key tile stores it, others add to it by
+reductions that nothing waits for, the last one loads the sum and writes the result. Blocks are as many as
+multiprocessors and share the rows out, the longest first. The loader and what all share are in `gluon_backward_steps`,
+the two others in `gluon_backward_consumer`.
 """
 
 from __future__ import annotations

@@ -79,11 +79,13 @@ def _through(buffer, x):
 
 @gluon.jit
 def _cells(dq):
-    """dq in the order of the scratch, which is free: what a thread holds of two columns and two rows, eight apart,
-    become neighbours there. No data moves for it, accesses are 16 bytes wide and a warp's are contiguous."""
+    """dq in the order of the scratch, which is free.
+
+    What a thread holds of two columns and of two rows, eight apart, are neighbours there. No data moves for it,
+    accesses are 16 bytes wide, and those of a warp contiguous.
+    """
     GROUPS: gl.constexpr = dq.shape[1] // 8
-    flat = dq.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * dq.shape[1]])
-    return flat
+    return dq.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * dq.shape[1]])
 
 
 @gluon.jit

@@ -28,7 +28,10 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
         return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
 
     line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
-    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"} | {"lse_desc": line, "delta_desc": line}
+    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"} | {
+        "lse_desc": line,
+        "delta_desc": line,
+    }
     signature |= {"table_ptr": "*i32", "items": "i32", "stats_stride": "i32", "scratch_ptr": "*fp32", "slot": "i64"}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}
@@ -51,8 +54,8 @@ def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: boo
     built = compiled(head_dim, window, dtype)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
         assert built.contains(instruction), instruction
-    for instruction in ("atom", "red"):
-        assert not built.contains(instruction), "float atomics would make runs differ"
+    # Four elements to a reduction. Each element gets all of its own from one thread, so runs do not differ.
+    assert built.contains("atom.global.gpu.relaxed.add.v4.f32")
     assert built.shared_bytes <= 227 * 1024
     # At head dimension 128 mostly what only the outer loops need is spilled; how much depends on the compiler.
     assert built.spill_bytes <= (0 if head_dim == 64 else 768)
@@ -200,3 +203,19 @@ def test_gradients_of_grouped_heads_of_views_and_of_other_dtypes() -> None:
     check([100, 64, 300], [200, 129, 20], heads=(6, 2))
     check([100, 64, 300], [100, 64, 300], heads=(4, 4), packed=True)
     check([300, 200], [300, 200], dtype=torch.float16, offsets_dtype=torch.int64)
+
+
+@pytest.mark.gpu
+def test_many_runs_give_equal_bits() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = torch.randint(1, 1025, (64,), generator=generator, device="cuda")
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    total = int(offsets[-1])
+    q, k, v, out, grad = (
+        torch.randn(total, 2, 128, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(5)
+    )
+    lse = torch.full((2, total), 8.0, device="cuda")
+    arguments = (grad, q, k, v, out, lse, offsets, offsets, 1024, 1024, 128**-0.5, False, (-1, -1))
+    first = attention_backward(*arguments)
+    for _ in range(20):
+        assert all(torch.equal(x, y) for x, y in zip(first, attention_backward(*arguments), strict=True))

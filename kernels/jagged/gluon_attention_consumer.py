@@ -44,20 +44,19 @@ def _tile(schedule, turn, num_heads, LEFT: gl.constexpr, C: gl.constexpr):
     """What consumer C has to know of this program's item of round `turn`.
 
     (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
-    keys, first block, last block, head)
+    keys, first block, how many more there are, head)
     """
     entry, head = dealt_item(schedule, turn, num_heads)
     first_block = 0
     if LEFT:
         first_block = gl.load(entry + FIRST_BLOCK)
-    last_block = first_block + gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1
     return (
         gl.load(entry + MAIN_BEGIN) + C * ROWS,
         gl.load(entry + MAIN_COUNT) - C * ROWS,
         gl.load(entry + MAIN_POSITION) + C * ROWS,
         gl.load(entry + OTHER_LENGTH),
         first_block,
-        last_block,
+        gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1,
         head,
     )
 
@@ -218,8 +217,8 @@ def attend(
     rounds = num_rounds(gl.load(schedule) * num_heads)
     # A program without items goes through the motions for one block, without waiting for what never comes.
     some = rounds > 0
-    q_begin, q_count, position, k_length, first_block, last_block, head = _tile(schedule, 0, num_heads, LEFT, C)
-    next_begin, next_count, next_position, next_length, next_first, next_last, next_head = _tile(
+    q_begin, q_count, position, k_length, first_block, steps, head = _tile(schedule, 0, num_heads, LEFT, C)
+    next_begin, next_count, next_position, next_length, next_first, next_steps, next_head = _tile(
         schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), num_heads, LEFT, C
     )
     mbarrier.wait(q_full.index(C), 0, pred=some)
@@ -227,7 +226,7 @@ def attend(
     token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(k_empty.index(0), count=1, pred=some)
-    s = _masked(s, last_block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT)
+    s = _masked(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT)
     p_next, m, _ = _softmax(s, nothing_seen, scale, True)
     total = gl.sum(p_next, 1)
     p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
@@ -237,13 +236,15 @@ def attend(
         acc = gl.zeros((ROWS, DV), gl.float32, LO)
         q = q_smem.index(2 * (turn % 2) + C)
         if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
-            skipped = gl.where(q_count > 0, 0, last_block - first_block)
+            skipped = gl.where(q_count > 0, 0, steps)
             for _ in range(skipped):
                 done = _skip(barriers, done, STAGES, C)
-            first_block += skipped
-        for b in range(last_block - first_block):
+            steps -= skipped
+        # `next_steps` is read by the mask below. It must be: MLIR takes a value that is carried around a loop only to
+        # bound a loop inside it for dead, and every tile would do as many steps as the first.
+        for b in range(steps):
             acc, p, m, total = _advance(
-                q, k_smem, v_smem, barriers, done, last_block - 1 - b, acc, p, m, total, scale,
+                q, k_smem, v_smem, barriers, done, first_block + (steps - 1 - b), acc, p, m, total, scale,
                 position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
             )  # fmt: skip
             done += 1
@@ -262,14 +263,14 @@ def attend(
         mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
         # The tile after the next one: by the time it is looked at, its entry has long arrived.
-        new_begin, new_count, new_position, new_length, new_first, new_last, new_head = _tile(
+        new_begin, new_count, new_position, new_length, new_first, new_steps, new_head = _tile(
             schedule, gl.minimum(turn + 2, rounds - 1), num_heads, LEFT, C
         )
         s = warpgroup_mma_wait(1, deps=(token,))
         if EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more)
-        s = _masked(s, next_last * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT)
+        s = _masked(s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT)
         p_next, m_next, _ = _softmax(s, nothing_seen, scale, True)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         if not EARLY:
@@ -295,7 +296,7 @@ def attend(
         m = m_next
         total = gl.sum(p_next, 1)
         q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
-        first_block, last_block, head = next_first, next_last, next_head
+        first_block, steps, head = next_first, next_steps, next_head
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
-        next_first, next_last, next_head = new_first, new_last, new_head
+        next_first, next_steps, next_head = new_first, new_steps, new_head
     tma.store_wait(0)

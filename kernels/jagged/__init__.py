@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.jagged import (  # noqa: F401  importing them registers their backends
     attention,
+    attention_padded,
     attention_reference,
     gluon_attention,
     reference,

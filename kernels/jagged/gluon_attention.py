@@ -54,7 +54,6 @@ def _supports(
     return None
 
 
-# Below every other backend, so only by name, until a committed benchmark of these very kernels says what they gain.
-gluon_attention = dispatch.register("jagged_attention", "gluon", supports=_supports, priority=4)(
+gluon_attention = dispatch.register("jagged_attention", "gluon", supports=_supports, priority=20)(
     attention_operator("gluon", _forward, _backward)
 )

@@ -1,0 +1,54 @@
+"""`jagged_attention` as it is written without kernels for it: pad, attend with a mask under torch.compile, take out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import dispatch
+from kernels.jagged.reference import repeat_heads
+
+
+def _supports(*, device: str, masked: bool, block_local: bool, biased: bool, **_: Hashable) -> str | None:
+    if device != "cuda":
+        return f"is compiled for CUDA devices, the tensors are on {device}"
+    return "has neither masks nor biases" if masked or block_local or biased else None
+
+
+@torch.compile(dynamic=False)
+def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """[B, L, H, d] each, lengths [B] of the keys."""
+    j = torch.arange(k.shape[1], device=k.device)
+    # A row without keys looks at its padding, whose values are zeros.
+    seen = (j < lengths.clamp(min=1)[:, None])[:, None, None]
+    out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
+    return out.transpose(1, 2)
+
+
+# Never by itself: it is what the other backends are measured against in training.
+@dispatch.register("jagged_attention", "padded", supports=_supports, priority=-1)
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+) -> Tensor:
+    # Whatever converts fastest; the package that chooses it imports this file.
+    from kernels.jagged import jagged_to_padded, padded_to_jagged
+
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels want the rows of a mask to start at multiples of 16 bytes
+    padded = (
+        jagged_to_padded(values, offsets, length)
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
+    )
+    return padded_to_jagged(_attend(*padded, k_offsets.diff(), scale), q_offsets, q.shape[0])

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 pytest.importorskip("triton")
+import triton
 from triton.experimental.gluon import language as gl
 
 from kernels import scheduling
@@ -46,22 +48,23 @@ SMALL = {
 }
 SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()]
 LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
-# Main lengths, other lengths, positions of a tile, positions of a block, window.
-SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int]]] = [
-    *((main, other, 16, 8, window) for main, other in SMALL.values() for window in WINDOWS),
-    *((SKEWED, SKEWED, 128, 128, window) for window in (UNLIMITED, (-1, 0), (100, 0))),
-    (LONG, LONG, 1024, 8, UNLIMITED),
+# Main lengths, other lengths, positions of a tile, positions of a block, window, positions of a unit of work.
+SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int], int]] = [
+    *((main, other, 16, 8, window, unit) for main, other in SMALL.values() for window in WINDOWS for unit in (16, 8)),
+    *((SKEWED, SKEWED, 128, 128, window, unit) for window in (UNLIMITED, (-1, 0), (100, 0)) for unit in (128, 64)),
+    (LONG, LONG, 1024, 8, UNLIMITED, 1024),
 ]
+NUM_SMALL = 2 * len(SMALL) * len(WINDOWS)
 INTERPRETED = """
 import json, sys
 import torch
 from kernels.scheduling import tile_schedule
 
 tables = []
-for main, other, block_main, block_other, window in json.load(sys.stdin):
+for main, other, block_main, block_other, window, unit in json.load(sys.stdin):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
     table = tile_schedule(
-        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window)
+        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window), unit
     )
     tables.append(table[: 1 + int(table[0, 0])].tolist())
 json.dump(tables, sys.stdout)
@@ -94,9 +97,14 @@ def blocks_seen(position: int, count: int, length: int, block: int, window: tupl
     }
 
 
-@pytest.mark.parametrize("index", range(len(SMALL) * len(WINDOWS)))
+def work_of(tiles: list[list[int]], unit: int) -> list[int]:
+    count, blocks = scheduling.MAIN_COUNT.value, scheduling.NUM_BLOCKS.value
+    return [tile[blocks] * -(-tile[count] // unit) for tile in tiles]
+
+
+@pytest.mark.parametrize("index", range(NUM_SMALL))
 def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: int) -> None:
-    main, other, block_main, block_other, window = SCHEDULES[index]
+    main, other, block_main, block_other, window, unit = SCHEDULES[index]
     main_begin, other_begin = offsets_of(main).tolist(), offsets_of(other).tolist()
     expected = {(row, position) for row, length in enumerate(main) for position in range(0, length, block_main)}
     header, *tiles = tables[index]
@@ -110,7 +118,7 @@ def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: in
         assert blocks_seen(position, count, length, block_other, window) <= listed
         # Nothing more than positions behind the row's end would see.
         assert listed <= blocks_seen(position, block_main, length, block_other, window)
-    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tiles]
+    work = work_of(tiles, unit)
     assert work == sorted(work, reverse=True)
 
 
@@ -123,9 +131,9 @@ def dealt(work: list[int], programs: int) -> list[int]:
     return totals
 
 
-@pytest.mark.parametrize("index", range(len(SMALL) * len(WINDOWS), len(SCHEDULES) - 1))
+@pytest.mark.parametrize("index", range(NUM_SMALL, len(SCHEDULES) - 1))
 def test_skewed_rows_are_dealt_evenly(tables: list[list[list[int]]], index: int) -> None:
-    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tables[index][1:]]
+    work = work_of(tables[index][1:], SCHEDULES[index][-1])
     totals = dealt([amount for amount in work for _ in range(4)], 16)
     # Each there-and-back of the deal evens out the one before; the largest item is a bound on what is left over.
     assert max(totals) - min(totals) <= max(work)
@@ -185,6 +193,27 @@ def test_compiles_to_asynchronous_products_without_spills(options: dict, spill_b
         assert instruction in compiled.ptx, instruction
     assert compiled.spill_bytes <= spill_bytes
     assert compiled.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize(("window", "facts"), [(UNLIMITED, 5), ((-1, 0), 6), ((64, -1), 7), ((64, 64), 7)], ids=str)
+def test_compiler_keeps_what_tiles_differ_in(
+    window: tuple[int, int], facts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLIR drops loop-carried values that only bound an inner loop; then all tiles do as many steps as the first."""
+    programs = []
+    compile_program = triton.compile
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        programs.append(compile_program(*arguments, **options))
+        return programs[-1]
+
+    monkeypatch.setattr(triton, "compile", recorded)
+    _compiled(window=window)
+    over_tiles = [line for line in programs[0].asm["ttgir"].splitlines() if "scf.for" in line and "bf16" in line]
+    # Begin, count, length, steps, head, the position if masked, the first block if that varies: of this tile and of
+    # the next. Besides them the maximum, the sum, the probabilities and the number of blocks done.
+    carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "%done:" in line]
+    assert carried == 2 * [2 * facts + 4]
 
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
@@ -255,6 +284,8 @@ CASES = {
     "window": ({"window": (100, 30)}, lengths_of(60, 0, 700, 6), lengths_of(60, 0, 700, 6)),
     "left only": ({"window": (130, -1)}, lengths_of(30, 0, 900, 7), lengths_of(30, 0, 900, 7)),
     "right only": ({"window": (-1, 200)}, lengths_of(30, 0, 900, 8), lengths_of(30, 0, 400, 9)),
+    "causal window": ({"window": (70, 0)}, lengths_of(60, 0, 700, 10), lengths_of(60, 0, 700, 10)),
+    "long causal window": ({"window": (300, 0)}, lengths_of(40, 500, 2500, 11), lengths_of(40, 500, 2500, 11)),
     "only itself": ({"window": (0, 0)}, ODD, ODD),
 }
 

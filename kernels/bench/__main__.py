@@ -7,6 +7,7 @@ import fnmatch
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from kernels import dispatch
 from kernels.bench.case import Case, Problem
 from kernels.bench.environment import commit, environment, slug
-from kernels.bench.timing import captured, interleaved, interleaved_graphs
+from kernels.bench.timing import captured, interleaved, interleaved_graphs, peak_memory
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -60,7 +61,7 @@ def run(
     code = commit()
     print(", ".join(f"{name} {value}" for name, value in facts.items()), "commit", code)
     for case in cases:
-        result = measure(case.problem(device), device, seconds, min_rounds, graph) | {"commit": code, "graph": graph}
+        result = measure(case.problem(device), device, seconds, min_rounds, graph) | {"commit": code}
         results[case.name] = result
         _print(case.name, result)
         path.write_text(json.dumps({"family": family, "environment": facts, "cases": results}, indent=1) + "\n")
@@ -70,9 +71,13 @@ def run(
 
 
 def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: int, graph: bool) -> dict[str, Any]:
-    """Check every contender, then time those that are right; a row of the result is a time or the reason for none."""
+    """Check every contender, then time those that are right; a row of the result is a time or the reason for none.
+
+    Where one of them cannot be captured, none is: times with and without launch overhead do not belong side by side.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    steps = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    peaks: dict[str, float | None] = {}
     stream = torch.cuda.Stream() if graph else None
     for name, prepare in problem.contenders.items():
         try:
@@ -90,35 +95,58 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
         if fault:
             rows[name] = {"wrong": fault}
             continue
-        try:
-            steps[name] = runner.step if stream is None else captured(runner.step, stream)
-        except RuntimeError as error:
-            rows[name] = {"unavailable": f"cannot be captured in a CUDA graph: {error}"}
+        # Not of the first call, in which peers try configurations.
+        with torch.cuda.stream(stream):
+            peaks[name] = peak_memory(runner.step, device)
+        steps[name] = runner.step
+    uncaptured = {}
+    if stream is not None:
+        replays, uncaptured = _capture_all(steps, stream)
     if not steps:
         timings = {}
-    elif stream is not None:
-        timings = interleaved_graphs(steps, stream, device, seconds, min_rounds)
+    elif stream is not None and not uncaptured:
+        timings = interleaved_graphs(replays, stream, device, seconds, min_rounds)
     else:
-        timings = interleaved(steps, device, seconds, min_rounds)
+        # A backward runs on the stream of its forward.
+        with torch.cuda.stream(stream):
+            timings = interleaved(steps, device, seconds, min_rounds)
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():
         rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}
         rows[name]["tflops"] = problem.flops / timing.median / 1e9
         rows[name]["tb_per_s"] = problem.bytes / timing.median / 1e9
         rows[name]["time_over_ours"] = timing.median / ours
-    return {"flops": problem.flops, "bytes": problem.bytes, "contenders": rows}
+        rows[name]["peak_mib"] = peaks[name]
+    result = {"flops": problem.flops, "bytes": problem.bytes, "graph": graph and not uncaptured, "contenders": rows}
+    return result | ({"uncaptured": uncaptured} if uncaptured else {})
+
+
+def _capture_all(
+    steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream
+) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    """(replays of graphs of all steps, why those that cannot be captured cannot)."""
+    replays, uncaptured = {}, {}
+    for name, step in steps.items():
+        try:
+            replays[name] = captured(step, stream)
+        except RuntimeError as error:
+            uncaptured[name] = str(error)
+    return replays, uncaptured
 
 
 def _print(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name}: {result['flops'] / 1e9:.4g} GFLOP, {result['bytes'] / 1e6:.4g} MB")
+    for contender, reason in result.get("uncaptured", {}).items():
+        print(f"  timed with launches: {contender} cannot be captured in a CUDA graph: {reason.splitlines()[0]}")
     for contender, row in result["contenders"].items():
         if "median_ms" not in row:
             (word, reason), *_ = row.items()
             print(f"  {contender:<24} {word}: {reason}")
             continue
+        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:8.1f} MiB "
         print(
             f"  {contender:<24} {row['median_ms']:10.4f} ms ({row['low_ms']:.4f} to {row['high_ms']:.4f})"
-            f" {row['tflops']:9.3g} TFLOP/s {row['tb_per_s']:8.3g} TB/s  {row['time_over_ours']:6.2f} x ours"
+            f" {row['tflops']:9.3g} TFLOP/s {row['tb_per_s']:8.3g} TB/s {peak} {row['time_over_ours']:6.2f} x ours"
         )
 
 

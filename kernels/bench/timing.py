@@ -1,4 +1,4 @@
-"""Interleaved timing of several functions."""
+"""Interleaved timing of several functions, and the memory that one takes."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def _time_cpu(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], floa
 def _summary(milliseconds: list[float]) -> Timing:
     low, median, high = torch.tensor(milliseconds).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
     return Timing(median, low, high, len(milliseconds))
+
+
+def peak_memory(step: Callable[[], Any], device: torch.device) -> float | None:
+    """MiB that `step` takes at its peak beyond what there was before, its result counted in; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
 def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:

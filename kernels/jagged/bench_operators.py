@@ -1,7 +1,7 @@
 """Benchmark cases of the jagged operators other than attention, at the shape of the jagged flash attention paper.
 
 A backward case times the backward alone, of a forward that ran once. The peers are FBGEMM's, where it is installed:
-its Triton kernels for products and softmax, its C++ operators for these and conversions.
+its Triton kernels for products and softmax, its C++ operators for these and conversions; and PyTorch on padded tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels import dispatch, jagged
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.jagged import bench_padded
 
 # Rows, maximum length, width, and the narrow width of products and softmax.
 GPU_SHAPE = (1024, 200, 256, 8)
@@ -312,20 +313,37 @@ def _problem(name: str, direction: str, precision: str, shape: tuple[int, ...], 
         shape_of_out = operator.ours(None, *inputs)
     cotangent = random(*shape_of_out.shape)
 
-    def runner(function: Callable[..., Tensor]) -> Runner:
-        def in_precision(step: Callable[[], Any]) -> Any:
-            before = torch.backends.cuda.matmul.allow_tf32
-            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            try:
-                return step()
-            finally:
-                torch.backends.cuda.matmul.allow_tf32 = before
+    def in_precision(step: Callable[[], Any]) -> Any:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            return step()
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
 
+    def step_of(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangent: Tensor) -> Callable[[], Any]:
         if not backward:
-            return Runner(lambda: in_precision(lambda: function(*inputs)))
+            return lambda: in_precision(lambda: function(*inputs))
         out = in_precision(lambda: function(*inputs))
+        return lambda: in_precision(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True))
+
+    def runner(function: Callable[..., Tensor]) -> Runner:
+        return Runner(step_of(function, inputs, cotangent), tuple if backward else lambda out: (out,))
+
+    def padded_runner() -> Runner:
+        peer = bench_padded.PEERS[name]
+        layouts = bench_padded.Layouts(offsets, maximum, sizes.total, sizes.total_squared)
+        tensors = zip(peer.inputs, inputs, strict=True)
+        padded = [
+            layouts.pad(layout, tensor.detach(), peer.fill).requires_grad_(backward) for layout, tensor in tensors
+        ]
+        results = peer.inputs if backward else (peer.out,)
         return Runner(
-            lambda: in_precision(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True)), tuple
+            step_of(peer.function, padded, layouts.pad(peer.out, cotangent)),
+            lambda made: tuple(
+                layouts.cut(layout, tensor)
+                for layout, tensor in zip(results, made if backward else (made,), strict=True)
+            ),
         )
 
     exact = [tensor.detach().double().requires_grad_(backward) for tensor in inputs]
@@ -337,7 +355,8 @@ def _problem(name: str, direction: str, precision: str, shape: tuple[int, ...], 
     elements = sum(tensor.numel() for tensor in inputs) + (read + operator.kept if backward else out.numel())
     return Problem(
         contenders=backends_of(operator.op, lambda backend: runner(partial(operator.ours, backend)))
-        | {peer: partial(runner, function) for peer, function in operator.peers.items()},
+        | {peer: partial(runner, function) for peer, function in operator.peers.items()}
+        | ({"torch padded": padded_runner} if name in bench_padded.PEERS else {}),
         check=check_relative_error(expected, LIMIT_TF32 if precision == "tf32" else LIMITS[dtype]),
         flops=operator.flops * (2.0 if backward else 1.0),
         bytes=elements * dtype.itemsize,

@@ -55,7 +55,7 @@ def _segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
 def _segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     from kernels.jagged import triton_segment
 
-    return triton_segment.reduce(values, offsets, "max", values.dtype)
+    return triton_segment.largest(values, offsets)[0]
 
 
 @_register("jagged_to_padded", _supports_moves)
@@ -87,10 +87,12 @@ def _jagged_flip(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 @_register("jagged_slice", _supports_moves)
-def _jagged_slice(values: Tensor, offsets: Tensor, begin: Tensor, sliced_offsets: Tensor, total: int) -> Tensor:
-    from kernels.jagged import triton_moves
+def _jagged_slice(
+    values: Tensor, offsets: Tensor, start: Tensor, length: Tensor, total: int | None
+) -> tuple[Tensor, Tensor]:
+    from kernels.jagged import triton_gather
 
-    return triton_moves.window(values, offsets, begin, sliced_offsets, total)
+    return triton_gather.slices(values, offsets, start, length, total)
 
 
 @_register("jagged_concat", _supports_moves)
@@ -113,14 +115,14 @@ def _jagged_index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: i
 def _jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
     from kernels.jagged import triton_bmm
 
-    return triton_bmm.dense_bmm(x, offsets, y)
+    return triton_bmm.dense_bmm(x, offsets, y, max_length)
 
 
 @_register("jagged_jagged_bmm")
 def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     from kernels.jagged import triton_bmm
 
-    return triton_bmm.jagged_bmm(x, y, offsets)
+    return triton_bmm.jagged_bmm(x, y, offsets, max_length)
 
 
 @_register("jagged_jagged_bmm_jagged_out")

@@ -3,7 +3,7 @@
     dense:   out[i] = x[i] @ y[b] for i in row b            [N, D], [B, D, E] -> [N, E]
     jagged:  out[b] = x[row b]^T @ y[row b]                 [N, D], [N, E] -> [B, D, E]
 
-Each is the other's gradient, so that three launches serve four products.
+Each is the other's gradient. Where one of D and E is narrow, `triton_narrow` makes both gradients in one launch.
 """
 
 import torch
@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, num_tiles, precision_of, steps_of, tile_of, tile_shape
+from kernels.jagged import triton_narrow
+from kernels.jagged.triton_common import flat, num_tiles, precision_of, steps_of, tile_of
+from kernels.jagged.triton_parts import join, num_parts, part_of, part_size, slots
 
 
 @triton.jit
@@ -64,55 +66,30 @@ def _dense_kernel(
 
 
 @triton.jit
-def _outer_sum_kernel(
-    x,
-    offsets,
-    y,
-    out,
-    num_rows,
-    E,
-    x_stride,
-    K: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`_dense_kernel` for so few terms K that reading and writing take all the time: no tensor cores, no rounding."""
-    row, _, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_M, STEPS)
-    if start >= end:
-        return
-    tall = (end - start).to(tl.int32)
-    i = tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.static_range(K):
-        left = tl.load(x + start * x_stride + k + i * x_stride, mask=i < tall, other=0).to(tl.float32)
-        right = tl.load(y + (row * K + k) * E + column, mask=column < E, other=0).to(tl.float32)
-        total += left[:, None] * right[None, :]
-    at = out + start * E + i[:, None] * E + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (column < E)[None, :])
-
-
-@triton.jit
 def _jagged_kernel(
     x,
     y,
     offsets,
     out,
+    parts,
+    num_rows,
     D,
     E,
     x_stride,
     y_stride,
     out_stride_d,
     out_stride_e,
+    PART: tl.constexpr,
+    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + row).to(tl.int64)
-    count = (tl.load(offsets + row + 1).to(tl.int64) - begin).to(tl.int32)
+    row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    if (tl.program_id(0) >= num_rows) & (first >= last):
+        return
+    count = (last - first).to(tl.int32)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     e = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     step = tl.arange(0, BLOCK_L)
@@ -121,17 +98,17 @@ def _jagged_kernel(
     total = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     for i in range(0, count, BLOCK_L):
         left = tl.load(
-            x + (begin + i) * x_stride + x_tile, mask=(step < count - i)[:, None] & (d < D)[None, :], other=0
+            x + (first + i) * x_stride + x_tile, mask=(step < count - i)[:, None] & (d < D)[None, :], other=0
         )
         right = tl.load(
-            y + (begin + i) * y_stride + y_tile, mask=(step < count - i)[:, None] & (e < E)[None, :], other=0
+            y + (first + i) * y_stride + y_tile, mask=(step < count - i)[:, None] & (e < E)[None, :], other=0
         )
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-    at = out + row * D * E + d[:, None] * out_stride_d + e[None, :] * out_stride_e
-    tl.store(at, total.to(out.dtype.element_ty), mask=(d < D)[:, None] & (e < E)[None, :])
-
-
-FEW_TERMS = 8  # of an inner product, up to which tensor cores are not worth their tiles
+    at = d[:, None] * out_stride_d + e[None, :] * out_stride_e
+    inside = (d < D)[:, None] & (e < E)[None, :]
+    whole = end - begin <= PART
+    tl.store(out + row * D * E + at, total.to(out.dtype.element_ty), mask=inside & whole)
+    tl.store(parts + slot * D * E + at, total, mask=inside & ~whole)
 
 
 def _block(width: int, most: int) -> int:
@@ -140,22 +117,13 @@ def _block(width: int, most: int) -> int:
 
 
 def _dense_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
-    narrow = width <= 32
-    if dtype is torch.float32:
-        # Tiles of 32 rows keep to the tensor core instructions that take float32 operands in either order.
-        return {
-            "SWAP": narrow,
-            "BLOCK_M": 64 if narrow else 32,
-            "BLOCK_N": _block(width, 128),
-            "BLOCK_K": _block(inner, 32),
-            "num_warps": 4,
-            "num_stages": 3,
-        }
+    single, narrow = dtype is torch.float32, width <= 32
     return {
         "SWAP": narrow,
-        "BLOCK_M": 64,
+        # Tiles of 32 rows keep to the tensor core instructions that take float32 operands in either order.
+        "BLOCK_M": 32 if single and not narrow else 64,
         "BLOCK_N": _block(width, 128),
-        "BLOCK_K": _block(inner, 64),
+        "BLOCK_K": _block(inner, 32 if single else 64),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -172,35 +140,20 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, int]
     }
 
 
-@torch.library.custom_op("gemsmith::jagged_dense_bmm", mutates_args=())
-def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """x [N, D], y [B, D, E] of any strides -> [N, E]."""
-    out = x.new_empty(x.shape[0], y.shape[2])
+def _dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    num_rows, inner, width = y.shape
+    if triton_narrow.serves(inner, width, x.dtype, ("narrow",)):
+        return triton_narrow.products(offsets, wide=x, matrix=y, to=("narrow",))["narrow"]
+    if triton_narrow.serves(width, inner, x.dtype, ("wide",)):
+        return triton_narrow.products(offsets, narrow=x, matrix=y.mT, to=("wide",))["wide"]
+    out = x.new_empty(x.shape[0], width)
     if out.numel() == 0:
         return out
-    x = flat(x)
-    num_rows, inner, width = y.shape
-    if inner <= FEW_TERMS:
-        block_m, block_n = tile_shape(width, elements=4096, widest=256)
-        block_m = min(block_m, 64)
-        _outer_sum_kernel[(num_tiles(x.shape[0], num_rows, block_m), triton.cdiv(width, block_n))](
-            x,
-            offsets.contiguous(),
-            y.contiguous(),
-            out,
-            num_rows,
-            width,
-            x.stride(0),
-            K=inner,
-            STEPS=steps_of(num_rows),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-        )
-        return out
+    x, offsets = flat(x), offsets.contiguous()
     config = _dense_config(x.dtype, inner, width)
     _dense_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]), triton.cdiv(width, config["BLOCK_N"]))](
         x,
-        offsets.contiguous(),
+        offsets,
         y,
         out,
         num_rows,
@@ -215,62 +168,130 @@ def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-@dense_bmm.register_fake
-def _(x, offsets, y):
-    return x.new_empty(x.shape[0], y.shape[2])
-
-
-@torch.library.custom_op("gemsmith::jagged_jagged_bmm", mutates_args=())
-def jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """x [N, D], y [N, E] -> [B, D, E]."""
+def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     num_rows = offsets.shape[0] - 1
     out = x.new_empty(num_rows, x.shape[1], y.shape[1])
     if out.numel() == 0:
         return out
-    x, y = flat(x), flat(y)
+    x, y, offsets = flat(x), flat(y), offsets.contiguous()
     # The narrower one comes first, which the instructions prefer.
     strides = (y.shape[1], 1)
     if x.shape[1] > y.shape[1]:
         x, y, strides = y, x, (1, y.shape[1])
     config = _jagged_config(x.dtype, x.shape[1], y.shape[1])
-    _jagged_kernel[(num_rows, triton.cdiv(x.shape[1], config["BLOCK_D"]), triton.cdiv(y.shape[1], config["BLOCK_E"]))](
+    total, part = x.shape[0], part_size(longest)
+    parts = slots(x, total, part, x.shape[1] * y.shape[1])
+    grid = (
+        num_parts(total, num_rows, part),
+        triton.cdiv(x.shape[1], config["BLOCK_D"]),
+        triton.cdiv(y.shape[1], config["BLOCK_E"]),
+    )
+    _jagged_kernel[grid](
         x,
         y,
-        offsets.contiguous(),
+        offsets,
         out,
+        parts,
+        num_rows,
         x.shape[1],
         y.shape[1],
         x.stride(0),
         y.stride(0),
         *strides,
+        PART=part,
+        STEPS=steps_of(num_rows),
         PRECISION=precision_of(x.dtype),
         **config,
     )
+    join(parts, offsets, out, total, part)
     return out
 
 
+@torch.library.custom_op("gemsmith::jagged_dense_bmm", mutates_args=())
+def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, longest: int) -> Tensor:
+    """x [N, D], y [B, D, E] of any strides -> [N, E]; `longest` is a length that few rows exceed, for the gradient."""
+    return _dense(x, offsets, y)
+
+
+@dense_bmm.register_fake
+def _(x, offsets, y, longest):
+    return x.new_empty(x.shape[0], y.shape[2])
+
+
+@torch.library.custom_op("gemsmith::jagged_jagged_bmm", mutates_args=())
+def jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """x [N, D], y [N, E] -> [B, D, E]; rows longer than `longest` are right, but may not be spread over the chip."""
+    return _jagged(x, y, offsets, longest)
+
+
 @jagged_bmm.register_fake
-def _(x, y, offsets):
+def _(x, y, offsets, longest):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
+@torch.library.custom_op("gemsmith::jagged_dense_bmm_gradient", mutates_args=())
+def dense_gradient(
+    grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, longest: int, of_x: bool, of_y: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dy) of `dense_bmm`; of no size where it is not asked for."""
+    inner, width = y.shape[1:]
+    if of_x and of_y and triton_narrow.serves(inner, width, x.dtype, ("wide", "matrix")):
+        made = triton_narrow.products(offsets, wide=x, narrow=grad, matrix=y, to=("wide", "matrix"), longest=longest)
+        return made["wide"], made["matrix"]
+    if of_x and of_y and triton_narrow.serves(width, inner, x.dtype, ("narrow", "matrix")):
+        made = triton_narrow.products(
+            offsets, wide=grad, narrow=x, matrix=y.mT, to=("narrow", "matrix"), longest=longest, transposed=True
+        )
+        return made["narrow"], made["matrix"]
+    dx = _dense(grad, offsets, y.mT) if of_x else x.new_empty(0)
+    return dx, _jagged(x, grad, offsets, longest) if of_y else y.new_empty(0)
+
+
+@dense_gradient.register_fake
+def _(grad, x, offsets, y, longest, of_x, of_y):
+    return x.new_empty(x.shape if of_x else 0), y.new_empty(y.shape if of_y else 0)
+
+
+@torch.library.custom_op("gemsmith::jagged_jagged_bmm_gradient", mutates_args=())
+def jagged_gradient(
+    grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor, of_x: bool, of_y: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dy) of `jagged_bmm`; of no size where it is not asked for."""
+    if of_x and of_y and triton_narrow.serves(x.shape[1], y.shape[1], x.dtype, ("wide", "narrow")):
+        made = triton_narrow.products(offsets, wide=x, narrow=y, matrix=grad, to=("wide", "narrow"))
+        return made["wide"], made["narrow"]
+    if of_x and of_y and triton_narrow.serves(y.shape[1], x.shape[1], x.dtype, ("wide", "narrow")):
+        made = triton_narrow.products(offsets, wide=y, narrow=x, matrix=grad.mT, to=("wide", "narrow"))
+        return made["narrow"], made["wide"]
+    dx = _dense(y, offsets, grad.mT) if of_x else x.new_empty(0)
+    return dx, _dense(x, offsets, grad) if of_y else y.new_empty(0)
+
+
+@jagged_gradient.register_fake
+def _(grad, x, y, offsets, of_x, of_y):
+    return x.new_empty(x.shape if of_x else 0), y.new_empty(y.shape if of_y else 0)
+
+
 def _save_dense(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:3])
+    ctx.longest = inputs[3]
 
 
-def _dense_gradient(ctx, grad):
-    x, offsets, y = ctx.saved_tensors
-    dx = dense_bmm(grad, offsets, y.mT) if ctx.needs_input_grad[0] else None
-    dy = jagged_bmm(x, grad, offsets) if ctx.needs_input_grad[2] else None
-    return dx, None, dy
+def _save_jagged(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
 
 
-def _jagged_gradient(ctx, grad):
-    x, y, offsets = ctx.saved_tensors
-    dx = dense_bmm(y, offsets, grad.mT) if ctx.needs_input_grad[0] else None
-    dy = dense_bmm(x, offsets, grad) if ctx.needs_input_grad[1] else None
-    return dx, dy, None
+def _dense_backward(ctx, grad):
+    of_x, _, of_y, _ = ctx.needs_input_grad
+    dx, dy = dense_gradient(grad, *ctx.saved_tensors, ctx.longest, of_x, of_y)
+    return dx if of_x else None, None, dy if of_y else None, None
 
 
-dense_bmm.register_autograd(_dense_gradient, setup_context=_save_dense)
-jagged_bmm.register_autograd(_jagged_gradient, setup_context=_save_dense)
+def _jagged_backward(ctx, grad):
+    of_x, of_y, _, _ = ctx.needs_input_grad
+    dx, dy = jagged_gradient(grad, *ctx.saved_tensors, of_x, of_y)
+    return dx if of_x else None, dy if of_y else None, None, None
+
+
+dense_bmm.register_autograd(_dense_backward, setup_context=_save_dense)
+jagged_bmm.register_autograd(_jagged_backward, setup_context=_save_jagged)

@@ -9,8 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ENOUGH_PROGRAMS = 1024  # eight for each multiprocessor of a large GPU
 MAX_TILE_ROWS = 128  # which `row_of` looks up at once
+
+
+@triton.jit
+def _advance(row, offsets, num_rows, places, step, also):
+    """The last of row, row + step, ... (32 of them, each int64) that begins at or before each of `places`."""
+    way = tl.arange(0, 32)
+    candidate = row[:, None] + (way * step)[None, :]
+    real = candidate < num_rows
+    begin = tl.load(offsets + candidate, mask=real, other=0).to(tl.int64)
+    if also is not None:
+        begin += tl.load(also + candidate, mask=real, other=0).to(tl.int64)
+    passed = tl.sum((real & (begin <= places[:, None])).to(tl.int32), 1)
+    return row + (passed - 1) * step
 
 
 @triton.jit
@@ -18,21 +30,22 @@ def row_of(offsets, num_rows, places, STEPS: tl.constexpr, also=None):
     """Row, int64, that holds each of `places`; the last one for places behind the end. STEPS is steps_of(num_rows).
 
     With `also`, offsets to add, rows are those of the sums. A step looks at 32 offsets for each place, because steps
-    wait for each other; so the places should be few.
+    wait for each other. The rows of the first and the last place are looked up alone: most tiles lie within a row or a
+    few, and then the steps that are longer than that have nothing to find.
     """
     BITS: tl.constexpr = 5
     LEVELS: tl.constexpr = (STEPS + BITS - 1) // BITS
-    way = tl.arange(0, 1 << BITS)
-    row = places * 0
+    ends = tl.where(tl.arange(0, 2) == 0, tl.min(places, 0), tl.max(places, 0))
+    end_rows = ends * 0
+    for level in tl.static_range(LEVELS):
+        end_rows = _advance(end_rows, offsets, num_rows, ends, 1 << (BITS * (LEVELS - 1 - level)), also)
+    lowest = tl.min(end_rows, 0)
+    span = tl.max(end_rows, 0) - lowest
+    row = places * 0 + lowest
     for level in tl.static_range(LEVELS):
         step = 1 << (BITS * (LEVELS - 1 - level))
-        candidate = row[:, None] + (way * step)[None, :]
-        real = candidate < num_rows
-        begin = tl.load(offsets + candidate, mask=real, other=0).to(tl.int64)
-        if also is not None:
-            begin += tl.load(also + candidate, mask=real, other=0).to(tl.int64)
-        passed = tl.sum((real & (begin <= places[:, None])).to(tl.int32), 1)
-        row += (passed - 1) * step
+        if step <= span:
+            row = _advance(row, offsets, num_rows, places, step, also)
     return row
 
 
@@ -79,14 +92,6 @@ def tile_shape(width: int, elements: int = 4096, widest: int = 512) -> tuple[int
     """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to `widest` at once."""
     columns = min(triton.next_power_of_2(max(width, 1)), widest)
     return max(min(elements // columns, MAX_TILE_ROWS), 1), columns
-
-
-def reduction_tile(width: int, num_rows: int, elements: int = 4096) -> tuple[int, int]:
-    """`tile_shape` for programs that each go down a row: narrower where rows alone would not fill a GPU."""
-    widest = 256
-    while widest > 32 and num_rows * triton.cdiv(width, widest) < ENOUGH_PROGRAMS:
-        widest //= 2
-    return tile_shape(width, elements, widest)
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -9,7 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_activations import activate, slope
-from kernels.jagged.triton_common import flat, reduction_tile, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_parts import join, num_parts, part_of, reduction_blocks, slots
+
+LOADS = 4  # of a thread from each operand of the backward, which keeps their float32 values in registers
+PART = 128  # places of a program that sums them
+APART = 16  # places of a program that does not
 
 
 @triton.jit
@@ -59,35 +64,39 @@ def _gradient_kernel(
     offsets,
     dx,
     dy,
+    parts,
+    total,
+    num_rows,
     width,
     grad_stride,
     x_stride,
     y_stride,
-    step,
-    total,
     OP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DENSE: tl.constexpr,
+    PART: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """A program has a row, whose y is one vector with DENSE, or else `step` values."""
-    row = tl.program_id(0).to(tl.int64)
+    """A program has a part of a row, whose y is one vector, with DENSE, or else PART values."""
     if DENSE:
-        begin = tl.load(offsets + row).to(tl.int64)
-        end = tl.load(offsets + row + 1).to(tl.int64)
+        row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+        if (tl.program_id(0) >= num_rows) & (first >= last):
+            return
     else:
-        begin = row * step
-        end = tl.minimum(begin + step, total)
+        first = tl.program_id(0).to(tl.int64) * PART
+        last = tl.minimum(first + PART, total)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = column < width
-    partial = tl.zeros([BLOCK_L, BLOCK_W], tl.float32)
+    partial = tl.zeros([SUMS, BLOCK_W], tl.float32)
     if DENSE:
         # Without an operation y is only written.
         right = tl.load(y + row * y_stride + column, mask=inside & (OP != "none"), other=0).to(tl.float32)[None, :]
-    for first in range(begin, end, BLOCK_L):
-        place = first + tl.arange(0, BLOCK_L)
-        mask = (place < end)[:, None] & inside[None, :]
+    for start in range(first, last, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        mask = (place < last)[:, None] & inside[None, :]
         at = place[:, None] * width + column[None, :]
         g = tl.load(grad + place[:, None] * grad_stride + column[None, :], mask=mask, other=0).to(tl.float32)
         left = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0).to(tl.float32)
@@ -99,11 +108,14 @@ def _gradient_kernel(
         tl.store(dx + at, of_x.to(dx.dtype.element_ty), mask=mask)
         if DENSE:
             # Masked places are zero: their g is.
-            partial += of_y
+            partial += tl.sum(tl.reshape(of_y, [BLOCK_L // SUMS, SUMS, BLOCK_W]), 0)
         else:
             tl.store(dy + at, of_y.to(dy.dtype.element_ty), mask=mask)
     if DENSE:
-        tl.store(dy + row * width + column, tl.sum(partial, 0).to(dy.dtype.element_ty), mask=inside)
+        whole = end - begin <= PART
+        sums = tl.sum(partial, 0)
+        tl.store(dy + row * width + column, sums.to(dy.dtype.element_ty), mask=inside & whole)
+        tl.store(parts + slot * width + column, sums, mask=inside & ~whole)
 
 
 @torch.library.custom_op("gemsmith::jagged_elementwise", mutates_args=())
@@ -149,35 +161,38 @@ def gradient(
     dx, dy = x.new_empty(x.shape), y.new_empty(y.shape)
     if dx.numel() == 0:
         return dx, dy.zero_()
-    grad, x, y = flat(grad), flat(x), flat(y)
+    grad, x, y, offsets = flat(grad), flat(x), flat(y), offsets.contiguous()
     total, width = x.shape
+    num_rows = offsets.shape[0] - 1
     if dense:
-        programs = offsets.shape[0] - 1
-        block_l, block_w = reduction_tile(width, programs, elements=2048)
-        step = 0
+        part, programs = PART, num_parts(total, num_rows, PART)
     else:
-        block_l, block_w = tile_shape(width, elements=2048, widest=256)
-        step = block_l * 4
-        programs = triton.cdiv(total, step)
-    _gradient_kernel[(programs, triton.cdiv(width, block_w))](
+        part, programs = APART, triton.cdiv(total, APART)
+    blocks = reduction_blocks(width, programs, x.element_size(), LOADS)
+    parts = slots(x, total if dense else 0, part, width)
+    _gradient_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
         grad,
         x,
         y,
-        offsets.contiguous(),
+        offsets,
         dx,
         dy,
+        parts,
+        total,
+        num_rows,
         width,
         grad.stride(0),
         x.stride(0),
         y.stride(0),
-        step,
-        total,
         OP=op,
         ACTIVATION=activation,
         DENSE=dense,
-        BLOCK_L=block_l,
-        BLOCK_W=block_w,
+        PART=part,
+        STEPS=steps_of(num_rows),
+        **blocks,
     )
+    if dense:
+        join(parts, offsets, dy, total, part)
     return dx, dy
 
 

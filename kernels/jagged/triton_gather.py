@@ -5,8 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, num_tiles, row_of, steps_of, tile_of, tile_shape
-from kernels.jagged.triton_moves import move
+from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_moves import move, window
+from kernels.jagged.triton_parts import num_parts, part_of
+
+COPIES_PART = 64  # places of a program that adds up copies of a row
+MAX_RANKED = 4096  # selected rows that are compared with each other instead of sorted
 
 
 @triton.jit
@@ -57,7 +61,7 @@ def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, b
         return
     a, b, both = flat(a), flat(b), flat(both)
     num_rows, width = a_offsets.shape[0] - 1, both.shape[1]
-    block_r, block_w = tile_shape(width)
+    block_r, block_w = tile_shape(width, elements=8192 // both.element_size())
     _concat_kernel[(triton.cdiv(both.shape[0], block_r), triton.cdiv(width, block_w))](
         a,
         a_offsets.contiguous(),
@@ -129,33 +133,68 @@ split.register_autograd(_concat_gradient, setup_context=_save_split)
 
 
 @triton.jit
+def _rank_kernel(rows, selected_offsets, begins, first, count, num_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`_copies_of` for few rows: the place of each in a stable order is the number of those before it."""
+    item = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_copy = item < count
+    key = tl.where(is_copy, tl.load(rows + item, mask=is_copy, other=0).to(tl.int32), item - count)
+    rank = tl.zeros([BLOCK_M], tl.int32)
+    for start in range(0, count, BLOCK_N):
+        other = start + tl.arange(0, BLOCK_N)
+        row = tl.load(rows + other, mask=other < count, other=0).to(tl.int32)[None, :]
+        tied = (row == key[:, None]) & is_copy[:, None] & (other[None, :] < item[:, None])
+        before = (other < count)[None, :] & ((row < key[:, None]) | tied)
+        rank += tl.sum(before.to(tl.int32), 1)
+    begin = tl.load(selected_offsets + item, mask=is_copy, other=0).to(tl.int64)
+    tl.store(begins + rank, begin, mask=is_copy)
+    tl.store(first + key, rank.to(tl.int64), mask=(item >= count) & (key <= num_rows))
+
+
+def _copies_of(rows: Tensor, selected_offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(begins [M], first [B + 1]), int64: copies of row r begin at begins[first[r]:first[r + 1]], in order."""
+    count = rows.shape[0]
+    if count > MAX_RANKED:
+        ordered, order = rows.sort(stable=True)
+        first = torch.searchsorted(ordered, torch.arange(num_rows + 1, device=rows.device, dtype=rows.dtype))
+        return selected_offsets.index_select(0, order).long(), first
+    begins = rows.new_empty(count, dtype=torch.int64)
+    first = rows.new_empty(num_rows + 1, dtype=torch.int64)
+    _rank_kernel[(triton.cdiv(count + num_rows + 1, 16),)](
+        rows.contiguous(), selected_offsets.contiguous(), begins, first, count, num_rows, BLOCK_M=16, BLOCK_N=256
+    )
+    return begins, first
+
+
+@triton.jit
 def _sum_selected_kernel(
     out,
     grad,
     offsets,
-    selected_offsets,
-    order,
-    first,
+    begins,
+    first_copy,
     num_rows,
     width,
     grad_stride,
+    PART: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Adds up the copies of a row in the order of `order`: the same bits every time."""
-    row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_R, STEPS)
-    if start >= end:
+    """Adds up the copies of a row in the order of `begins`: the same bits every time."""
+    row, begin, _, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    if first >= last:
         return
-    place = start + tl.arange(0, BLOCK_R)
+    one, end = tl.load(first_copy + row), tl.load(first_copy + row + 1)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask = (place < end)[:, None] & (columns < width)[None, :]
-    total = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
-    for i in range(tl.load(first + row), tl.load(first + row + 1)):
-        copy = tl.load(selected_offsets + tl.load(order + i)).to(tl.int64)
-        at = grad + (copy + place - begin)[:, None] * grad_stride + columns[None, :]
-        total += tl.load(at, mask=mask, other=0).to(tl.float32)
-    tl.store(out + place[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+    for start in range(first, last, BLOCK_R):
+        place = start + tl.arange(0, BLOCK_R)
+        mask = (place < last)[:, None] & (columns < width)[None, :]
+        total = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
+        for i in range(one, end):
+            copy = tl.load(begins + i)
+            at = grad + (copy + place - begin)[:, None] * grad_stride + columns[None, :]
+            total += tl.load(at, mask=mask, other=0).to(tl.float32)
+        tl.store(out + place[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @torch.library.custom_op("gemsmith::jagged_sum_selected", mutates_args=())
@@ -165,22 +204,20 @@ def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: 
     if out.numel() == 0:
         return out
     num_rows = offsets.shape[0] - 1
-    ordered, order = rows.sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(num_rows + 1, device=rows.device, dtype=rows.dtype))
+    begins, first = _copies_of(rows, selected_offsets, num_rows)
     grad = flat(grad)
     width = grad.shape[1]
-    block_r, block_w = tile_shape(width)
-    block_r = min(block_r, 64)
-    _sum_selected_kernel[(num_tiles(total, num_rows, block_r), triton.cdiv(width, block_w))](
+    block_r, block_w = tile_shape(width, elements=16384 // grad.element_size())
+    _sum_selected_kernel[(num_parts(total, num_rows, COPIES_PART), triton.cdiv(width, block_w))](
         out,
         grad,
         offsets.contiguous(),
-        selected_offsets.contiguous(),
-        order,
+        begins,
         first,
         num_rows,
         width,
         grad.stride(0),
+        PART=COPIES_PART,
         STEPS=steps_of(num_rows),
         BLOCK_R=block_r,
         BLOCK_W=block_w,
@@ -252,6 +289,47 @@ def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
 @select_offsets.register_fake
 def _(offsets, rows):
     return offsets.new_empty(rows.shape[0] + 1)
+
+
+@triton.jit
+def _slice_offsets_kernel(offsets, start, length, begin, out, count, BLOCK: tl.constexpr):
+    """Where each slice begins and the running sums of their lengths; a single program, because a batch has few rows."""
+    total = tl.zeros([1], tl.int64)
+    tl.store(out + tl.arange(0, 1), total.to(out.dtype.element_ty))
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        real = i < count
+        row_begin = tl.load(offsets + i, mask=real, other=0).to(tl.int64)
+        row_length = tl.load(offsets + i + 1, mask=real, other=0).to(tl.int64) - row_begin
+        skipped = tl.minimum(tl.load(start + i, mask=real, other=0).to(tl.int64), row_length)
+        kept = tl.minimum(tl.load(length + i, mask=real, other=0).to(tl.int64), row_length - skipped)
+        tl.store(begin + i, row_begin + skipped, mask=real)
+        tl.store(out + 1 + i, (total + tl.cumsum(kept, 0)).to(out.dtype.element_ty), mask=real)
+        total += tl.sum(kept, 0)
+
+
+@torch.library.custom_op("gemsmith::jagged_slice_offsets", mutates_args=())
+def slice_offsets(offsets: Tensor, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """(begin [B] int64, offsets [B + 1]) of the slices of `jagged_slice`."""
+    count = start.shape[0]
+    begin, out = start.new_empty(count, dtype=torch.int64), offsets.new_empty(count + 1)
+    _slice_offsets_kernel[(1,)](
+        offsets.contiguous(), start.contiguous(), length.contiguous(), begin, out, count, BLOCK=1024
+    )
+    return begin, out
+
+
+@slice_offsets.register_fake
+def _(offsets, start, length):
+    return start.new_empty(start.shape[0], dtype=torch.int64), offsets.new_empty(start.shape[0] + 1)
+
+
+def slices(values: Tensor, offsets: Tensor, start: Tensor, length: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    """`jagged_slice`; without `total` it waits for the device."""
+    begin, sliced = slice_offsets(offsets, start, length)
+    if total is None:
+        total = int(sliced[-1])
+    return window(values, offsets, begin, sliced, total), sliced
 
 
 def index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | None) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,30 @@ from torch import Tensor
 
 from kernels.jagged import triton_elementwise
 from kernels.jagged.triton_activations import activate
-from kernels.jagged.triton_common import flat, precision_of, row_of, steps_of
+from kernels.jagged.triton_common import flat, precision_of, steps_of
+from kernels.jagged.triton_parts import PART, num_parts, part_of
 from kernels.jagged.triton_segment import reduce
+
+
+@triton.jit
+def _row_kernel(offsets, rows, num_rows, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of each place: the search would keep the tiles of a product waiting for longer than they multiply."""
+    row, _, _, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    for start in range(first, last, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(rows + place, (place * 0 + row).to(tl.int32), mask=place < last)
 
 
 @triton.jit
 def _linear_kernel(
     x,
-    offsets,
+    rows,
     weight,
     bias,
     row_bias,
     out,
     before,
     total,
-    num_rows,
     D,
     E,
     x_stride,
@@ -36,7 +45,6 @@ def _linear_kernel(
     BIAS: tl.constexpr,
     ROW_BIAS: tl.constexpr,
     KEEP: tl.constexpr,
-    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,6 +57,8 @@ def _linear_kernel(
     i = tl.arange(0, BLOCK_M)
     column = (tl.program_id(0) % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
+    if ROW_BIAS:
+        row = tl.load(rows + start + i, mask=i < tall, other=0).to(tl.int64)
     # 64-bit arithmetic for the corner of a tile, 32-bit within it.
     x_tile = i[:, None] * x_stride + inner[None, :]
     w_tile = weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None]
@@ -61,7 +71,6 @@ def _linear_kernel(
     if BIAS:
         z += tl.load(bias + column, mask=column < E, other=0).to(tl.float32)[None, :]
     if ROW_BIAS:
-        row = row_of(offsets, num_rows, start + i, STEPS)
         at_row = row_bias + row[:, None] * row_bias_stride + column[None, :]
         z += tl.load(at_row, mask=mask, other=0).to(tl.float32)
     at = i[:, None] * E + column[None, :]
@@ -97,19 +106,23 @@ def linear(
     if out.numel() == 0:
         return out, before
     x, weight = flat(x), flat(weight)
-    row_bias = None if row_bias is None else flat(row_bias)
-    num_rows = offsets.shape[0] - 1
+    rows = offsets
+    if row_bias is not None:
+        row_bias, rows = flat(row_bias), offsets.new_empty(total, dtype=torch.int32)
+        num_rows = offsets.shape[0] - 1
+        _row_kernel[(num_parts(total, num_rows, PART),)](
+            offsets.contiguous(), rows, num_rows, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
+        )
     config = _config(x.dtype, x.shape[1], width)
     _linear_kernel[(triton.cdiv(total, config["BLOCK_M"]) * triton.cdiv(width, config["BLOCK_N"]),)](
         x,
-        offsets.contiguous(),
+        rows,
         weight,
         x if bias is None else bias.contiguous(),
         x if row_bias is None else row_bias,
         out,
         before,
         total,
-        num_rows,
         x.shape[1],
         width,
         x.stride(0),
@@ -119,7 +132,6 @@ def linear(
         BIAS=bias is not None,
         ROW_BIAS=row_bias is not None,
         KEEP=keep,
-        STEPS=steps_of(num_rows),
         PRECISION=precision_of(x.dtype),
         **config,
     )

@@ -5,33 +5,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, reduction_tile, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_parts import PART, join, num_parts, part_of, reduction_blocks, slots
+
+LOADS = 4  # of a thread at once
+GRADIENT_PART = 128  # places of a program of the maximum's gradient
 
 
 @triton.jit
-def _reduce_kernel(x, offsets, out, width, x_stride, KIND: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + row).to(tl.int64)
-    end = tl.load(offsets + row + 1).to(tl.int64)
+def _reduce_kernel(
+    x,
+    offsets,
+    out,
+    ties,
+    parts,
+    counts,
+    num_rows,
+    width,
+    x_stride,
+    KIND: tl.constexpr,
+    PART: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """For the maximum, `ties` gets how many places have it."""
+    row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    if (tl.program_id(0) >= num_rows) & (first >= last):
+        return
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     other: tl.constexpr = float("-inf") if KIND == "max" else 0.0
-    # A tile of partial results, so that threads meet once a row and not once a step.
-    partial = tl.full([BLOCK_L, BLOCK_W], other, tl.float32)
-    for first in range(begin, end, BLOCK_L):
-        place = first + tl.arange(0, BLOCK_L)
-        mask = (place < end)[:, None] & (column < width)[None, :]
+    partial = tl.full([SUMS, BLOCK_W], other, tl.float32)
+    count = tl.zeros([SUMS, BLOCK_W], tl.int32)
+    for start in range(first, last, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        mask = (place < last)[:, None] & (column < width)[None, :]
         values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=other).to(tl.float32)
+        values = tl.reshape(values, [BLOCK_L // SUMS, SUMS, BLOCK_W])
         if KIND == "max":
-            partial = tl.maximum(partial, values)
+            larger = tl.maximum(partial, tl.max(values, 0))
+            real = tl.reshape(mask, [BLOCK_L // SUMS, SUMS, BLOCK_W])
+            equal = tl.sum((real & (values == larger[None, :, :])).to(tl.int32), 0)
+            count = tl.where(partial == larger, count, 0) + equal
+            partial = larger
         else:
-            partial += values
+            partial += tl.sum(values, 0)
+    inside = column < width
+    whole = end - begin <= PART
     if KIND == "max":
-        result = tl.where(begin < end, tl.max(partial, 0), 0.0)
+        result = tl.max(partial, 0)
+        count = tl.sum(tl.where(partial == result[None, :], count, 0), 0)
+        tl.store(counts + slot * width + column, count, mask=inside & ~whole)
+        tl.store(ties + row * width + column, count, mask=inside & whole)
     else:
         result = tl.sum(partial, 0)
-        if KIND == "mean":
-            result /= tl.maximum(end - begin, 1).to(tl.float32)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=column < width)
+    tl.store(parts + slot * width + column, result, mask=inside & ~whole)
+    if KIND == "max":
+        result = tl.where(begin < end, result, 0.0)
+    elif KIND == "mean":
+        result /= tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside & whole)
 
 
 @triton.jit
@@ -64,25 +98,34 @@ def _spread_kernel(
 
 @triton.jit
 def _max_gradient_kernel(
-    grad, x, largest, offsets, out, width, grad_stride, x_stride, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr
+    grad,
+    x,
+    largest,
+    ties,
+    offsets,
+    out,
+    num_rows,
+    width,
+    grad_stride,
+    x_stride,
+    PART: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Ties share the gradient evenly, so they are counted first."""
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + row).to(tl.int64)
-    end = tl.load(offsets + row + 1).to(tl.int64)
+    """Ties share the gradient evenly."""
+    row, _, _, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    if first >= last:
+        return
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    top = tl.load(largest + row * width + column, mask=column < width, other=0)
-    partial = tl.zeros([BLOCK_L, BLOCK_W], tl.float32)
-    for first in range(begin, end, BLOCK_L):
-        place = first + tl.arange(0, BLOCK_L)
-        mask = (place < end)[:, None] & (column < width)[None, :]
-        values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0)
-        partial += (mask & (values == top[None, :])).to(tl.float32)
-    g = tl.load(grad + row * grad_stride + column, mask=column < width, other=0).to(tl.float32)
-    share = (g / tl.maximum(tl.sum(partial, 0), 1.0)).to(out.dtype.element_ty)
-    for first in range(begin, end, BLOCK_L):
-        place = first + tl.arange(0, BLOCK_L)
-        mask = (place < end)[:, None] & (column < width)[None, :]
+    inside = column < width
+    top = tl.load(largest + row * width + column, mask=inside, other=0)
+    count = tl.load(ties + row * width + column, mask=inside, other=1)
+    g = tl.load(grad + row * grad_stride + column, mask=inside, other=0).to(tl.float32)
+    share = (g / count.to(tl.float32)).to(out.dtype.element_ty)
+    for start in range(first, last, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        mask = (place < last)[:, None] & inside[None, :]
         values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0)
         tl.store(
             out + place[:, None] * width + column[None, :],
@@ -91,19 +134,39 @@ def _max_gradient_kernel(
         )
 
 
+def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties: Tensor | None) -> None:
+    if out.numel() == 0:
+        return
+    values, offsets = flat(values), offsets.contiguous()
+    total, width = values.shape
+    num_rows = offsets.shape[0] - 1
+    programs = num_parts(total, num_rows, PART)
+    blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
+    parts = slots(values, total, PART, width)
+    counts = None if ties is None else slots(values, total, PART, width, torch.int32)
+    _reduce_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
+        values,
+        offsets,
+        out,
+        out if ties is None else ties,
+        parts,
+        parts if counts is None else counts,
+        num_rows,
+        width,
+        values.stride(0),
+        KIND=kind,
+        PART=PART,
+        STEPS=steps_of(num_rows),
+        **blocks,
+    )
+    join(parts, offsets, out, total, PART, kind, counts, ties)
+
+
 @torch.library.custom_op("gemsmith::segment_reduce", mutates_args=())
 def reduce(values: Tensor, offsets: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """[N, ...] -> [B, ...] of `dtype`; kind is 'sum', 'mean' or 'max'."""
-    num_rows = offsets.shape[0] - 1
-    out = values.new_empty(num_rows, *values.shape[1:], dtype=dtype)
-    if out.numel() == 0:
-        return out
-    values = flat(values)
-    width = values.shape[1]
-    block_l, block_w = reduction_tile(width, num_rows)
-    _reduce_kernel[(num_rows, triton.cdiv(width, block_w))](
-        values, offsets.contiguous(), out, width, values.stride(0), KIND=kind, BLOCK_L=block_l, BLOCK_W=block_w
-    )
+    """[N, ...] -> [B, ...] of `dtype`; kind is 'sum' or 'mean'."""
+    out = values.new_empty(offsets.shape[0] - 1, *values.shape[1:], dtype=dtype)
+    _launch_reduce(values, offsets, kind, out, None)
     return out
 
 
@@ -114,7 +177,7 @@ def _(values, offsets, kind, dtype):
 
 @torch.library.custom_op("gemsmith::segment_spread", mutates_args=())
 def spread(grad: Tensor, offsets: Tensor, total: int, kind: str) -> Tensor:
-    """The adjoint of 'sum' and 'mean': [B, ...] -> [total, ...]."""
+    """The adjoint of `reduce`: [B, ...] -> [total, ...]."""
     out = grad.new_empty(total, *grad.shape[1:])
     if out.numel() == 0:
         return out
@@ -142,45 +205,74 @@ def _(grad, offsets, total, kind):
     return grad.new_empty(total, *grad.shape[1:])
 
 
+@torch.library.custom_op("gemsmith::segment_max", mutates_args=())
+def largest(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum of each row, how many places of the row have it, int32): [N, ...] -> [B, ...] each."""
+    out = values.new_empty(offsets.shape[0] - 1, *values.shape[1:])
+    ties = torch.empty_like(out, dtype=torch.int32)
+    _launch_reduce(values, offsets, "max", out, ties)
+    return out, ties
+
+
+@largest.register_fake
+def _(values, offsets):
+    out = values.new_empty(offsets.shape[0] - 1, *values.shape[1:])
+    return out, torch.empty_like(out, dtype=torch.int32)
+
+
 @torch.library.custom_op("gemsmith::segment_max_gradient", mutates_args=())
-def max_gradient(grad: Tensor, values: Tensor, largest: Tensor, offsets: Tensor) -> Tensor:
+def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient of `largest`, whose results are `top` and `ties`: [B, ...] -> [N, ...]."""
     out = values.new_empty(values.shape)
     if out.numel() == 0:
         return out
     grad, values = flat(grad), flat(values)
-    width = values.shape[1]
-    block_l, block_w = reduction_tile(width, offsets.shape[0] - 1)
-    _max_gradient_kernel[(offsets.shape[0] - 1, triton.cdiv(width, block_w))](
+    total, width = values.shape
+    num_rows = offsets.shape[0] - 1
+    programs = num_parts(total, num_rows, GRADIENT_PART)
+    blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
+    _max_gradient_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
         grad,
         values,
-        largest.contiguous(),
+        top.contiguous(),
+        ties.contiguous(),
         offsets.contiguous(),
         out,
+        num_rows,
         width,
         grad.stride(0),
         values.stride(0),
-        BLOCK_L=block_l,
-        BLOCK_W=block_w,
+        PART=GRADIENT_PART,
+        STEPS=steps_of(num_rows),
+        BLOCK_L=blocks["BLOCK_L"],
+        BLOCK_W=blocks["BLOCK_W"],
     )
     return out
 
 
 @max_gradient.register_fake
-def _(grad, values, largest, offsets):
+def _(grad, values, top, ties, offsets):
     return values.new_empty(values.shape)
 
 
 def _save_reduce(ctx, inputs, output):
     values, offsets, ctx.kind, _ = inputs
     ctx.total, ctx.dtype = values.shape[0], values.dtype
-    ctx.save_for_backward(offsets, *((values, output) if ctx.kind == "max" else ()))
+    ctx.save_for_backward(offsets)
 
 
 def _reduce_gradient(ctx, grad):
-    if ctx.kind == "max":
-        offsets, values, largest = ctx.saved_tensors
-        return max_gradient(grad, values, largest, offsets), None, None, None
     return spread(grad, *ctx.saved_tensors, ctx.total, ctx.kind).to(ctx.dtype), None, None, None
 
 
+def _save_largest(ctx, inputs, output):
+    values, offsets = inputs
+    top, ties = output
+    ctx.mark_non_differentiable(ties)
+    ctx.save_for_backward(values, top, ties, offsets)
+
+
 reduce.register_autograd(_reduce_gradient, setup_context=_save_reduce)
+largest.register_autograd(
+    lambda ctx, grad, _: (max_gradient(grad, *ctx.saved_tensors), None), setup_context=_save_largest
+)

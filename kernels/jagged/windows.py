@@ -34,16 +34,7 @@ def jagged_slice(
     check_offsets(values.shape[0], offsets)
     check_rows(start, offsets, "start")
     check_rows(length, offsets, "length")
-    counts = offsets.diff()
-    start = torch.minimum(start, counts)
-    kept = torch.minimum(length, counts - start)
-    sliced_offsets = pad(kept.cumsum(0, dtype=offsets.dtype), (1, 0))
-    if total is None:
-        total = int(sliced_offsets[-1])
-    check_offsets(total, sliced_offsets)
-    begin = offsets[:-1].long() + start
-    slice_rows = dispatch.choose("jagged_slice", backend, values)
-    return slice_rows(values, offsets, begin, sliced_offsets, total), sliced_offsets
+    return dispatch.choose("jagged_slice", backend, values)(values, offsets, start, length, total)
 
 
 @dispatch.register("jagged_flip", "reference")
@@ -53,6 +44,13 @@ def _flip(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 @dispatch.register("jagged_slice", "reference")
-def _slice(values: Tensor, offsets: Tensor, begin: Tensor, sliced_offsets: Tensor, total: int) -> Tensor:
+def _slice(values: Tensor, offsets: Tensor, start: Tensor, length: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    counts = offsets.diff()
+    start = torch.minimum(start, counts)
+    sliced_offsets = pad(torch.minimum(length, counts - start).cumsum(0, dtype=offsets.dtype), (1, 0))
+    if total is None:
+        total = int(sliced_offsets[-1])
+    check_offsets(total, sliced_offsets)
     row, position = reference.place_in_row(sliced_offsets, total)
-    return values.index_select(0, begin[row] + position)
+    begin = offsets[:-1].long() + start
+    return values.index_select(0, begin[row] + position), sliced_offsets

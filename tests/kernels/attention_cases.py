@@ -25,6 +25,16 @@ def outputs(keys: int) -> Tolerance:
     return Tolerance(f"probabilities and result are rounded; sums over {keys} keys", roundings=2, reduction=keys)
 
 
+def table_gradients(pairs: int) -> Tolerance:
+    return Tolerance(
+        "an entry of a bias table sums p * dp less p * delta, each up to forty times their difference, and dp as three "
+        "tf32 products of truncated halves is short by about a rounding, always to the same side, which counts as 1600 "
+        f"roundings; float32 sums over up to {pairs} pairs of a query and a key",
+        roundings=1600,
+        reduction=pairs,
+    )
+
+
 def gradients(rows: int) -> Tolerance:
     return Tolerance(
         "the gradient of a score is p * (dp - sum p dp): dp and the sum are rounded at about five times the size of "

@@ -90,9 +90,21 @@ def problems(
             lambda backend, x, y: jagged.jagged_dense_bmm(x, offsets, y, longest, backend=backend),
             {"x": transposed, "y": random(rows, WIDTH, 40)},
         ),
+        "jagged_dense_bmm from narrow values": (
+            lambda backend, x, y: jagged.jagged_dense_bmm(x, offsets, y, longest, backend=backend),
+            {"x": narrow, "y": matrices.mT},
+        ),
         "jagged_jagged_bmm": (
             lambda backend, x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend=backend),
             {"x": x, "y": narrow},
+        ),
+        "jagged_jagged_bmm narrow first": (
+            lambda backend, x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend=backend),
+            {"x": narrow, "y": transposed},
+        ),
+        "jagged_jagged_bmm of two wide ones": (
+            lambda backend, x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend=backend),
+            {"x": x, "y": y},
         ),
         "jagged_jagged_bmm_jagged_out": (
             lambda backend, x, y: jagged.jagged_jagged_bmm_jagged_out(

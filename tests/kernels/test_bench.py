@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 
 from kernels import dispatch
 from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
+from kernels.bench.timing import interleaved
 from kernels.gdpa import bench as gdpa_bench
 from kernels.gdpa import bench_peer
 
@@ -47,6 +51,7 @@ def test_wrong_contender_gets_no_speed_and_fails_the_run(tmp_path: Path, capsys:
     assert "relative error 0.0005, allowed 1e-06" in rows["wrong"]["wrong"]
     assert rows["absent"] == {"unavailable": "needs a device that is not here"}
     assert rows["ours"]["time_over_ours"] == 1.0
+    assert rows["peer"]["peak_mib"] is None
     assert rows["peer"]["low_ms"] <= rows["peer"]["median_ms"] <= rows["peer"]["high_ms"]
     assert rows["ours"]["tflops"] == pytest.approx(64 * 64 / rows["ours"]["median_ms"] / 1e9)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  wrong"))
@@ -60,6 +65,38 @@ def test_a_nan_is_a_wrong_answer() -> None:
     assert check_relative_error((expected,), 0.1)((expected + 0.01,)) is None
     assert check_equal((expected,))((expected.clone(),)) is None
     assert check_equal((expected,))((expected * -1,)) == "output 0: 3 of 12 bytes differ"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_case_is_captured_as_a_whole_or_not_at_all(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stream:
+        wait_stream = synchronize = lambda *arguments: None
+
+    def captured(step: Callable[[], object], stream: Stream) -> Callable[[], object]:
+        if fails and isinstance(step(), list):  # the result of "peer"
+            raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
+        return step
+
+    captures = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(bench, "captured", captured)
+    monkeypatch.setattr(
+        bench,
+        "interleaved_graphs",
+        lambda steps, stream, *arguments: captures.append(list(steps)) or interleaved(steps, *arguments),
+    )
+    run("doubling", [Case("double", doubling)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=True)
+    (path,) = tmp_path.glob("*/doubling.json")
+    case = json.loads(path.read_text())["cases"]["double"]
+    assert case["graph"] is not fails
+    assert captures == ([] if fails else [["ours", "peer"]])
+    assert {name for name, row in case["contenders"].items() if "median_ms" in row} == {"ours", "peer"}
+    assert ("peer cannot be captured" in capsys.readouterr().out) is fails
+    assert set(case.get("uncaptured", {})) == ({"peer"} if fails else set())
 
 
 def test_results_of_the_same_environment_are_kept_and_others_dropped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kernels import jagged
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.attention_cases import gradients, inputs_of, offsets_of, outputs
+from tests.kernels.attention_cases import gradients, inputs_of, offsets_of, outputs, table_gradients
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -44,13 +44,15 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
         "q_offsets": offsets_of(LENGTHS[0]).to(device),
         "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
     }
+    # An entry of a table may be read by every pair of a query and a key.
+    pairs = max(num_q * num_k for num_q, num_k in zip(*LENGTHS, strict=True))
     with poisoned_empty():
         check_gradients(
             partial(jagged.jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="triton"),
             partial(jagged.jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="reference"),
             inputs_of(**offsets, heads=heads, widths=widths, dtype=dtype, **tables),
             outputs(130),
-            gradients(300),
+            table_gradients(pairs) if tables else gradients(300),
         )
 
 

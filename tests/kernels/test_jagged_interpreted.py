@@ -20,7 +20,7 @@ pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fai
 from tests.kernels.interpreting import interpret
 from tests.kernels.jagged_problems import offsets_of, problems
 
-NAMES = ["common", "activations", "moves", "gather", "bmm", "square", "softmax", "segment", "elementwise", "linear"]
+NAMES = ("common parts activations moves gather narrow bmm square softmax segment elementwise linear").split()
 TOLERANCE = Tolerance(
     "activations and their derivatives are some ten operations, each rounded; sums over up to 300 places",
     roundings=25,
@@ -56,6 +56,22 @@ def test_operator(name: str, lengths: list[int]) -> None:
 def test_any_lengths(data: st.DataObject, lengths: list[int]) -> None:
     names = [name for name in problems([]) if not name.startswith(("jagged_jagged", "array", "jagged_linear"))]
     operator, inputs = problems(lengths)[data.draw(st.sampled_from(names))]
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: operator("triton", **tensors),
+            lambda **tensors: operator("reference", **tensors),
+            {key: value.float() for key, value in inputs.items()},
+            TOLERANCE,
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in problems([]) if name.startswith(("segment", "jagged_"))])
+@pytest.mark.parametrize("lengths", [[0, 20, 0, 75, 1, 33, 32, 0], [40, 16, 17, 48]], ids=str)
+def test_rows_in_parts(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Parts of 16 places, so that rows of a few dozen are divided.
+    for module in ("parts", "segment", "elementwise", "narrow", "linear"):
+        monkeypatch.setattr(importlib.import_module(f"kernels.jagged.triton_{module}"), "PART", 16)
+    operator, inputs = problems(lengths)[name]
     with poisoned_empty():
         check_gradients(
             lambda **tensors: operator("triton", **tensors),
@@ -104,6 +120,26 @@ def test_moves_of_integers(dtype: torch.dtype) -> None:
     assert both.tolist() == [0, 1, 0, 1, 2, 3, 4, 2, 3, 4]
 
 
+def test_gradient_of_more_selected_rows_than_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.jagged import triton_gather
+
+    monkeypatch.setattr(triton_gather, "MAX_RANKED", 2)
+    operator, inputs = problems([3, 0, 5, 2])["jagged_index_select"]
+    check_gradients(
+        lambda x: operator("triton", x=x),
+        lambda x: operator("reference", x=x),
+        {"x": inputs["x"].float()},
+        TOLERANCE,
+    )
+
+
+def test_slice_without_a_total() -> None:
+    start, length = torch.tensor([1, 0, 2]), torch.tensor([9, 1, 1])
+    sliced, offsets = jagged.jagged_slice(torch.arange(5.0), offsets_of([2, 0, 3]), start, length, backend="triton")
+    assert sliced.tolist() == [1, 4]
+    assert offsets.tolist() == [0, 1, 1, 2]
+
+
 def test_index_select_without_a_total() -> None:
     selected, offsets = jagged.jagged_index_select(
         torch.arange(5.0), offsets_of([2, 0, 3]), torch.tensor([2, 0]), backend="triton"
@@ -143,9 +179,18 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
         "split": (triton_gather.split, (leaf(10, 4), offsets, offsets, 5)),
         "select": (triton_gather.select, (x, offsets, rows, selected, 8)),
         "sum_selected": (triton_gather.sum_selected, (leaf(8, 4), offsets, rows, selected, 5)),
+        "slice_offsets": (triton_gather.slice_offsets, (offsets, rows, torch.tensor([1, 1, 2]))),
         "select_offsets": (triton_gather.select_offsets, (offsets, rows)),
-        "dense_bmm": (triton_bmm.dense_bmm, (x, offsets, leaf(3, 4, 2))),
-        "jagged_bmm": (triton_bmm.jagged_bmm, (x, leaf(5, 2), offsets)),
+        "dense_bmm": (triton_bmm.dense_bmm, (x, offsets, leaf(3, 4, 2), 3)),
+        "jagged_bmm": (triton_bmm.jagged_bmm, (x, leaf(5, 2), offsets, 3)),
+        "dense_bmm_gradient": (
+            triton_bmm.dense_gradient,
+            (torch.randn(5, 2), x.detach(), offsets, torch.randn(3, 4, 2), 3, True, False),
+        ),
+        "jagged_bmm_gradient": (
+            triton_bmm.jagged_gradient,
+            (torch.randn(3, 4, 4), x.detach(), y.detach(), offsets, True, True),
+        ),
         "outer": (triton_square.outer, (x, y, offsets, squares, 13)),
         "inner": (triton_square.inner, (a, x, offsets, squares, True)),
         "softmax": (triton_softmax.softmax, (x, offsets)),
@@ -156,11 +201,11 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
             (a.detach(), a.detach(), offsets, squares, 5),
         ),
         "reduce": (triton_segment.reduce, (x, offsets, "mean", torch.float32)),
-        "reduce_max": (triton_segment.reduce, (x, offsets, "max", torch.float32)),
+        "largest": (triton_segment.largest, (x, offsets)),
         "spread": (triton_segment.spread, (torch.randn(3, 4), offsets, 5, "mean")),
         "max_gradient": (
             triton_segment.max_gradient,
-            (torch.randn(3, 4), x.detach(), torch.randn(3, 4), offsets),
+            (torch.randn(3, 4), x.detach(), torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int32), offsets),
         ),
         "elementwise": (triton_elementwise.elementwise, (x, leaf(3, 4), offsets, "mul", "tanh", True)),
         "elementwise_gradient": (

@@ -250,6 +250,23 @@ def test_triton_matches_the_reference(name: str, lengths: list[int], dtype: torc
         )
 
 
+DIVIDED = ("segment", "jagged_dense", "jagged_linear", "jagged_index_select", "jagged_jagged_bmm")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in problems([]) if name.startswith(DIVIDED) and "_out" not in name])
+def test_rows_in_parts(name: str, dtype: torch.dtype) -> None:
+    operator, inputs = problems([0] * 20 + [2700] + [0] * 20 + [1025, 3, 2048], "cuda")[name]
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: operator("triton", **tensors),
+            lambda **tensors: operator("reference", **tensors),
+            {key: value.to(dtype) for key, value in inputs.items()},
+            Tolerance("as above; sums over 2700 places", roundings=25, reduction=2700),
+        )
+
+
 @pytest.mark.gpu
 def test_addresses_beyond_32_bits() -> None:
     lengths, width = [3, 2**23, 0, 5], 257

@@ -1,0 +1,131 @@
+"""Activations of GDPA as device functions for Hopper, on scores that have not been scaled yet (Gluon).
+
+The forms around a tanh are written for h = x / 2, because x (1 + tanh u) / 2 = h + h tanh u is then one instruction
+after the tanh. The hardware's tanh has a relative error of 5e-4, which suits products of half-precision operands.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.gdpa import activations
+
+_POLY_LIMIT = gl.constexpr(activations.GELU_POLY_LIMIT)
+_POLY = gl.constexpr(activations.GELU_POLY)
+_AS_TANH_LIMIT = gl.constexpr(activations.GELU_AS_TANH_LIMIT / 4)  # of h^2
+_AS_TANH = gl.constexpr(tuple(2 * 4**power * factor for power, factor in enumerate(activations.GELU_AS_TANH)))
+_LEAKY_SLOPE = gl.constexpr(activations.LEAKY_SLOPE)
+_TANH_1 = gl.constexpr(1.5957691216057308)  # u = _TANH_1 h + _TANH_3 h^3 of the tanh form of GELU
+_TANH_3 = gl.constexpr(0.2854192650904)
+
+
+def head_kinds(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """(the different names, which of them each head has): constants of a kernel; no heads if there is one name."""
+    kinds = tuple(dict.fromkeys(names))
+    return kinds, tuple(kinds.index(name) for name in names) if len(kinds) > 1 else ()
+
+
+@gluon.jit
+def kind_of(head, HEAD_KINDS: gl.constexpr):
+    """Which of a call's different activations a head has."""
+    kind = head * 0
+    for other in gl.static_range(len(HEAD_KINDS)):
+        kind = gl.where(head == other, HEAD_KINDS[other], kind)
+    return kind
+
+
+@gluon.jit
+def _tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _value_and_slope(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr):
+    """(act(x), act'(x)) of x = scale * s for KINDS[KIND], float32; what a caller does not use is not computed."""
+    ACTIVATION: gl.constexpr = KINDS[KIND]
+    x = s * scale
+    h = s * (0.5 * scale)
+    square = h * h
+    if ACTIVATION == "gelu":
+        low = gl.minimum(square, _AS_TANH_LIMIT)
+        t = _tanh(h * (_AS_TANH[0] + low * (_AS_TANH[1] + low * _AS_TANH[2])))
+        y = h + h * t
+        dy = (0.5 + 0.5 * t) + x * 0.3989422804014327 * gl.exp2(square * -2.8853900817779268)
+    elif ACTIVATION == "gelu_tanh":
+        t = _tanh(h * (_TANH_1 + _TANH_3 * square))
+        y = h + h * t
+        dy = (0.5 + 0.5 * t) + h * (0.5 * _TANH_1 + (1.5 * _TANH_3) * square) * (1.0 - t * t)
+    elif ACTIVATION == "gelu_poly":
+        c = gl.minimum(gl.maximum(x, -_POLY_LIMIT), _POLY_LIMIT)
+        c_square = c * c
+        factor = _POLY[5] * c_square + _POLY[4]
+        step = (11 * _POLY[5]) * c_square + 9 * _POLY[4]
+        for back in gl.static_range(4):
+            factor = factor * c_square + _POLY[3 - back]
+            step = step * c_square + (7 - 2 * back) * _POLY[3 - back]
+        phi = 0.5 + c * factor
+        y = x * phi
+        dy = phi + c * step  # the step is zero at the limit, beyond which the polynomial is flat
+    elif ACTIVATION == "silu":
+        t = _tanh(h)
+        y = h + h * t
+        dy = (0.5 + 0.5 * t) + (0.5 * h) * (1.0 - t * t)
+    elif ACTIVATION == "relu":
+        y = gl.where(x < 0.0, 0.0, x)
+        dy = gl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu_squared":
+        positive = gl.where(x < 0.0, 0.0, x)
+        y = positive * positive
+        dy = 2.0 * positive
+    elif ACTIVATION == "hardswish":
+        y = x * gl.minimum(gl.maximum(x * 0.16666666666666666 + 0.5, 0.0), 1.0)
+        dy = gl.where(x <= -3.0, 0.0, gl.where(x < 3.0, x * 0.3333333333333333 + 0.5, 1.0))
+    elif ACTIVATION == "leaky_relu":
+        y = gl.where(x > 0.0, x, _LEAKY_SLOPE * x)
+        dy = gl.where(x > 0.0, 1.0, _LEAKY_SLOPE)
+    else:
+        gl.static_assert(ACTIVATION == "identity")
+        y = x
+        dy = x * 0.0 + 1.0
+    return y, dy
+
+
+@gluon.jit
+def value_and_slope(s, scale, kind, KINDS: gl.constexpr):
+    """(act(scale s), act'(scale s)) of KINDS[kind]: a branch that all threads take alike, or none for one kind."""
+    if len(KINDS) == 1:
+        y, dy = _value_and_slope(s, scale, KINDS, 0)
+    else:
+        y = s
+        dy = s
+        for other in gl.static_range(len(KINDS)):
+            if kind == other:  # of y, which is still s then: two copies would not fit into the registers
+                y, dy = _value_and_slope(y, scale, KINDS, other)
+    return y, dy
+
+
+@gluon.jit
+def value(s, scale, kind, KINDS: gl.constexpr):
+    """act(scale s) of KINDS[kind], float32."""
+    if len(KINDS) == 1:
+        y, _dy = _value_and_slope(s, scale, KINDS, 0)
+    else:
+        y = s
+        for other in gl.static_range(len(KINDS)):
+            if kind == other:
+                y, _dy = _value_and_slope(y, scale, KINDS, other)
+    return y
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x.to(dtype), two neighbours to a register at once, at this place of the program and no later.
+
+    Nothing else keeps a compiler from moving arithmetic behind a wait for products that it could overlap with.
+    """
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, False, 2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, False, 2)
+    return y

@@ -1,0 +1,231 @@
+"""The computing warpgroups of the Hopper forward of GDPA; `gluon_forward` has the whole.
+
+A consumer takes a tile's blocks of keys from the last to the first, so that only the first one taken can reach over the
+end of the row. Two products are issued together: the scores of the next block, and the pending activations times the
+values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
+nothing drains between tiles, which is what decides the speed on short rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.gdpa.gluon_activations import kind_of, rounded, value
+from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, MAIN_POSITION, NUM_BLOCKS, OTHER_LENGTH, ROW
+
+ROWS = gl.constexpr(64)  # queries of one consumer
+
+
+@gluon.jit
+def _tile(
+    schedule, num_tiles, turn, num_heads, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RUN: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """What consumer C has to know of this program's tile number `turn`.
+
+    (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
+    keys, first block, last block, head, kind of activation, row)
+    """
+    entry, head = dealt_tile(schedule, num_tiles, turn, num_heads, RUN)
+    first_block = 0
+    if LEFT:
+        first_block = gl.load(entry + FIRST_BLOCK)
+    last_block = first_block + gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1
+    return (
+        gl.load(entry + MAIN_BEGIN) + C * ROWS,
+        gl.load(entry + MAIN_COUNT) - C * ROWS,
+        gl.load(entry + MAIN_POSITION) + C * ROWS,
+        gl.load(entry + OTHER_LENGTH),
+        first_block,
+        last_block,
+        head,
+        kind_of(head, HEAD_KINDS),
+        gl.load(entry + ROW),
+    )
+
+
+@gluon.jit
+def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores with 0, whose activation is 0, where a query may not look; `position` is that of the first row."""
+    RS: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    columns = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    positions = position + gl.arange(0, s.shape[0], RS)
+    if RIGHT:
+        end = gl.minimum(positions + (right + 1), k_length) - block_start
+        s = gl.where(columns < gl.expand_dims(end, 1), s, 0.0)
+    else:
+        s = gl.where(columns < k_length - block_start, s, 0.0)
+    if LEFT:
+        s = gl.where(columns >= gl.expand_dims(positions - left - block_start, 1), s, 0.0)
+    return s
+
+
+@gluon.jit
+def _crossed(
+    start, position, k_length, left, right, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    ROW_END: gl.constexpr,
+):  # fmt: skip
+    """Whether an edge of what some query sees runs through the block that starts at key `start`."""
+    crossed = False
+    if ROW_END:
+        crossed |= start + BLOCK_K > k_length
+    if RIGHT:
+        crossed |= start + BLOCK_K - 1 > position + right
+    if LEFT:
+        crossed |= start < position + (ROWS - 1) - left
+    return crossed
+
+
+@gluon.jit
+def _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV: gl.constexpr):
+    """Write the first `q_count` rows of a block of outputs in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    start = ((q_begin + rows).to(gl.int64) * num_heads + head) * DV
+    pointers = out + gl.expand_dims(start, 1) + gl.expand_dims(columns, 0)
+    gl.store(pointers, buffer.load(LAYOUT), gl.expand_dims(rows < q_count, 1))
+
+
+@gluon.jit
+def attend(
+    out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale, out_scale, left, right,
+    KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
+    BLOCK_K: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Consumer C: queries 64 * C to 64 * C + 63 of every tile."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
+    dtype: gl.constexpr = v_smem.dtype
+    num_tiles = gl.load(schedule)
+    turns = num_turns(num_tiles, num_heads, RUN)
+    # A program without tiles goes through the motions for one block, without waiting for what never comes.
+    some = turns > 0
+    q_begin, q_count, position, k_length, first_block, last_block, head, kind, row = _tile(
+        schedule, num_tiles, 0, num_heads, HEAD_KINDS, LEFT, RUN, C
+    )
+    next_begin, next_count, next_position, next_length, next_first, next_last, next_head, next_kind, next_row = _tile(
+        schedule, num_tiles, gl.minimum(1, gl.maximum(turns - 1, 0)), num_heads, HEAD_KINDS, LEFT, RUN, C
+    )
+    mbarrier.wait(q_full.index(C), 0, pred=some)
+    mbarrier.wait(k_full.index(0), 0, pred=some)
+    token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(token,))
+    s = _masked(s, last_block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT)
+    p = gl.convert_layout(rounded(value(s, score_scale, kind, KINDS), dtype), LP)
+    base = 0  # number, in the order of loading, of the first block of the tile at hand
+    step = 0
+    if RUN > 1:
+        keep = (turns > 1) & (next_row == row) & (next_head == head) & (last_block - first_block < STAGES)
+    else:
+        keep = False
+    mbarrier.arrive(k_empty.index(0), count=1, pred=some & (not keep))
+    for turn in range(turns):
+        more = turn + 1 < turns
+        # The tile after the next one: by the time it is looked at, its entry has long arrived.
+        new_begin, new_count, new_position, new_length, new_first, new_last, new_head, new_kind, new_row = _tile(
+            schedule, num_tiles, gl.minimum(turn + 2, turns - 1), num_heads, HEAD_KINDS, LEFT, RUN, C
+        )
+        acc = gl.zeros((ROWS, DV), gl.float32, LO)
+        q = q_smem.index(2 * (turn % 2) + C)
+        num_blocks = last_block - first_block + 1
+        todo = num_blocks
+        if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
+            todo = gl.where(q_count > 0, num_blocks, 1)
+            for i in range(num_blocks - todo):
+                k_load = base + i + 1
+                v_load = base + i
+                mbarrier.wait(k_full.index(k_load % STAGES), (k_load // STAGES) & 1)
+                mbarrier.arrive(k_empty.index(k_load % STAGES), count=1, pred=not keep)
+                mbarrier.wait(v_full.index(v_load % STAGES), (v_load // STAGES) & 1)
+                mbarrier.arrive(v_empty.index(v_load % STAGES), count=1, pred=not keep)
+                mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
+                mbarrier.arrive(order.index(1 - C), count=1)
+                step += 1
+        for i in range(num_blocks - todo, num_blocks - 1):
+            k_load = base + i + 1
+            v_load = base + i
+            k_stage = k_load % STAGES
+            v_stage = v_load % STAGES
+            mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
+            mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
+            s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
+            acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s_token,))
+            mbarrier.arrive(order.index(1 - C), count=1)
+            mbarrier.arrive(k_empty.index(k_stage), count=1, pred=not keep)
+            if LEFT or RIGHT:
+                start = (last_block - 1 - i) * BLOCK_K
+                if _crossed(start, position, k_length, left, right, BLOCK_K, LEFT, RIGHT, False):
+                    s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
+            p_next = rounded(value(s, score_scale, kind, KINDS), dtype)
+            mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
+            # The activations are an operand in registers of the product in flight: they live until it is complete.
+            acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+            mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
+            p = gl.convert_layout(p_next, LP)
+            step += 1
+
+        # The last block's values, with the scores of the next tile's first block.
+        mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
+        v_load = base + num_blocks - 1
+        base = gl.where(keep, base, base + num_blocks)
+        k_stage = base % STAGES
+        v_stage = v_load % STAGES
+        next_slot = 2 * ((turn + 1) % 2) + C
+        mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
+        mbarrier.wait(k_full.index(k_stage), (base // STAGES) & 1, pred=more)
+        mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
+        token = warpgroup_mma(
+            q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+        if RUN > 1:
+            keep_next = (
+                (turn + 2 < turns) & (new_row == next_row) & (new_head == next_head)
+                & (next_last - next_first < STAGES)
+            )  # fmt: skip
+        else:
+            keep_next = False
+        s = warpgroup_mma_wait(1, deps=(token,))
+        mbarrier.arrive(order.index(1 - C), count=1)
+        mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more & (not keep_next))
+        start = next_last * BLOCK_K
+        if _crossed(start, next_position, next_length, left, right, BLOCK_K, LEFT, RIGHT, True):
+            s = _masked(s, start, next_position, next_length, left, right, LEFT, RIGHT)
+        p_next = rounded(value(s, score_scale, next_kind, KINDS), dtype)
+        mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
+        acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+        mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
+        p = gl.convert_layout(p_next, LP)
+        step += 1
+
+        buffer = o_smem.index(C)
+        tma.store_wait(0)
+        buffer.store((acc * out_scale).to(dtype))
+        if q_count >= ROWS:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
+        else:  # a whole block would write over the queries of the next row
+            _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV)
+
+        keep = keep_next
+        q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
+        first_block, last_block, head, kind, row = next_first, next_last, next_head, next_kind, next_row
+        next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
+        next_first, next_last, next_head, next_kind, next_row = new_first, new_last, new_head, new_kind, new_row
+    tma.store_wait(0)

@@ -1,0 +1,215 @@
+"""Forward of GDPA for Hopper, in Gluon: persistent, warp-specialised, TMA in and out, asynchronous wgmma.
+
+A program works through tiles of 128 queries of one row and head: one warpgroup loads with TMA, two compute 64 queries
+each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows of keys
+stay where they are while the row's query tiles pass by (`gluon_tiles`).
+
+A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
+and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels import scheduling
+from kernels.gdpa.gluon_activations import head_kinds
+from kernels.gdpa.gluon_consumer import ROWS, attend
+from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
+
+HEAD_DIMS = (64, 128)
+BLOCK_Q = 2 * ROWS.value
+BLOCK_K = 128
+_STAGE_FEATURES = 512  # of a key and its value, over all stages: with queries and outputs they fill shared memory
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+_MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_LOADER_REGISTERS = gl.constexpr(24)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """out [Nq, H, dv] of q's dtype: act_h(score_scale * q k^T) * out_scale @ v within rows.
+
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HEAD_DIMS, H a multiple of Hkv.
+    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
+    one of `kernels.gdpa.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
+    i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
+    ValueError for other head dimensions.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, value_dim = v.shape[1:]
+    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+        raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
+    out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    if out.numel() == 0 or k.shape[0] == 0:
+        return out.zero_()
+    left, right = min(window[0], 2**30), min(window[1], 2**30)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    # Under a window the tiles of a row see different blocks; and few tiles had better be spread over all processors.
+    run = 2 if left < 0 and right < 0 and num_queries * num_heads >= 8 * processors * BLOCK_Q else 1
+    schedule = scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right))
+    q_descriptor, q_head_stride = _descriptor(q, ROWS.value)
+    k_descriptor, k_head_stride = _descriptor(k, BLOCK_K)
+    v_descriptor, v_head_stride = _descriptor(v, BLOCK_K)
+    out_descriptor, _ = _descriptor(out, ROWS.value)
+    kinds, kinds_of_heads = head_kinds(activations)
+    capacity = (schedule.shape[0] - 1) * num_heads
+    _forward_kernel[(min(processors, capacity),)](
+        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, num_heads, num_heads // num_kv_heads,
+        q_head_stride, k_head_stride, v_head_stride, float(score_scale), float(out_scale), left, right,
+        KINDS=kinds, HEAD_KINDS=kinds_of_heads, LEFT=left >= 0, RIGHT=right >= 0, RUN=run, BLOCK_K=BLOCK_K,
+        D=head_dim, DV=value_dim, STAGES=_STAGE_FEATURES // (head_dim + value_dim),
+        num_warps=4, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip
+    return out
+
+
+def _descriptor(x: Tensor, rows: int) -> tuple[TensorDescriptor, int]:
+    """(TMA descriptor of blocks of `rows` rows of one head, elements from one head to the next).
+
+    The descriptor sees [N, everything that a row index can reach], so that a head is a range of columns.
+    """
+    total, num_heads, dim = x.shape
+    unit = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.stride(2) == 1
+    if not aligned or min(x.stride()) <= 0 or (num_heads - 1) * x.stride(1) + dim >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    # PyTorch lets the stride of a dimension of size 1 be anything.
+    row_stride, head_stride = (x.stride(0) if total > 1 else num_heads * dim), x.stride(1)
+    block = [rows, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
+    columns = (num_heads - 1) * head_stride + dim
+    return TensorDescriptor(x, [total, columns], [row_stride, 1], block, layout), head_stride
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
+    q_head_stride, k_head_stride, v_head_stride,
+    RUN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warpgroup: queries of each tile, then its blocks of keys and values from the last to the first.
+
+    The values of a block are asked for after the keys of the next one, because their place becomes free later.
+    """
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _order = barriers
+    loaded = 0
+    pending = loaded > 0  # whether the values of the block loaded last have still to be asked for
+    v_row = 0
+    v_column = 0
+    previous_row = -1
+    previous_head = -1
+    num_tiles = gl.load(schedule)
+    for turn in range(num_turns(num_tiles, num_heads, RUN)):
+        entry, head = dealt_tile(schedule, num_tiles, turn, num_heads, RUN)
+        q_begin = gl.load(entry + MAIN_BEGIN)
+        k_begin = gl.load(entry + OTHER_BEGIN)
+        first = gl.load(entry + FIRST_BLOCK)
+        num_blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
+        row = gl.load(entry + ROW)
+        shared = False
+        if RUN > 1:
+            shared = (row == previous_row) & (head == previous_head) & (num_blocks <= STAGES)
+            previous_row = row
+            previous_head = head
+        if shared & pending:  # no keys will be loaded before the values are needed
+            _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
+            pending = False
+        slot = turn % 2
+        for c in gl.static_range(2):
+            mbarrier.wait(q_empty.index(2 * slot + c), ((turn // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(2 * slot + c), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_desc, [q_begin + c * ROWS, head * q_head_stride], q_full.index(2 * slot + c),
+                q_smem.index(2 * slot + c),
+            )  # fmt: skip
+        kv_head = head // heads_per_kv
+        for b in range(gl.where(shared, 0, num_blocks)):
+            k_row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
+            stage = loaded % STAGES
+            mbarrier.wait(k_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k_desc, [k_row, kv_head * k_head_stride], k_full.index(stage), k_smem.index(stage)
+            )
+            if pending:
+                _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
+            v_row = k_row
+            v_column = kv_head * v_head_stride
+            pending = True
+            loaded += 1
+    if pending:
+        _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
+
+
+@gluon.jit
+def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, STAGES: gl.constexpr):
+    stage = load % STAGES
+    mbarrier.wait(v_empty.index(stage), ((load // STAGES) & 1) ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
+
+
+@gluon.jit
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, out, schedule, num_heads, heads_per_kv,
+    q_head_stride, k_head_stride, v_head_stride, score_scale, out_scale, left, right,
+    KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [4, ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, DV], v_desc.layout)
+    o_smem = gl.allocate_shared_memory(dtype, [2, ROWS, DV], out_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
+    gl.warp_specialize(
+        [
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale,
+                      out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES, 0)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale,
+                      out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES, 1)),
+            (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
+                     q_head_stride, k_head_stride, v_head_stride, RUN, BLOCK_K, STAGES)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""The Hopper kernels of `gdpa`: compiled for it here, run against the reference in float64 where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels.gdpa import ACTIVATIONS, gluon_forward, reference
+from kernels.gdpa.gluon_activations import head_kinds
+from kernels.testing import Compiled, assert_close_to_oracle, compile_ahead, poisoned_empty
+from tests.kernels.gdpa_cases import inputs_of, offsets_of, outputs
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SHARED_LIMIT = 227 * 1024
+UNLIMITED = (-1, -1)
+MIXED = ("gelu", "relu", "silu", "gelu")
+
+
+def descriptor(dtype: str, *block: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def compiled_forward(
+    *, names: tuple[str, ...] = ("gelu_tanh",), window: tuple[int, int] = UNLIMITED, run: int = 2, d: int = 128,
+    dtype: str = "bf16",
+) -> Compiled:  # fmt: skip
+    kinds, heads = head_kinds(names)
+    kernel = gluon_forward._forward_kernel
+    constants = {
+        "KINDS": kinds,
+        "HEAD_KINDS": heads,
+        "LEFT": window[0] >= 0,
+        "RIGHT": window[1] >= 0,
+        "RUN": run,
+        "BLOCK_K": 128,
+        "D": d,
+        "DV": d,
+        "STAGES": 512 // (2 * d),
+    }
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
+        "q_desc": descriptor(dtype, 64, d),
+        "k_desc": descriptor(dtype, 128, d),
+        "v_desc": descriptor(dtype, 128, d),
+        "out_desc": descriptor(dtype, 64, d),
+        "out": f"*{dtype}",
+        "schedule": "*i32",
+        "score_scale": "fp32",
+        "out_scale": "fp32",
+    }
+    strides = ("q_head_stride", "k_head_stride", "v_head_stride")
+    return compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=strides)
+
+
+@pytest.mark.parametrize(
+    ("options", "spill_bytes"),
+    [
+        ({}, 0),
+        ({"d": 64, "dtype": "fp16"}, 0),
+        ({"names": MIXED}, 64),
+        # A few scalars of a tile; none in the loop over blocks.
+        ({"window": (64, 64), "run": 1}, 160),
+    ],
+    ids=str,
+)
+def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str, Any], spill_bytes: int) -> None:
+    compiled = compiled_forward(**options)
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "stmatrix"):
+        assert compiled.contains(instruction), instruction
+    assert compiled.spill_bytes <= spill_bytes
+    assert compiled.shared_bytes <= SHARED_LIMIT
+
+
+def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
+    def attempt(queries: int, keys: int, d: int) -> torch.Tensor:
+        q, k = (torch.randn(n, 2, d, dtype=torch.bfloat16) for n in (queries, keys))
+        offsets = offsets_of([0])
+        return gluon_forward.forward(q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
+
+    with pytest.raises(ValueError, match="head dimensions"):
+        attempt(3, 3, 96)
+    with poisoned_empty():
+        for queries, keys in ((0, 3), (3, 0)):
+            assert torch.equal(attempt(queries, keys, 64), torch.zeros(queries, 2, 64, dtype=torch.bfloat16))
+
+
+def lengths_of(rows: int, high: int, seed: int) -> list[int]:
+    return torch.randint(0, high + 1, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+ODD = [1, 0, 128, 129, 64, 65, 300, 7], [5, 9, 0, 128, 129, 256, 257, 600]
+RANDOM = lengths_of(60, 400, 1), lengths_of(60, 500, 2)
+HUGE = [0] * 5 + [1500] + [0] * 3, [0] * 5 + [1700] + [3] * 3
+# Enough tiles that runs of them share keys and values: few blocks, more than fit, and unequal tails.
+RUNS = lengths_of(1100, 600, 3), lengths_of(1100, 300, 4)
+CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
+    **{name: (RANDOM, {"names": (name,) * 4}) for name in ACTIVATIONS},
+    "odd": (ODD, {}),
+    "one row": (([3], [2]), {}),
+    "one huge among empties": (HUGE, {}),
+    "runs": (RUNS, {}),
+    "mixed": (RANDOM, {"names": MIXED}),
+    "grouped": (RANDOM, {"heads": (6, 2)}),
+    "float16": (RANDOM, {"dtype": torch.float16}),
+    "64 features": (RANDOM, {"width": 64}),
+    "64 features in float16, mixed": (RANDOM, {"width": 64, "dtype": torch.float16, "names": MIXED}),
+    "negative scales": (RANDOM, {"scales": (-0.03, -2.0), "names": MIXED}),
+    **{f"window {left} {right}": (RANDOM, {"window": (left, right)}) for left, right in ((-1, 0), (50, -1), (0, 0))},
+    "window 100 30": (RANDOM, {"window": (100, 30), "names": MIXED}),
+}
+
+
+def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
+    """(q, k, v) and the other arguments of `forward`."""
+    (q_lengths, k_lengths), options = CASES[name]
+    heads = options.get("heads", (4, 4))
+    width = options.get("width", 128)
+    offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
+    inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
+    names = options.get("names", ("gelu_tanh",) * heads[0])
+    scales = options.get("scales", (1.3 * width**-0.5, 0.1))
+    window = options.get("window", UNLIMITED)
+    return list(inputs.values()), [*offsets, max(q_lengths), max(k_lengths), names, *scales, window]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("name", CASES)
+def test_forward_matches_float64(name: str) -> None:
+    inputs, rest = problem(name)
+    with poisoned_empty():
+        runs = [gluon_forward.forward(*inputs, *rest) for _ in range(3)]
+    assert_close_to_oracle(runs[0], reference.gdpa(*(x.double() for x in inputs), *rest), outputs(rest[3]))
+    assert all(torch.equal(runs[0], other) for other in runs[1:]), "runs differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+def test_forward_reads_views_of_a_fused_projection() -> None:
+    fused = torch.randn(405, 3, 4, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    q, k, v = fused.unbind(1)
+    offsets = offsets_of([100, 300, 5]).cuda()
+    rest = [offsets, offsets, 300, 300, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
+    out = gluon_forward.forward(q, k, v, *rest)
+    assert torch.equal(out, gluon_forward.forward(*(x.contiguous() for x in (q, k, v)), *rest))

@@ -106,24 +106,73 @@ def value_and_slope(s, scale, kind, KINDS: gl.constexpr):
 
 
 @gluon.jit
-def value(s, scale, kind, KINDS: gl.constexpr):
-    """act(scale s) of KINDS[kind], float32."""
-    if len(KINDS) == 1:
-        y, _dy = _value_and_slope(s, scale, KINDS, 0)
+def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr, dtype: gl.constexpr):
+    """act(scale s) / `_factor` of KINDS[KIND], with every constant moved where it costs nothing."""
+    ACTIVATION: gl.constexpr = KINDS[KIND]
+    half = 0.5 * scale
+    if ACTIVATION == "gelu":
+        square = s * s
+        low = gl.minimum(square, _AS_TANH_LIMIT / (half * half))
+        third = half * half * half
+        t = _tanh(s * (_AS_TANH[0] * half + low * (_AS_TANH[1] * third + low * (_AS_TANH[2] * third * half * half))))
+        y = s + s * t
+    elif ACTIVATION == "gelu_tanh":
+        t = _tanh(s * (_TANH_1 * half + (_TANH_3 * half * half * half) * (s * s)))
+        y = s + s * t
+    elif ACTIVATION == "silu":
+        t = _tanh(s * half)
+        y = s + s * t
     else:
-        y = s
-        for other in gl.static_range(len(KINDS)):
-            if kind == other:
-                y, _dy = _value_and_slope(y, scale, KINDS, other)
+        y, _dy = _value_and_slope(s, scale, KINDS, KIND)
+    if dtype == gl.float16:  # scores that have not been scaled may not fit
+        y = y * _factor(scale, KINDS, KIND)
     return y
 
 
 @gluon.jit
-def rounded(x, dtype: gl.constexpr):
-    """x.to(dtype), two neighbours to a register at once, at this place of the program and no later.
+def _factor(scale, KINDS: gl.constexpr, KIND: gl.constexpr):
+    ACTIVATION: gl.constexpr = KINDS[KIND]
+    factor = scale * 0.0 + 1.0
+    if ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "silu":
+        factor = 0.5 * scale
+    return factor
+
+
+@gluon.jit
+def unscaled_value(s, scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
+    """act(scale s) / `unscaled_factor` of KINDS[kind], float32, in the range of `dtype`."""
+    if len(KINDS) == 1:
+        y = _unscaled(s, scale, KINDS, 0, dtype)
+    else:
+        y = s
+        for other in gl.static_range(len(KINDS)):
+            if kind == other:
+                y = _unscaled(y, scale, KINDS, other, dtype)
+    return y
+
+
+@gluon.jit
+def unscaled_factor(scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
+    """What `unscaled_value` has to be multiplied by."""
+    factor = scale * 0.0 + 1.0
+    if dtype == gl.bfloat16:
+        for other in gl.static_range(len(KINDS)):
+            factor = gl.where(kind == other, _factor(scale, KINDS, other), factor)
+    return factor
+
+
+@gluon.jit
+def pinned(x):
+    """x, float32, computed at this place of the program and no later.
 
     Nothing else keeps a compiler from moving arithmetic behind a wait for products that it could overlap with.
     """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, False, 1)
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x.to(dtype), two neighbours to a register at once, and `pinned`."""
     if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, False, 2)
     else:

@@ -60,7 +60,7 @@ def _rounded(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
+def store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     """The first `rows` rows of x [64, columns] to rows STRIDE elements apart."""
     LAYOUT: gl.constexpr = x.type.layout
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -69,7 +69,7 @@ def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _through(buffer, x):
+def through_shared(buffer, x):
     """x [64, d], of an accumulator's layout, rounded and in a layout of 16 bytes of a row to a lane."""
     D: gl.constexpr = x.shape[1]
     LANES: gl.constexpr = D // 8
@@ -89,7 +89,7 @@ def _cells(dq):
 
 
 @gluon.jit
-def _load_dq(place, wanted, COLUMNS: gl.constexpr):
+def load_dq(place, wanted, COLUMNS: gl.constexpr):
     """dq [64, COLUMNS] that earlier key tiles left at `place`, zeros unless `wanted`."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     flat = _cells(gl.zeros((64, COLUMNS), gl.float32, HALF))
@@ -101,14 +101,14 @@ def _load_dq(place, wanted, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
+def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
 
     Every element of the scratch belongs to one thread. Its own stores, additions and loads stay in order, so no fence
     is needed, and the order of the additions is that of the key tiles.
     """
     if last:
-        _store_rows(dq * scale, pointer, rows, STRIDE)
+        store_rows(dq * scale, pointer, rows, STRIDE)
     else:
         flat = _cells(dq)
         cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
@@ -175,7 +175,7 @@ def differentiate(
                 p = _rounded(gl.exp2(s * exponent - lse), dtype)
                 p_left = gl.convert_layout(p, LEFT_OPERAND)
                 dv = warpgroup_mma(p_left, g, dv, is_async=True)
-                dq = _load_dq(place, last and not first, HALF)
+                dq = load_dq(place, last and not first, HALF)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
                 delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
                 ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
@@ -194,7 +194,7 @@ def differentiate(
                 dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
                 mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
                 mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
-                _put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+                put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
 
                 left_tile = n == steps - 1
                 step += 1
@@ -224,18 +224,18 @@ def differentiate(
             if steps > 0:
                 # The values of this tile have had their last use.
                 buffer = v_s.index(kv * 2 + C)
-                _store_rows(_through(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
-                _store_rows(_through(buffer, dv), dv_ptr + position, keys, HEADS * D)
+                store_rows(through_shared(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
+                store_rows(through_shared(buffer, dv), dv_ptr + position, keys, HEADS * D)
                 fence_async_shared()
             else:
-                _store_rows(dk, dk_ptr + position, keys, HEADS * D)
-                _store_rows(dv, dv_ptr + position, keys, HEADS * D)
+                store_rows(dk, dk_ptr + position, keys, HEADS * D)
+                store_rows(dv, dv_ptr + position, keys, HEADS * D)
     # dq of the last step.
     old = (step & 1) ^ 1
-    dq = _load_dq(place, last and not first, HALF)
+    dq = load_dq(place, last and not first, HALF)
     mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
     for c in gl.static_range(2):
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+    put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)

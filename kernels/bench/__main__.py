@@ -77,7 +77,7 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
     """
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
-    peaks: dict[str, float | None] = {}
+    memory: dict[str, dict[str, float | None]] = {}
     stream = torch.cuda.Stream() if graph else None
     for name, prepare in problem.contenders.items():
         try:
@@ -97,7 +97,9 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
             continue
         # Not of the first call, in which peers try configurations.
         with torch.cuda.stream(stream):
-            peaks[name] = peak_memory(runner.step, device)
+            memory[name] = {"peak_mib": peak_memory(runner.step, device)}
+        if runner.inputs:
+            memory[name]["input_mib"] = sum(tensor.nbytes for tensor in runner.inputs) / 2**20
         steps[name] = runner.step
     uncaptured = {}
     if stream is not None:
@@ -116,7 +118,7 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
         rows[name]["tflops"] = problem.flops / timing.median / 1e9
         rows[name]["tb_per_s"] = problem.bytes / timing.median / 1e9
         rows[name]["time_over_ours"] = timing.median / ours
-        rows[name]["peak_mib"] = peaks[name]
+        rows[name] |= memory[name]
     result = {"flops": problem.flops, "bytes": problem.bytes, "graph": graph and not uncaptured, "contenders": rows}
     return result | ({"uncaptured": uncaptured} if uncaptured else {})
 

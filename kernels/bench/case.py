@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ Check = Callable[[tuple[Tensor, ...]], "str | None"]
 
 @dataclass(frozen=True)
 class Runner:
-    """`step` is what is timed; `outputs` turns its result into the tensors that are checked, outside the timing."""
+    """`step` is what is timed; `outputs` turns its result into the tensors that are checked, outside the timing.
+
+    `inputs` are tensors whose memory belongs to the contender's, where contenders differ in that.
+    """
 
     step: Callable[[], Any]
     outputs: Callable[[Any], tuple[Tensor, ...]] = lambda result: (result,)
+    inputs: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 DIRECTIONS = {"fwd": "forward", "train": "forward and backward"}
-QUANTITIES = {"median_ms": "ms", "peak_mib": "MiB"}
+QUANTITIES = {"median_ms": "ms", "mib": "MiB"}
 
 Series = dict[tuple[str, str], dict[str, dict[int, float]]]
 
@@ -25,10 +25,11 @@ def series(results: dict[str, Any]) -> Series:
     found: Series = defaultdict(lambda: defaultdict(dict))
     for name, case in results["cases"].items():
         match = re.fullmatch(r"sweep_(\w+)_L(\d+)", name)
-        for contender, row in case["contenders"].items() if match else ():
-            for quantity in QUANTITIES:
-                if match and row.get(quantity) is not None:
-                    found[match[1], quantity][contender][int(match[2])] = row[quantity]
+        for contender, row in case["contenders"].items():
+            if match and "median_ms" in row:
+                found[match[1], "median_ms"][contender][int(match[2])] = row["median_ms"]
+                if row["peak_mib"] is not None:
+                    found[match[1], "mib"][contender][int(match[2])] = row["peak_mib"] + row["input_mib"]
     return found
 
 

@@ -29,7 +29,7 @@ def interleaved(
     steps: dict[str, Callable[[], Any]], device: torch.device, seconds: float, min_rounds: int
 ) -> dict[str, Timing]:
     """Time each step once per round, for about `seconds` a step in all but at least `min_rounds` rounds."""
-    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+    flush = _flush_buffer(FLUSH_BYTES[device.type], device)
     time_once = _time_cuda if device.type == "cuda" else _time_cpu
 
     def one_round() -> dict[str, Callable[[], float]]:
@@ -45,10 +45,15 @@ def interleaved(
     return {name: _summary([read[name]() for read in reads]) for name in steps}
 
 
+def _flush_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """What is read to empty the caches. Read and not written, or the next kernel pays for writing it back."""
+    return torch.zeros(size // 4, device=device)
+
+
 def _time_cuda(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], float]:
     # Read later: waiting here would let the queue run dry and time the launch instead of the kernel.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
+    flush.sum()
     start.record()
     step()
     end.record()
@@ -61,7 +66,7 @@ def _time_cuda(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], flo
 
 
 def _time_cpu(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], float]:
-    flush.zero_()
+    flush.sum()
     start = time.perf_counter()
     step()
     elapsed = (time.perf_counter() - start) * 1e3
@@ -90,7 +95,7 @@ def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
     A backward runs on the stream of its forward, so whatever `step` differentiates must have run on `stream`.
     RuntimeError if `step` cannot be captured.
     """
-    flush = torch.empty(FLUSH_BYTES["cuda"] // 2, dtype=torch.int8, device="cuda")
+    flush = _flush_buffer(FLUSH_BYTES["cuda"] // 2, torch.device("cuda"))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_ROUNDS):
@@ -99,7 +104,7 @@ def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(GRAPH_ROUNDS):
-            flush.zero_()
+            flush.sum()
             step()
 
     def replay(used: tuple[Any, ...] = (flush, step)) -> None:

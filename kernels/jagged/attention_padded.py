@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ def _supports(*, device: str, masked: bool, block_local: bool, biased: bool, **_
     return "has neither masks nor biases" if masked or block_local or biased else None
 
 
-@torch.compile(dynamic=False)
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """[B, L, H, d] each, lengths [B] of the keys."""
     j = torch.arange(k.shape[1], device=k.device)
@@ -26,6 +26,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> T
     seen = (j < lengths.clamp(min=1)[:, None])[:, None, None]
     out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
     return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled when first called: torch.compile takes seconds to import."""
+    return torch.compile(_attend, dynamic=False)
 
 
 # Never by itself: it is what the other backends are measured against in training.
@@ -51,4 +57,4 @@ def jagged_attention(
         jagged_to_padded(values, offsets, length)
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
     )
-    return padded_to_jagged(_attend(*padded, k_offsets.diff(), scale), q_offsets, q.shape[0])
+    return padded_to_jagged(_compiled()(*padded, k_offsets.diff(), scale), q_offsets, q.shape[0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, figure, report
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
@@ -180,6 +180,21 @@ def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["jagged", "--case", "nothing*", "--device", "cpu"])
     assert "attention_fwd_B4_L32_mean1.0" in capsys.readouterr().err
+
+
+def test_report_and_figure_of_results(tmp_path: Path) -> None:
+    assert main(["jagged", "--case", "*L16", *QUICK, str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/jagged.json")
+    results = json.loads(path.read_text())
+    lines = report.page(results, "results.json").splitlines()
+    assert [line.split(" ")[1] for line in lines if line.startswith("| sweep")] == ["sweep_fwd_L16", "sweep_train_L16"]
+    dense = results["cases"]["sweep_fwd_L16"]["contenders"]["dense"]
+    assert any(f"{dense['time_over_ours']:.2f}x" in line for line in lines)
+    assert figure.series(results)["fwd", "median_ms"]["dense"] == {16: dense["median_ms"]}
+    for contender in results["cases"]["sweep_fwd_L16"]["contenders"].values():
+        contender["peak_mib"] = 1.0
+    assert figure.series(results)["fwd", "mib"]["dense"] == {16: 1.0 + dense["input_mib"]}
+    figure.draw(results).savefig(tmp_path / "figure.png")
 
 
 def test_slug() -> None:

@@ -18,8 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
+from kernels.gdpa.gluon_rows import item_of, row_of, share_of
 from kernels.jagged.attention_rows import row_table
-from kernels.jagged.gluon_backward_steps import STAGES, item_of, query_tiles_of, row_of, share_of
+from kernels.jagged.gluon_backward_steps import STAGES, query_tiles_of
 
 QUERIES = 64
 KEYS = 128

@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gdpa.gluon_activations import kind_of, rounded, value_and_slope
+from kernels.gdpa.gluon_rows import item_of, row_of, share_of
 from kernels.jagged.gluon_backward_consumer import SCORES, load_dq, put_dq, store_rows, through_shared
-from kernels.jagged.gluon_backward_steps import STAGES, item_of, key_tiles_of, query_tiles_of, row_of, share_of
+from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tiles_of
 
 
 @gluon.jit

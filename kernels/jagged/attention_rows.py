@@ -1,4 +1,7 @@
-"""What the attention backward prepares: rows in the order of their work, and per-query numbers on a padded axis."""
+"""What the attention backward prepares: tiles of keys in the order of their work, and per-query numbers.
+
+Per-query numbers lie on an axis of tiles of TILE queries on which every row starts a new tile.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of the row table; the kernels read them by position.
-ROW_FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "", "", "")
+# Columns of both tables; the kernels read them by position.
+FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "key_tile", "", "")
 TILE = 64
+KEY_TILE = tl.constexpr(128)
 LOG2_E = 1.4426950408889634
 
 
@@ -46,16 +50,64 @@ def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: 
 
 
 def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
-    """int32 [B, 8], fields ROW_FIELDS: the rows with the most scores first, ties in their own order.
+    """int32 [B, 8], fields FIELDS but the last: the rows with the most scores first, ties in their own order.
 
-    `first_tile` is where the row begins on an axis of tiles of TILE queries on which every row starts a new tile.
+    `first_tile` is where the row begins on the axis of query tiles.
     Ranks come from comparing all pairs of rows, which for thousands of rows is faster than a sort's many launches.
     """
     num_rows = q_offsets.shape[0] - 1
-    table = torch.empty(num_rows, len(ROW_FIELDS), dtype=torch.int32, device=q_offsets.device)
+    table = torch.empty(num_rows, len(FIELDS), dtype=torch.int32, device=q_offsets.device)
     block = 16
     _row_table_kernel[(triton.cdiv(num_rows, block),)](
         q_offsets, k_offsets, table, num_rows, BLOCK=block, OTHERS=256, num_warps=4
+    )
+    return table
+
+
+@triton.jit
+def _tile_table_kernel(rows_ptr, table_ptr, num_rows, MEMBERS: tl.constexpr, SCAN: tl.constexpr):
+    first = tl.program_id(0) * MEMBERS
+    earlier = tl.zeros([SCAN], tl.int32)
+    for start in range(0, first, SCAN):
+        rows = start + tl.arange(0, SCAN)
+        k_length = tl.load(rows_ptr + rows * 8 + 3, rows < first, 0)
+        earlier += tl.where(rows < first, tl.maximum((k_length + KEY_TILE - 1) // KEY_TILE, 1), 0)
+    place = 1 + tl.sum(earlier)
+    rows = first + tl.arange(0, MEMBERS)
+    inside = rows < num_rows
+    q_start = tl.load(rows_ptr + rows * 8, inside, 0)
+    q_length = tl.load(rows_ptr + rows * 8 + 1, inside, 0)
+    k_start = tl.load(rows_ptr + rows * 8 + 2, inside, 0)
+    k_length = tl.load(rows_ptr + rows * 8 + 3, inside, 0)
+    first_tile = tl.load(rows_ptr + rows * 8 + 4, inside, 0)
+    tiles = tl.where(inside, tl.maximum((k_length + KEY_TILE - 1) // KEY_TILE, 1), 0)
+    for j in range(tl.max(tiles)):
+        has = tiles > j
+        count = tl.cumsum(has.to(tl.int32), 0)
+        entry = table_ptr + (place + count - 1).to(tl.int64) * 8
+        tl.store(entry, q_start, has)
+        tl.store(entry + 1, q_length, has)
+        tl.store(entry + 2, k_start, has)
+        tl.store(entry + 3, k_length, has)
+        tl.store(entry + 4, first_tile, has)
+        tl.store(entry + 5, rows * 0 + j, has)
+        place += tl.sum(has.to(tl.int32))
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(table_ptr, place - 1)
+
+
+def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int) -> Tensor:
+    """int32 [1 + capacity, 8]: element [0, 0] is the number of key tiles, tile t is row 1 + t, with fields FIELDS.
+
+    The rows of `row_table` are taken `members` (a power of two) at a time: first the first key tile of each, then the
+    second, and so on, so that tile j of a row comes some time after its tile j - 1, and not too long. A row without
+    keys has one tile.
+    """
+    rows = row_table(q_offsets, k_offsets)
+    num_rows = rows.shape[0]
+    table = rows.new_empty(1 + num_keys // KEY_TILE.value + num_rows, len(FIELDS))
+    _tile_table_kernel[(triton.cdiv(num_rows, members),)](
+        rows, table, num_rows, MEMBERS=members, SCAN=1024, num_warps=4
     )
     return table
 
@@ -68,6 +120,7 @@ def _row_statistics_kernel(
     offsets_ptr,
     lse2_ptr,
     delta_ptr,
+    flags_ptr,
     num_heads,
     num_queries,
     stride,
@@ -97,18 +150,23 @@ def _row_statistics_kernel(
         delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
         tl.store(lse2_ptr + head * stride + target, lse * 1.4426950408889634)
         tl.store(delta_ptr + head * stride + target, delta)
+        tl.store(flags_ptr + head * (stride // 64) + start // 64 + row + tl.program_id(1), 0)
         head += 1
 
 
-def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
-    """(lse in base 2, delta = sum over d of out * grad_out), each float32 [H, tiles * TILE] on `row_table`'s tile axis.
+def row_statistics(
+    out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse in base 2, delta = sum over d of out * grad_out, zeros for the tiles).
 
-    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero.
+    The first two are float32 [H, tiles * TILE], the zeros int32 [H, tiles]. Places behind a row's end hold lse = +inf
+    and delta = 0, so that scores there exponentiate to zero.
     """
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1
     stride = (num_queries // TILE + num_rows) * TILE
     lse2, delta = out.new_empty(2, num_heads, stride, dtype=torch.float32)
+    flags = out.new_empty(num_heads, stride // TILE, dtype=torch.int32)
     _row_statistics_kernel[(num_rows, triton.cdiv(max_q, TILE))](
         out,
         grad_out,
@@ -116,6 +174,7 @@ def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor
         q_offsets,
         lse2,
         delta,
+        flags,
         num_heads,
         num_queries,
         stride,
@@ -126,4 +185,4 @@ def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor
         D=head_dim,
         num_warps=4,
     )
-    return lse2, delta
+    return lse2, delta, flags

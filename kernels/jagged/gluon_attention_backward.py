@@ -1,30 +1,37 @@
 """Backward of jagged softmax attention for Hopper: warp-specialised, asynchronous, deterministic (Gluon).
 
-One thread block owns a (row, key head) and walks its tiles of 128 keys in order, so it alone adds to dq of these
-queries and the order of every sum is fixed. Of its three warpgroups one loads tiles by TMA; two own 64 of a tile's keys
-each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both leave in shared
-memory. Between key tiles dq lives in a float32 scratch of the block: the first key tile stores it, others add to it by
-reductions that nothing waits for, the last one loads the sum and writes the result. Blocks are as many as
-multiprocessors and share the rows out, the longest first. The loader and what all share are in `gluon_backward_steps`,
-the two others in `gluon_backward_consumer`.
+Work is dealt out as tiles of 128 keys of one key head. Of a block's three warpgroups one loads tiles by TMA; two own 64
+of a tile's keys each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both
+leave in shared memory. dq is summed over key tiles in a float32 scratch: the first key tile stores it, others add to it
+by reductions that nothing waits for, the last one loads the sum and writes the result.
+
+The key tiles of a row are on several multiprocessors at about the same time, so that its queries, their gradients and
+dq stay in L2, which is what decides the speed on long rows. For equal bits they add to each tile of dq in order, which
+flags in global memory keep. That cannot block for ever: a block takes its tiles in ascending order and waits only for
+tiles before its own, and there are no more blocks than multiprocessors, so that all of them run.
+
+The loader and what all share are in `gluon_backward_steps`, the two others in `gluon_backward_consumer`.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.jagged.attention_rows import LOG2_E, row_statistics, row_table
+from kernels.jagged.attention_rows import LOG2_E, row_statistics, tile_table
 from kernels.jagged.gluon_backward_consumer import differentiate
 from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
 
 QUERIES = 64
 KEYS = 128
+# Tokens times heads of the rows that are worked on at a time. Each takes 1 kB of L2 at dimension 128, and these are
+# enough for the few steps that a key tile runs behind the one before to cost no time.
+TOKENS_IN_FLIGHT = 32768
+MAX_ROWS_IN_FLIGHT = 128
 HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads share 512 x 128 registers: 240 for each of the first two, and 24.
 MAX_REGISTERS = 168
@@ -32,7 +39,7 @@ MAX_REGISTERS = 168
 
 @gluon.jit
 def _backward(
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table_ptr, items, stats_stride, scratch_ptr, slot,
+    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr,
     dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
@@ -58,6 +65,8 @@ def _backward(
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    dq_turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(g_full.index(i), count=1)
@@ -67,17 +76,19 @@ def _backward(
         mbarrier.init(kv_empty.index(i), count=2)
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=2)
+        mbarrier.init(dq_turn.index(i), count=1)
+    mbarrier.init(done, count=2)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc)
     buffers = (k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s)
-    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty)
+    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done)
     gl.warp_specialize(
         [
-            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent,
+            (differentiate, (buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent,
                              scale, left, right, HEADS, GROUP, LEFT, RIGHT, 0)),
-            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent,
+            (differentiate, (buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent,
                              scale, left, right, HEADS, GROUP, LEFT, RIGHT, 1)),
-            (load_tiles, (descs, buffers, bars, table_ptr, items, stats_stride, left, right,
+            (load_tiles, (descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
         ],
         [4, 4],
@@ -122,7 +133,7 @@ def attention_backward(
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
     j <= i if `causal`. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
 
-    The scratch takes (multiprocessors) x (max_q) x (H / Hkv) x d x 4 bytes at most, none if max_k is within one tile.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles; none if max_k is within one tile.
     ValueError for a head dimension, dtype or scale that the kernel cannot serve.
     """
     num_queries, num_heads, head_dim = q.shape
@@ -144,19 +155,19 @@ def attention_backward(
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    table = row_table(q_offsets, k_offsets)
-    lse2, delta = row_statistics(out, grad_out, lse, q_offsets, max_q)
-    items = table.shape[0] * kv_heads
+    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (max_q * num_heads)))
+    table = tile_table(q_offsets, k_offsets, num_keys, 1 << (rows_in_flight.bit_length() - 1))
+    lse2, delta, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
+    items = (table.shape[0] - 1) * kv_heads
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    slot = triton.cdiv(max_q, QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
-    scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
+    scratch = torch.empty(lse2.numel() * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device)
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, v, grad_out))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = _descriptor(k, swizzle=head_dim)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
     _backward[(programs,)](
-        q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table, items, lse2.shape[1], scratch, slot, dq, dk, dv,
+        q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table, flags, flags.shape[1], scratch, dq, dk, dv,
         scale * LOG2_E, scale, left, right, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
         num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.jagged.gluon_backward_steps import STAGES, item_of, key_tiles_of, query_tiles_of, row_of, share_of
+from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tiles_of, tile_of, turns_of
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 
@@ -104,8 +104,7 @@ def load_dq(place, wanted, COLUMNS: gl.constexpr):
 def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
 
-    Every element of the scratch belongs to one thread. Its own stores, additions and loads stay in order, so no fence
-    is needed, and the order of the additions is that of the key tiles.
+    The loader sees to it that the key tiles of a row take turns, in their order.
     """
     if last:
         store_rows(dq * scale, pointer, rows, STRIDE)
@@ -120,20 +119,19 @@ def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
 
 @gluon.jit
 def differentiate(
-    buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
+    buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty = bars
+    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
     HALF: gl.constexpr = D // 2
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    scratch = scratch_ptr + program.to(gl.int64) * slot + C * (64 * HALF)
+    num_items = gl.load(table_ptr) * HEADS
+    scratch = scratch_ptr + C * (64 * HALF)
     zeros = gl.zeros((64, 64), gl.float32, SCORES)
     tile = 0
     step = 0
@@ -149,89 +147,92 @@ def differentiate(
     mbarrier.wait(kv_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for turn in range(share_of(program, programs, items)):
-        item = item_of(turn, program, programs)
-        q_start, q_length, k_start, k_length, _first_tile, head = row_of(table_ptr, item, HEADS)
+    q_start, q_length, k_start, k_length, first_tile, j, head = tile_of(table_ptr, 0, num_items, HEADS)
+    for turn in range(turns_of(num_items)):
         query_tiles = (q_length + 63) // 64
         key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        for j in range(key_tiles):
-            low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-            keys = k_length - j * 128 - C * 64
-            dk = gl.zeros((64, D), gl.float32, WIDE)
-            dv = gl.zeros((64, D), gl.float32, WIDE)
-            steps = (high - low) * GROUP
-            kv = tile & 1
-            tile += (steps > 0).to(gl.int32)
-            i = low
-            member = 0
-            for n in range(steps):
-                stage = step % STAGES
-                buffer = step & 1
-                g = g_s.index(stage)
-                mbarrier.wait(g_full.index(stage), step // STAGES & 1)
-                dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                s = _masked(s, keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
-                lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-                p = _rounded(gl.exp2(s * exponent - lse), dtype)
-                p_left = gl.convert_layout(p, LEFT_OPERAND)
-                dv = warpgroup_mma(p_left, g, dv, is_async=True)
-                dq = load_dq(place, last and not first, HALF)
-                dp = warpgroup_mma_wait(1, deps=(dp,))
-                delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-                ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
-                mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
-                ds_s.index(buffer * 2 + C).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(buffer), count=1)
+        low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
+        keys = k_length - j * 128 - C * 64
+        dk = gl.zeros((64, D), gl.float32, WIDE)
+        dv = gl.zeros((64, D), gl.float32, WIDE)
+        steps = (high - low) * GROUP
+        kv = tile & 1
+        tile += (steps > 0).to(gl.int32)
+        # Asked for here, because the answer takes a while.
+        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
+        i = low
+        member = 0
+        for n in range(steps):
+            stage = step % STAGES
+            buffer = step & 1
+            g = g_s.index(stage)
+            mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+            dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = _masked(s, keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
+            lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+            p = _rounded(gl.exp2(s * exponent - lse), dtype)
+            p_left = gl.convert_layout(p, LEFT_OPERAND)
+            dv = warpgroup_mma(p_left, g, dv, is_async=True)
+            old = buffer ^ 1
+            mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            dq = load_dq(place, last and not first, HALF)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+            ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
+            mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+            ds_s.index(buffer * 2 + C).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(buffer), count=1)
 
-                old = buffer ^ 1
-                mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
-                for c in gl.static_range(2):
-                    k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
-                    dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-                ds_left = gl.convert_layout(ds, LEFT_OPERAND)
-                dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
-                dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
-                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-                mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
-                put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+            mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            for c in gl.static_range(2):
+                k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
+                dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+            ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+            dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
+            dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
+            put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+            mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
 
-                left_tile = n == steps - 1
-                step += 1
-                after = step % STAGES
-                new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
-                mbarrier.wait(q_full.index(after), step // STAGES & 1)
-                mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
-                s = warpgroup_mma(
-                    k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                first_tile, last_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
-                first = j == first_tile
-                last = j == last_tile
-                place = scratch + (member * query_tiles + i).to(gl.int64) * (64 * D)
-                out = dq_ptr + (
-                    (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
-                )
-                rows = q_length - i * 64
-                old_slot = kv
-                i += 1
-                if i == high:
-                    i = low
-                    member += 1
-                s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
-                mbarrier.arrive(stage_empty.index(stage), count=1)
-            position = (k_start + j * 128 + C * 64).to(gl.int64) * (HEADS * D) + head * D
-            if steps > 0:
-                # The values of this tile have had their last use.
-                buffer = v_s.index(kv * 2 + C)
-                store_rows(through_shared(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
-                store_rows(through_shared(buffer, dv), dv_ptr + position, keys, HEADS * D)
-                fence_async_shared()
-            else:
-                store_rows(dk, dk_ptr + position, keys, HEADS * D)
-                store_rows(dv, dv_ptr + position, keys, HEADS * D)
+            left_tile = n == steps - 1
+            step += 1
+            after = step % STAGES
+            new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
+            mbarrier.wait(q_full.index(after), step // STAGES & 1)
+            mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
+            s = warpgroup_mma(
+                k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
+            first = j == first_key_tile
+            last = j == last_key_tile
+            place = scratch + ((head * GROUP + member) * tiles_stride + first_tile + i).to(gl.int64) * (64 * D)
+            out = dq_ptr + (
+                (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
+            )
+            rows = q_length - i * 64
+            old_slot = kv
+            i += 1
+            if i == high:
+                i = low
+                member += 1
+            s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+        position = (k_start + j * 128 + C * 64).to(gl.int64) * (HEADS * D) + head * D
+        if steps > 0:
+            # The values of this tile have had their last use.
+            buffer = v_s.index(kv * 2 + C)
+            store_rows(through_shared(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
+            store_rows(through_shared(buffer, dv), dv_ptr + position, keys, HEADS * D)
+            fence_async_shared()
+        else:
+            store_rows(dk, dk_ptr + position, keys, HEADS * D)
+            store_rows(dv, dv_ptr + position, keys, HEADS * D)
+        q_start, q_length, k_start, k_length, first_tile, j, head = following
     # dq of the last step.
     old = (step & 1) ^ 1
+    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
     dq = load_dq(place, last and not first, HALF)
     mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
     for c in gl.static_range(2):
@@ -239,3 +240,4 @@ def differentiate(
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+    mbarrier.arrive(done, count=1)

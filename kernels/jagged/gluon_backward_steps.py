@@ -1,7 +1,7 @@
 """Device functions of the attention backward in `gluon_attention_backward`: what its warpgroups share, and the loader.
 
-A tile of queries has 64 of them, a tile of keys 128. A step is one tile of queries against one tile of keys, for one
-query head. Key tiles that no query sees have no steps and are not loaded.
+A tile of queries has 64 of them, a tile of keys 128. An item is a tile of keys of one key head; a step is one tile of
+queries of one query head against it. Key tiles that no query sees have no steps and are not loaded.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def share_of(program, programs, items):
-    """How many items this program takes: `item_of(turn)` for turns below it."""
-    full = items // programs
-    place = program if full % 2 == 0 else programs - 1 - program
-    return full + (place < items - full * programs).to(gl.int32)
+def turns_of(num_items):
+    """How many of the items this program takes: item `turn * programs + program` in each turn below it."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return (num_items - program + programs - 1) // programs
 
 
 @gluon.jit
-def item_of(turn, program, programs):
-    """Items come longest first; going back and forth over the programs evens out their sums."""
-    place = program if turn % 2 == 0 else programs - 1 - program
-    return turn * programs + place
-
-
-@gluon.jit
-def row_of(table_ptr, item, HEADS: gl.constexpr):
-    """The fields of `attention_rows.row_table`, and which key head."""
-    entry = table_ptr + item // HEADS * 8
+def tile_of(table_ptr, turn, num_items, HEADS: gl.constexpr):
+    """The fields of `attention_rows.tile_table` for an item, and which key head; those of the last item after it."""
+    item = gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
+    entry = table_ptr + (1 + item // HEADS).to(gl.int64) * 8
     q_start = gl.load(entry)
     q_length = gl.load(entry + 1)
     k_start = gl.load(entry + 2)
     k_length = gl.load(entry + 3)
     first_tile = gl.load(entry + 4)
-    return q_start, q_length, k_start, k_length, first_tile, item % HEADS
+    j = gl.load(entry + 5)
+    return q_start, q_length, k_start, k_length, first_tile, j, item % HEADS
 
 
 @gluon.jit
@@ -67,59 +62,102 @@ def key_tiles_of(i, key_tiles, left, right, LEFT: gl.constexpr, RIGHT: gl.conste
 
 
 @gluon.jit
+def _raise(flags_ptr, index):
+    if index >= 0:
+        gl.atomic_add(flags_ptr + index, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _await(flags_ptr, index, height, ds_empty, step, b):
+    """Wait until the flag of the step before `step` has the height that its dq needs. Returns b, or -1 if it is raised.
+
+    Before it waits for other programs, this one tells them all it has: else they could wait for each other. The flag is
+    read by an atomic, whose result is the same for all warps: they have to take the same branches.
+    """
+    if height > 0:
+        seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
+        if seen < height:
+            mbarrier.wait(ds_empty.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)
+            _raise(flags_ptr, b)
+            b = -1
+            while seen < height:
+                seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
+    return b
+
+
+@gluon.jit
 def load_tiles(
-    descs, buffers, bars, table_ptr, items, stats_stride, left, right,
+    descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The TMA warpgroup. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
 
-    After the last step it announces one more that carries no data: the consumers always look one step ahead.
+    It also keeps the order in which key tiles add to dq. A flag counts how many have added to a tile of dq. It is
+    raised when both consumers are seen to be done with the step after, in which they do it; `a`, `b` and `c` are the
+    flags to raise for the last three steps (-1 for none). dq_turn lets the consumers add to dq of a step once its flag
+    has the height of the key tiles before. After the last step comes one more that carries no data: consumers look one
+    step ahead.
     """
     q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc = descs
     k_s, v_s, q_s, g_s, _ds_s, lse_s, delta_s = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, _ds_empty = bars
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
+    q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, ds_empty, dq_turn, done = bars
+    num_items = gl.load(table_ptr) * HEADS
     tile = 0
     step = 0
-    for turn in range(share_of(program, programs, items)):
-        item = item_of(turn, program, programs)
-        q_start, q_length, k_start, k_length, first_tile, head = row_of(table_ptr, item, HEADS)
+    a = -1
+    b = -1
+    c = -1
+    index = 0
+    height = 0
+    for turn in range(turns_of(num_items)):
+        q_start, q_length, k_start, k_length, first_tile, j, head = tile_of(table_ptr, turn, num_items, HEADS)
         query_tiles = (q_length + 63) // 64
         key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        for j in range(key_tiles):
-            low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-            if high > low:
-                slot = tile & 1
-                full = kv_full.index(slot)
-                mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
-                mbarrier.expect(full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
-                for c in gl.static_range(2):
-                    key = k_start + j * 128 + c * 64
-                    tma.async_copy_global_to_shared(k_desc, [key, head * K_STEP], full, k_s.index(slot * 2 + c))
-                for c in gl.static_range(2):
-                    key = k_start + j * 128 + c * 64
-                    tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + c))
-                tile += 1
-            for member in range(GROUP):
-                q_head = head * GROUP + member
-                for i in range(low, high):
-                    stage = step % STAGES
-                    mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
-                    query = q_start + i * 64
-                    statistic = q_head * stats_stride + (first_tile + i) * 64
-                    full = q_full.index(stage)
-                    mbarrier.expect(full, q_desc.block_type.nbytes + 64 * 4)
-                    tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
-                    tma.async_copy_global_to_shared(lse_desc, [statistic], full, lse_s.index(stage))
-                    full = g_full.index(stage)
-                    mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
-                    tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
-                    tma.async_copy_global_to_shared(delta_desc, [statistic], full, delta_s.index(stage))
-                    step += 1
+        low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
+        if high > low:
+            slot = tile & 1
+            full = kv_full.index(slot)
+            mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
+            mbarrier.expect(full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                key = k_start + j * 128 + half * 64
+                tma.async_copy_global_to_shared(k_desc, [key, head * K_STEP], full, k_s.index(slot * 2 + half))
+                tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + half))
+            tile += 1
+        for member in range(GROUP):
+            q_head = head * GROUP + member
+            for i in range(low, high):
+                stage = step % STAGES
+                mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
+                query = q_start + i * 64
+                statistic = (q_head * tiles_stride + first_tile + i) * 64
+                full = q_full.index(stage)
+                mbarrier.expect(full, q_desc.block_type.nbytes + 64 * 4)
+                tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
+                tma.async_copy_global_to_shared(lse_desc, [statistic], full, lse_s.index(stage))
+                full = g_full.index(stage)
+                mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
+                tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
+                tma.async_copy_global_to_shared(delta_desc, [statistic], full, delta_s.index(stage))
+                _raise(flags_ptr, c)
+                b = _await(flags_ptr, index, height, ds_empty, step, b)
+                mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
+                first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
+                index = q_head * tiles_stride + first_tile + i
+                height = j - first
+                c = b
+                b = a
+                a = index if j < last else -1
+                step += 1
     stage = step % STAGES
     mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
     mbarrier.arrive(q_full.index(stage), count=1)
     mbarrier.wait(kv_empty.index(tile & 1), (tile // 2 & 1) ^ 1)
     mbarrier.arrive(kv_full.index(tile & 1), count=1)
+    _raise(flags_ptr, c)
+    b = _await(flags_ptr, index, height, ds_empty, step, b)
+    mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
+    mbarrier.wait(done, 0)
+    _raise(flags_ptr, b)
+    _raise(flags_ptr, a)

@@ -16,6 +16,7 @@ gl = pytest.importorskip("triton.experimental.gluon.language")
 
 from kernels.jagged import attention_rows, gluon_attention_backward  # noqa: E402
 from kernels.jagged.gluon_attention_backward import attention_backward  # noqa: E402
+from tests.kernels.interpreting import interpret  # noqa: E402
 
 # p, ds, out (in delta) and the result are rounded once each, with errors of up to 2^-9 and 2^-12 of the value that add
 # like a random walk; measured on an H200: 3e-3 and 4e-4.
@@ -28,11 +29,9 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
         return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
 
     line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
-    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"} | {
-        "lse_desc": line,
-        "delta_desc": line,
-    }
-    signature |= {"table_ptr": "*i32", "items": "i32", "stats_stride": "i32", "scratch_ptr": "*fp32", "slot": "i64"}
+    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"}
+    signature |= {"lse_desc": line, "delta_desc": line}
+    signature |= {"table_ptr": "*i32", "flags_ptr": "*i32", "tiles_stride": "i32", "scratch_ptr": "*fp32"}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}
     constants = {f"{name}_STEP": head_dim for name in "QKVG"} | {"HEADS": 2, "GROUP": 2}
@@ -43,7 +42,6 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
         target="sm_90",
         gluon=True,
         maxnreg=gluon_attention_backward.MAX_REGISTERS,
-        divisible_by_16=["slot", "stats_stride"],
     )
 
 
@@ -54,7 +52,7 @@ def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: boo
     built = compiled(head_dim, window, dtype)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
         assert built.contains(instruction), instruction
-    # Four elements to a reduction. Each element gets all of its own from one thread, so runs do not differ.
+    # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
     assert built.contains("atom.global.gpu.relaxed.add.v4.f32")
     assert built.shared_bytes <= 227 * 1024
     # At head dimension 128 mostly what only the outer loops need is spilled; how much depends on the compiler.
@@ -74,13 +72,59 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     sizes = ("num_heads", "num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
     statistics = compile_ahead(
         attention_rows._row_statistics_kernel,
-        pointers | {"lse2_ptr": "*fp32", "delta_ptr": "*fp32"} | dict.fromkeys(sizes, "i32"),
+        pointers | {"lse2_ptr": "*fp32", "delta_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
         {"D": 128},
         target=target,
         divisible_by_16=sizes,
     )
-    assert table.spill_bytes == statistics.spill_bytes == 0
+    tiles = compile_ahead(
+        attention_rows._tile_table_kernel,
+        {"rows_ptr": "*i32", "table_ptr": "*i32", "num_rows": "i32"},
+        {"MEMBERS": 8, "SCAN": 1024},
+        target=target,
+    )
+    assert table.spill_bytes == tiles.spill_bytes == statistics.spill_bytes == 0
     assert statistics.contains("ld.global.v4.b32")
+
+
+@pytest.mark.parametrize("members", [1, 2, 4])
+def test_key_tiles_come_in_order_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
+    interpret(monkeypatch, attention_rows)
+    q_lengths, k_lengths = [10, 0, 300, 64, 7], [300, 5, 128, 0, 129]
+    q_offsets, k_offsets = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
+    rows = sorted(range(5), key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64))
+    count = {row: max(math.ceil(k_lengths[row] / 128), 1) for row in rows}
+    expected = []
+    for start in range(0, len(rows), members):
+        taken = rows[start : start + members]
+        for j in range(max(count[row] for row in taken)):
+            expected += [(row, j) for row in taken if j < count[row]]
+    table = attention_rows.tile_table(q_offsets, k_offsets, sum(k_lengths), members).tolist()
+    assert table[0][0] == len(expected) == sum(count.values())
+    for entry, (row, j) in zip(table[1:], expected, strict=False):
+        first_tile = int(q_offsets[row]) // 64 + row
+        where = [int(q_offsets[row]), q_lengths[row], int(k_offsets[row]), k_lengths[row], first_tile, j]
+        assert entry[:6] == where
+
+
+def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, attention_rows)
+    lengths = [10, 0, 100, 64]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    out, grad = (torch.randn(174, 2, 16) for _ in range(2))
+    lse = torch.randn(2, 174)
+    with poisoned_empty():
+        lse2, delta, flags = attention_rows.row_statistics(out, grad, lse, offsets, 100)
+    for row, length in enumerate(lengths):
+        start = int(offsets[row])
+        tile = start // 64 + row
+        tiles = math.ceil(length / 64)
+        own, padding = (slice(tile * 64 + a, tile * 64 + b) for a, b in ((0, length), (length, tiles * 64)))
+        torch.testing.assert_close(lse2[:, own], lse[:, start : start + length] / math.log(2))
+        torch.testing.assert_close(delta[:, own], (out * grad).sum(2).T[:, start : start + length])
+        assert (lse2[:, padding] == math.inf).all()
+        assert (delta[:, padding] == 0).all()
+        assert (flags[:, tile : tile + tiles] == 0).all()
 
 
 def test_what_it_cannot_serve_is_an_error_and_nothing_gives_zeros() -> None:

@@ -1,8 +1,8 @@
 """Which tile of a jagged attention each program works on, decided on the device from the offsets.
 
 A persistent kernel over rows of unequal length needs a list of the tiles that exist, and an order in which every
-program gets the same amount of work. Tiles are sorted by their work, the most first, and dealt to the programs like
-cards there and back: round r gives position r * P + p to program p when r is even and to program
+program gets the same amount of work. Tiles are sorted by their number of blocks, the most first, and dealt to the
+programs like cards there and back: round r gives position r * P + p to program p when r is even and to program
 P - 1 - p when it is odd. Within equal work, tiles of a row stay neighbours, so that they share its blocks in L2.
 
 A tile is a run of `block_main` positions of one row of the main side; a block is a run of `block_other` positions of
@@ -45,7 +45,6 @@ def tile_schedule(
     block_main: int,
     block_other: int,
     window: tuple[int, int] = (-1, -1),
-    unit: int | None = None,
 ) -> Tensor:
     """int32 [1 + capacity, COLUMNS]: element [0, 0] is the number of tiles, tile t is row 1 + t.
 
@@ -53,17 +52,13 @@ def tile_schedule(
     Main position i sees other position j when i - left <= j <= i + right with window = (left, right), -1 for
     unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
     with 0 blocks, because its output has to be written. Lengths above `max_other` are sorted as if they were equal.
-
-    The work of a tile is its number of blocks, times the number of units that its positions fill when a kernel does not
-    compute units of `unit` positions behind the end of a row (default: it always computes the whole tile).
     """
-    unit = unit or block_main
     num_rows = main_offsets.shape[0] - 1
     capacity = main_total // block_main + min(num_rows, main_total)
     table = torch.empty(1 + capacity, COLUMNS.value, dtype=torch.int32, device=main_offsets.device)
-    max_work = triton.cdiv(max_other, block_other) * triton.cdiv(block_main, unit)
-    bin_width = triton.cdiv(max_work + 1, _MAX_BINS)
-    num_bins = max_work // bin_width + 1
+    max_blocks = triton.cdiv(max_other, block_other)
+    bin_width = triton.cdiv(max_blocks + 1, _MAX_BINS)
+    num_bins = max_blocks // bin_width + 1
     _schedule_kernel[(num_bins, triton.cdiv(num_rows, _ROWS_PER_PART))](
         main_offsets,
         other_offsets,
@@ -73,7 +68,6 @@ def tile_schedule(
         *window,
         BLOCK_MAIN=block_main,
         BLOCK_OTHER=block_other,
-        UNIT=unit,
         LEFT=window[0] >= 0,
         RIGHT=window[1] >= 0,
         SCAN=_ROWS_PER_STEP,
@@ -114,13 +108,6 @@ def _blocks(
 
 
 @triton.jit
-def _bins(position, main_length, blocks, bin_width, last, BLOCK_MAIN: tl.constexpr, UNIT: tl.constexpr):
-    """Which bin tiles at `position` are sorted into; the last has the most work."""
-    units = (tl.minimum(main_length - position, BLOCK_MAIN) + UNIT - 1) // UNIT
-    return tl.minimum(blocks * units // bin_width, last)
-
-
-@triton.jit
 def _schedule_kernel(
     main_offsets,
     other_offsets,
@@ -131,7 +118,6 @@ def _schedule_kernel(
     right,
     BLOCK_MAIN: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
-    UNIT: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SCAN: tl.constexpr,
@@ -150,41 +136,39 @@ def _schedule_kernel(
         rows = start + tl.arange(0, SCAN)
         _, main_length = _lengths(main_offsets, rows, num_rows)
         _, other_length = _lengths(other_offsets, rows, num_rows)
-        every += (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
-        whole = main_length // BLOCK_MAIN
-        # Without a window the whole tiles of a row are alike; with one each is looked at. The last one may be shorter.
-        steps = 2
+        tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+        every += tiles
+        # Without a window all tiles of a row have equally many blocks; with one each is looked at.
+        steps = 1
         if LEFT or RIGHT:
-            steps = tl.max(whole) + 1
+            steps = tl.max(tiles)
         for t in range(steps):
-            position = tl.minimum(whole, t) * BLOCK_MAIN
+            _, blocks = _blocks(
+                rows * 0 + t * BLOCK_MAIN, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT
+            )
+            bins = tl.minimum(blocks // bin_width, last)
+            earlier = (bins > own) | ((bins == own) & (rows < own_begin))
             if LEFT or RIGHT:
-                count = (t * BLOCK_MAIN < main_length).to(tl.int32)
+                before += (earlier & (t < tiles)).to(tl.int32)
             else:
-                count = tl.where(t == 0, whole, (position < main_length).to(tl.int32))
-                position = tl.where(t == 0, 0, whole * BLOCK_MAIN)
-            _, blocks = _blocks(position, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
-            bins = _bins(position, main_length, blocks, bin_width, last, BLOCK_MAIN, UNIT)
-            before += tl.where((bins > own) | ((bins == own) & (rows < own_begin)), count, 0)
+                before += tl.where(earlier, tiles, 0)
     if own + own_begin == 0:
         tl.store(table, tl.sum(every))
 
     rows = own_begin + tl.arange(0, PART)
     main_begin, main_length = _lengths(main_offsets, rows, num_rows)
     other_begin, other_length = _lengths(other_offsets, rows, num_rows)
-    steps = (tl.max(main_length) + BLOCK_MAIN - 1) // BLOCK_MAIN
+    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    steps = tl.max(tiles)
     mine = tl.zeros([PART], tl.int32)
     for t in range(steps):
-        position = rows * 0 + t * BLOCK_MAIN
-        _, blocks = _blocks(position, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
-        bins = _bins(position, main_length, blocks, bin_width, last, BLOCK_MAIN, UNIT)
-        mine += ((position < main_length) & (bins == own)).to(tl.int32)
+        _, blocks = _blocks(rows * 0 + t * BLOCK_MAIN, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
+        mine += ((t < tiles) & (tl.minimum(blocks // bin_width, last) == own)).to(tl.int32)
     place = 1 + tl.sum(before) + tl.cumsum(mine, 0) - mine
-    for t in range(tl.where(tl.max(mine) > 0, steps, 0)):
+    for t in range(tl.max(tl.where(mine > 0, tiles, 0))):
         position = rows * 0 + t * BLOCK_MAIN
         first, blocks = _blocks(position, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT)
-        bins = _bins(position, main_length, blocks, bin_width, last, BLOCK_MAIN, UNIT)
-        chosen = (position < main_length) & (bins == own)
+        chosen = (t < tiles) & (tl.minimum(blocks // bin_width, last) == own)
         entry = table + place.to(tl.int64) * COLUMNS
         tl.store(entry + MAIN_BEGIN, main_begin + position, chosen)
         tl.store(entry + MAIN_COUNT, tl.minimum(main_length - position, BLOCK_MAIN), chosen)

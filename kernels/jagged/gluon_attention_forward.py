@@ -114,7 +114,7 @@ def attention_schedule(
     """The `schedule` of `attention_forward`; it depends on offsets and masks alone, so layers can share it."""
     block_k = _block_k(num_keys, k_offsets, max_k)
     mask = effective_window(causal, window)
-    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask, ROWS.value)
+    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask)
 
 
 def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:

@@ -48,23 +48,26 @@ SMALL = {
 }
 SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()]
 LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
-# Main lengths, other lengths, positions of a tile, positions of a block, window, positions of a unit of work.
-SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int], int]] = [
-    *((main, other, 16, 8, window, unit) for main, other in SMALL.values() for window in WINDOWS for unit in (16, 8)),
-    *((SKEWED, SKEWED, 128, 128, window, unit) for window in (UNLIMITED, (-1, 0), (100, 0)) for unit in (128, 64)),
-    (LONG, LONG, 1024, 8, UNLIMITED, 1024),
+# More rows than the kernel looks at in one step, some without others.
+MANY = lengths_of(1100, 0, 600, 3), lengths_of(1100, 0, 300, 4)
+# Main lengths, other lengths, positions of a tile, positions of a block, window.
+SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int]]] = [
+    *((main, other, 16, 8, window) for main, other in SMALL.values() for window in WINDOWS),
+    (*MANY, 128, 128, UNLIMITED),
+    *((SKEWED, SKEWED, 128, 128, window) for window in (UNLIMITED, (-1, 0), (100, 0))),
+    (LONG, LONG, 1024, 8, UNLIMITED),
 ]
-NUM_SMALL = 2 * len(SMALL) * len(WINDOWS)
+NUM_LISTED = len(SMALL) * len(WINDOWS) + 1
 INTERPRETED = """
 import json, sys
 import torch
 from kernels.scheduling import tile_schedule
 
 tables = []
-for main, other, block_main, block_other, window, unit in json.load(sys.stdin):
+for main, other, block_main, block_other, window in json.load(sys.stdin):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
     table = tile_schedule(
-        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window), unit
+        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window)
     )
     tables.append(table[: 1 + int(table[0, 0])].tolist())
 json.dump(tables, sys.stdout)
@@ -97,14 +100,9 @@ def blocks_seen(position: int, count: int, length: int, block: int, window: tupl
     }
 
 
-def work_of(tiles: list[list[int]], unit: int) -> list[int]:
-    count, blocks = scheduling.MAIN_COUNT.value, scheduling.NUM_BLOCKS.value
-    return [tile[blocks] * -(-tile[count] // unit) for tile in tiles]
-
-
-@pytest.mark.parametrize("index", range(NUM_SMALL))
+@pytest.mark.parametrize("index", range(NUM_LISTED))
 def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: int) -> None:
-    main, other, block_main, block_other, window, unit = SCHEDULES[index]
+    main, other, block_main, block_other, window = SCHEDULES[index]
     main_begin, other_begin = offsets_of(main).tolist(), offsets_of(other).tolist()
     expected = {(row, position) for row, length in enumerate(main) for position in range(0, length, block_main)}
     header, *tiles = tables[index]
@@ -118,7 +116,7 @@ def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: in
         assert blocks_seen(position, count, length, block_other, window) <= listed
         # Nothing more than positions behind the row's end would see.
         assert listed <= blocks_seen(position, block_main, length, block_other, window)
-    work = work_of(tiles, unit)
+    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tiles]
     assert work == sorted(work, reverse=True)
 
 
@@ -131,9 +129,9 @@ def dealt(work: list[int], programs: int) -> list[int]:
     return totals
 
 
-@pytest.mark.parametrize("index", range(NUM_SMALL, len(SCHEDULES) - 1))
+@pytest.mark.parametrize("index", range(NUM_LISTED, len(SCHEDULES) - 1))
 def test_skewed_rows_are_dealt_evenly(tables: list[list[list[int]]], index: int) -> None:
-    work = work_of(tables[index][1:], SCHEDULES[index][-1])
+    work = [tile[scheduling.NUM_BLOCKS.value] for tile in tables[index][1:]]
     totals = dealt([amount for amount in work for _ in range(4)], 16)
     # Each there-and-back of the deal evens out the one before; the largest item is a bound on what is left over.
     assert max(totals) - min(totals) <= max(work)

@@ -112,7 +112,7 @@ def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _row_statistics_kernel(
     out_ptr,
     grad_ptr,

@@ -37,7 +37,7 @@ HEAD_DIMS = (64, 128)
 MAX_REGISTERS = 168
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward(
     q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr,
     dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,

@@ -202,7 +202,7 @@ def _load(
             loaded += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_queries"])
 def _forward_kernel(
     q_desc,
     k_desc,

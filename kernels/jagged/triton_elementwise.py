@@ -28,7 +28,7 @@ def _combine(x, y, OP: tl.constexpr):
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _forward_kernel(
     x,
     y,
@@ -56,7 +56,7 @@ def _forward_kernel(
     tl.store(out + place[:, None] * width + column[None, :], z.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _gradient_kernel(
     grad,
     x,

@@ -13,7 +13,7 @@ COPIES_PART = 64  # places of a program that adds up copies of a row
 MAX_RANKED = 4096  # selected rows that are compared with each other instead of sorted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _concat_kernel(
     a,
     a_offsets,

@@ -26,7 +26,7 @@ def _row_kernel(offsets, rows, num_rows, PART: tl.constexpr, STEPS: tl.constexpr
         tl.store(rows + place, (place * 0 + row).to(tl.int32), mask=place < last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _linear_kernel(
     x,
     rows,

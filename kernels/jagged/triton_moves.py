@@ -24,7 +24,7 @@ def _skipped(count, length, SIDE: tl.constexpr):
     return skipped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _move_kernel(
     out,
     source,

@@ -68,7 +68,7 @@ def _reduce_kernel(
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside & whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _spread_kernel(
     grad,
     offsets,

@@ -41,7 +41,7 @@ def _supports(
     return None
 
 
-# Below the Triton kernels, so only by name, until a committed benchmark of these very kernels says what they gain.
-gluon_gdpa = dispatch.register("gdpa", "gluon", supports=_supports, priority=4)(
+# Below the reference, so only by name, until a committed benchmark of these very kernels says what they gain.
+gluon_gdpa = dispatch.register("gdpa", "gluon", supports=_supports, priority=-2)(
     gdpa_operator("gluon", _forward, _backward)
 )

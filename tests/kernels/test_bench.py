@@ -197,5 +197,16 @@ def test_report_and_figure_of_results(tmp_path: Path) -> None:
     figure.draw(results).savefig(tmp_path / "figure.png")
 
 
+def test_committed_pages_are_made_from_the_committed_results() -> None:
+    root = Path(report.__file__).parents[2]
+    pages = {path.name: path.read_text() for path in (root / "docs" / "benchmarks").glob("*.md")}
+    assert pages
+    for results in (root / "kernels" / "bench" / "results").glob("*/*.json"):
+        name = f"{results.stem}-{results.parent.name.removeprefix('nvidia-')}.md"
+        source = results.relative_to(root).as_posix()
+        assert pages.pop(name) == report.page(json.loads(results.read_text()), source)
+    assert not pages
+
+
 def test_slug() -> None:
     assert slug("NVIDIA H200 (80 GB)") == "nvidia-h200-80-gb"

@@ -23,11 +23,11 @@ def page(results: dict[str, Any], source: str) -> str:
         f"commit {', '.join(commits)}.",
         "",
         "Median times of interleaved calls, each with a cold L2; cases marked * are replays of CUDA graphs, without "
-        "launches. A contender is timed only if its result is right. The floor is the bytes that must be moved, "
-        "at 4.24 TB/s, which a copy reaches. Memory is what a call takes at its peak beyond the problem's inputs. "
-        "Behind each peer stands its time over ours.",
+        "launches. A contender is timed only if its result is right. TFLOP/s and TB/s divide what the problem "
+        "needs at least by the time. Memory is what a call takes at its peak beyond its inputs. Behind each peer "
+        "stands its time over ours.",
         "",
-        "| case | ours | ms | over floor | TFLOP/s | MiB | peers |",
+        "| case | ours | ms | TFLOP/s | TB/s | MiB | peers |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [_row(name, case) for name, case in results["cases"].items()]
@@ -41,15 +41,14 @@ def _row(name: str, case: dict[str, Any]) -> str:
     if not timed:
         return f"| {name}{mark} | | | | | | {'; '.join(others)} |"
     (first, ours), *peers = timed.items()
-    floor = case["bytes"] / 4.24e9
     others = [
         f"{peer} {_number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x" for peer, row in peers
     ] + others
     speed = _number(ours["tflops"]) if case["flops"] else ""
     memory = _number(ours["peak_mib"]) if ours.get("peak_mib") is not None else ""
     return (
-        f"| {name}{mark} | {first} | {_number(ours['median_ms'])} | {ours['median_ms'] / floor:.2f} "
-        f"| {speed} | {memory} | {'; '.join(others)} |"
+        f"| {name}{mark} | {first} | {_number(ours['median_ms'])} | {speed} | {_number(ours['tb_per_s'])} "
+        f"| {memory} | {'; '.join(others)} |"
     )
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
 from kernels.gdpa.gluon_rows import item_of, row_of, share_of
 from kernels.jagged.attention_rows import row_table
 from kernels.jagged.gluon_backward_steps import STAGES, query_tiles_of
+from kernels.jagged.gluon_descriptor import head_descriptor
 
 QUERIES = 64
 KEYS = 128
@@ -66,9 +66,9 @@ def backward(
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
     slot = triton.cdiv(max_q, QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
     scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
-    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, v, grad_out))
+    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
-    k_desc, k_step = _descriptor(k, swizzle=head_dim)
+    k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     kinds, kinds_of_heads = head_kinds(activations)
     _backward_kernel[(programs,)](
         q_desc, k_desc, v_desc, g_desc, table, items, scratch, slot, dq, dk, dv,
@@ -77,20 +77,6 @@ def backward(
         HEADS=kv_heads, GROUP=group, LEFT=left >= 0, RIGHT=right >= 0, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return dq, dk, dv
-
-
-def _descriptor(x: Tensor, swizzle: int = 128) -> tuple[TensorDescriptor, int]:
-    """(TMA descriptor of x [N, H, d] as a matrix of N rows, columns from one head to the next).
-
-    What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied.
-    """
-    row, head = x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
-    if row <= 0 or row % 8 or head % 8 or x.stride(2) != 1 or x.data_ptr() % 16 or (x.shape[1] - 1) * head >= 2**31:
-        x = x.clone(memory_format=torch.contiguous_format)
-        row, head = x.stride(0), x.stride(1)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
-    columns = (x.shape[1] - 1) * head + x.shape[2]
-    return TensorDescriptor(x, [x.shape[0], columns], [row, 1], [QUERIES, x.shape[2]], layout), head
 
 
 @gluon.jit

@@ -15,12 +15,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import scheduling
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 
 HEAD_DIMS = (64, 128)
@@ -67,10 +67,10 @@ def forward(
     # Under a window the tiles of a row see different blocks; and few tiles had better be spread over all processors.
     run = 2 if left < 0 and right < 0 and num_queries * num_heads >= 8 * processors * BLOCK_Q else 1
     schedule = scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right))
-    q_descriptor, q_head_stride = _descriptor(q, ROWS.value)
-    k_descriptor, k_head_stride = _descriptor(k, BLOCK_K)
-    v_descriptor, v_head_stride = _descriptor(v, BLOCK_K)
-    out_descriptor, _ = _descriptor(out, ROWS.value)
+    q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
+    k_descriptor, k_head_stride = head_descriptor(k, BLOCK_K)
+    v_descriptor, v_head_stride = head_descriptor(v, BLOCK_K)
+    out_descriptor, _ = head_descriptor(out, ROWS.value)
     kinds, kinds_of_heads = head_kinds(activations)
     capacity = (schedule.shape[0] - 1) * num_heads
     _forward_kernel[(min(processors, capacity),)](
@@ -81,24 +81,6 @@ def forward(
         num_warps=4, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
     return out
-
-
-def _descriptor(x: Tensor, rows: int) -> tuple[TensorDescriptor, int]:
-    """(TMA descriptor of blocks of `rows` rows of one head, elements from one head to the next).
-
-    The descriptor sees [N, everything that a row index can reach], so that a head is a range of columns.
-    """
-    total, num_heads, dim = x.shape
-    unit = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.stride(2) == 1
-    if not aligned or min(x.stride()) <= 0 or (num_heads - 1) * x.stride(1) + dim >= 2**31:
-        x = x.clone(memory_format=torch.contiguous_format)
-    # PyTorch lets the stride of a dimension of size 1 be anything.
-    row_stride, head_stride = (x.stride(0) if total > 1 else num_heads * dim), x.stride(1)
-    block = [rows, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
-    columns = (num_heads - 1) * head_stride + dim
-    return TensorDescriptor(x, [total, columns], [row_stride, 1], block, layout), head_stride
 
 
 @gluon.jit

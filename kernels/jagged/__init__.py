@@ -222,6 +222,7 @@ def jagged_attention(
         block_local=block_size is not None,
         biased="bias" in features,
         positive_scale=scale > 0,
+        few_queries=max_q < 64,
     )
     reach = (-1 if left is None else left, -1 if right is None else right)
     return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)

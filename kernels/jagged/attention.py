@@ -158,7 +158,7 @@ def _triton_supports(
     return None
 
 
-# Below varlen: on Hopper, where the two were compared, they are about equal at the widths that Gluon does not serve.
+# Below varlen: faster in training on Hopper, where Gluon comes first anyway; not compared on other chips.
 triton_attention = dispatch.register("jagged_attention", "triton", supports=_triton_supports, priority=5)(
     attention_operator("triton", _triton_forward, _triton_backward)
 )

@@ -37,6 +37,7 @@ def _supports(
     block_local: bool,
     biased: bool,
     positive_scale: bool,
+    few_queries: bool,
     **_: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, (9, 0)):
@@ -51,6 +52,8 @@ def _supports(
         return "has no block-local attention and no biases"
     if not positive_scale:
         return "needs a positive scale: it masks scores before they are scaled"
+    if few_queries:
+        return "needs max_q of at least 64: it pads rows of queries to tiles of 64, in memory for their gradients too"
     return None
 
 

@@ -7,8 +7,9 @@ by reductions that nothing waits for, the last one loads the sum and writes the 
 
 The key tiles of a row are on several multiprocessors at about the same time, so that its queries, their gradients and
 dq stay in L2, which is what decides the speed on long rows. For equal bits they add to each tile of dq in order, which
-flags in global memory keep. That cannot block for ever: a block takes its tiles in ascending order and waits only for
-tiles before its own, and there are no more blocks than multiprocessors, so that all of them run.
+flags in global memory keep. A block takes its tiles in ascending order and waits only for tiles before its own, and
+there are no more blocks than multiprocessors. So none waits for ever as long as all get to run, which other kernels on
+the chip must not prevent by waiting for this one to end.
 
 The loader and what all share are in `gluon_backward_steps`, the two others in `gluon_backward_consumer`.
 """
@@ -23,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.jagged.attention_rows import LOG2_E, row_statistics, tile_table
+from kernels.jagged.gluon_attention_forward import effective_window
 from kernels.jagged.gluon_backward_consumer import differentiate
 from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
+from kernels.jagged.gluon_descriptor import head_descriptor
 
 QUERIES = 64
 KEYS = 128
@@ -96,20 +99,6 @@ def _backward(
     )  # fmt: skip
 
 
-def _descriptor(x: Tensor, swizzle: int = 128) -> tuple[TensorDescriptor, int]:
-    """(TMA descriptor of x [N, H, d] as a matrix of N rows, columns from one head to the next).
-
-    What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied.
-    """
-    row, head = x.stride(0), x.stride(1) if x.shape[1] > 1 else 0
-    if row <= 0 or row % 8 or head % 8 or x.stride(2) != 1 or x.data_ptr() % 16 or (x.shape[1] - 1) * head >= 2**31:
-        x = x.contiguous()
-        row, head = x.stride(0), x.stride(1)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
-    columns = (x.shape[1] - 1) * head + x.shape[2]
-    return TensorDescriptor(x, [x.shape[0], columns], [row, 1], [QUERIES, x.shape[2]], layout), head
-
-
 def attention_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -128,12 +117,13 @@ def attention_backward(
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
 
     q, out and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d 64 or 128, H a multiple of Hkv
-    and any strides but those of the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm of the
-    sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row is longer than max_q and max_k.
+    and any strides, those of out but for the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm
+    of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
     j <= i if `causal`. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
 
-    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles; none if max_k is within one tile.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
+    within one tile of keys.
     ValueError for a head dimension, dtype or scale that the kernel cannot serve.
     """
     num_queries, num_heads, head_dim = q.shape
@@ -147,10 +137,9 @@ def attention_backward(
     if scale <= 0:
         # Masked scores are -inf before they are scaled.
         raise ValueError(f"needs a positive scale, got {scale}")
-    left, right = window
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    left, right = min(left, 2**30), min(right, 2**30)
+    left, right = effective_window(causal, window)
+    if grad_out.stride(2) != 1:  # as of a sum, whose gradient is one number expanded
+        grad_out = grad_out.contiguous()
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if num_queries == 0 or num_keys == 0:
@@ -161,9 +150,9 @@ def attention_backward(
     items = (table.shape[0] - 1) * kv_heads
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
     scratch = torch.empty(lse2.numel() * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device)
-    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = map(_descriptor, (q, v, grad_out))
+    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
-    k_desc, k_step = _descriptor(k, swizzle=head_dim)
+    k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
     _backward[(programs,)](

@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import scheduling
 from kernels.jagged.gluon_attention_consumer import ROWS, attend
+from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
 
 HEAD_DIMS = (64, 128)
@@ -67,10 +67,10 @@ def attention_forward(
     block_k = _block_k(k.shape[0], k_offsets, max_k)
     if schedule is None:
         schedule = attention_schedule(q_offsets, k_offsets, num_queries, k.shape[0], max_k, causal, window)
-    q_descriptor, q_head_stride = _descriptor(q, ROWS.value)
-    k_descriptor, k_head_stride = _descriptor(k, block_k)
-    v_descriptor, v_head_stride = _descriptor(v, block_k)
-    out_descriptor, _ = _descriptor(out, ROWS.value)
+    q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
+    k_descriptor, k_head_stride = head_descriptor(k, block_k)
+    v_descriptor, v_head_stride = head_descriptor(v, block_k)
+    out_descriptor, _ = head_descriptor(out, ROWS.value)
     capacity = (schedule.shape[0] - 1) * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     _forward_kernel[(min(processors, capacity),)](
@@ -124,26 +124,11 @@ def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
 
 
 def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """The window (left, right), -1 for unlimited, that includes the causal limit."""
-    return (window[0], 0) if causal else window
-
-
-def _descriptor(x: Tensor, rows: int) -> tuple[TensorDescriptor, int]:
-    """(TMA descriptor of blocks of `rows` rows of one head, elements from one head to the next).
-
-    The descriptor sees [N, everything that a row index can reach], so that a head is a range of columns.
-    """
-    total, num_heads, dim = x.shape
-    unit = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.stride(2) == 1
-    if not aligned or min(x.stride()) <= 0 or (num_heads - 1) * x.stride(1) + dim >= 2**31:
-        x = x.clone(memory_format=torch.contiguous_format)
-    # PyTorch lets the stride of a dimension of size 1 be anything.
-    row_stride, head_stride = (x.stride(0) if total > 1 else num_heads * dim), x.stride(1)
-    block = [rows, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
-    columns = (num_heads - 1) * head_stride + dim
-    return TensorDescriptor(x, [total, columns], [row_stride, 1], block, layout), head_stride
+    """The window (left, right), -1 for unlimited, that includes the causal limit; within what positions can add to."""
+    left, right = window
+    if causal:
+        right = 0
+    return min(left, 2**30), min(right, 2**30)
 
 
 @gluon.jit

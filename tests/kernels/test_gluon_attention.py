@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from kernels import scheduling
 from kernels.jagged import gluon_attention_forward
 from kernels.jagged.gluon_attention_forward import attention_forward, attention_schedule
+from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -212,6 +213,21 @@ def test_compiler_keeps_what_tiles_differ_in(
     # the next. Besides them the maximum, the sum, the probabilities and the number of blocks done.
     carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "%done:" in line]
     assert carried == 2 * [2 * facts + 4]
+
+
+def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> None:
+    assert gluon_attention_forward.effective_window(False, (2**31 - 1, 2**63 - 1)) == (2**30, 2**30)
+    assert gluon_attention_forward.effective_window(True, (7, -1)) == (7, 0)
+    assert gluon_attention_forward.effective_window(False, UNLIMITED) == UNLIMITED
+
+
+def test_descriptors_copy_what_tma_cannot_address() -> None:
+    memory = torch.arange(8 * 2 * 64 + 1, dtype=torch.bfloat16)
+    for x in (memory[1:].view(8, 2, 64), memory[: 2 * 64].view(1, 2, 64).as_strided((1, 2, 64), (1, 64, 1))):
+        descriptor, head_stride = head_descriptor(x, 64)
+        assert descriptor.shape == [len(x), 128]
+        assert (descriptor.strides, head_stride) == ([128, 1], 64)
+        assert torch.equal(descriptor.base.flatten()[: x.numel()], x.flatten())
 
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:

@@ -185,6 +185,7 @@ def check(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     packed: bool = False,
+    expanded: bool = False,
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(sum(q_lengths))
 
@@ -197,6 +198,8 @@ def check(
     if packed:  # views of one tensor, and a cotangent whose heads come first
         q, k, v = random(total_q, 3, heads[0], head_dim).unbind(1)
         grad = random(heads[0], total_q, head_dim).transpose(0, 1)
+    if expanded:  # the cotangent of a sum
+        grad = random(1).expand(total_q, heads[0], head_dim)
     q_offsets, k_offsets = (
         torch.tensor([0, *x], device="cuda").cumsum(0).to(offsets_dtype) for x in (q_lengths, k_lengths)
     )
@@ -231,6 +234,11 @@ def check(
 )
 def test_gradients_of_rows_of_any_length(q_lengths: list[int], k_lengths: list[int], head_dim: int) -> None:
     check(q_lengths, k_lengths, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_sum() -> None:
+    check([100, 0, 33, 1], [70, 5, 0, 300], expanded=True)
 
 
 @pytest.mark.gpu

@@ -166,6 +166,7 @@ def test_who_serves() -> None:
         "block_local": False,
         "biased": False,
         "positive_scale": True,
+        "few_queries": False,
     }
     explain = partial(dispatch.explain, "jagged_attention", "triton")
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
@@ -182,7 +183,13 @@ def test_who_serves() -> None:
         assert "neither block-local attention nor biases" in refusal
     hopper = facts | {"capability": (9, 0)}
     assert "chosen" in dispatch.explain("jagged_attention", "gluon", **hopper)
-    for change in ({"capability": (8, 0)}, {"head_dim": 32}, {"biased": True}, {"positive_scale": False}):
+    for change in (
+        {"capability": (8, 0)},
+        {"head_dim": 32},
+        {"biased": True},
+        {"positive_scale": False},
+        {"few_queries": True},
+    ):
         assert "chosen" not in dispatch.explain("jagged_attention", "gluon", **hopper | change)
 
 

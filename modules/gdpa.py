@@ -198,7 +198,7 @@ class PersonalizedFFN(nn.Module):
     def attend(self, queries: Tensor, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
         # A batched product: matmul would transpose the summary to make one large product of it, features apart.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
-        key, value = mixed.view(len(summary), -1, 2, self.num_heads, self.head_dim).unbind(2)
+        key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
         query = queries.view(-1, self.num_heads, self.head_dim)
         attended = gdpa(
             *_normalised(self.qk_norm, query, key),
@@ -241,7 +241,8 @@ class GDPABlock(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         queries = self.attention.queries(*inputs)
-        normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON)
+        # Autocast widens it; the stream of tokens keeps its dtype.
+        normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON).to(queries.dtype)
         return queries + rms_norm(self.attention.attend(normed, *inputs) + normed)
 
 

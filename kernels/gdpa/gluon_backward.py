@@ -64,7 +64,7 @@ def backward(
     table = row_table(q_offsets, k_offsets)
     items = table.shape[0] * kv_heads
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    slot = triton.cdiv(max_q, QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
+    slot = triton.cdiv(min(max_q, num_queries), QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
     scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
@@ -133,7 +133,7 @@ def _load_tiles(
     mbarrier.arrive(kv_full.index(tile & 1), count=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["items"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, g_desc, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr,
     score_scale, out_scale, left, right,

@@ -53,7 +53,7 @@ def forward(
     Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
     one of `kernels.gdpa.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
     i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
-    ValueError for other head dimensions.
+    Values must be finite: what lies behind a row is multiplied by zeros. ValueError for other head dimensions.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]

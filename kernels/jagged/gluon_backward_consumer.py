@@ -104,7 +104,7 @@ def load_dq(place, wanted, COLUMNS: gl.constexpr):
 def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
 
-    The loader sees to it that the key tiles of a row take turns, in their order.
+    The caller sees to it that the key tiles of a row take turns, in their order.
     """
     if last:
         store_rows(dq * scale, pointer, rows, STRIDE)

@@ -132,7 +132,7 @@ concat.register_autograd(_split_gradient, setup_context=_save_concat)
 split.register_autograd(_concat_gradient, setup_context=_save_split)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rank_kernel(rows, selected_offsets, begins, first, count, num_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`_copies_of` for few rows: the place of each in a stable order is the number of those before it."""
     item = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -264,7 +264,7 @@ sum_selected.register_autograd(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
     """Running sums of the selected lengths; a single program, because a batch has few rows."""
     total = tl.zeros([1], tl.int64)
@@ -291,7 +291,7 @@ def _(offsets, rows):
     return offsets.new_empty(rows.shape[0] + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _slice_offsets_kernel(offsets, start, length, begin, out, count, BLOCK: tl.constexpr):
     """Where each slice begins and the running sums of their lengths; a single program, because a batch has few rows."""
     total = tl.zeros([1], tl.int64)

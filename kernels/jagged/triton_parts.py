@@ -23,6 +23,12 @@ LOAD_BYTES = 16  # of a thread
 
 
 @triton.jit
+def larger_of(x, y):
+    """The larger one, or NaN if either is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr):
     """(row, its begin and end, the part's first and last + 1 place, index of its slot), all int64.
 
@@ -75,7 +81,7 @@ def _join_kernel(
         at = (slot + tl.num_programs(0)) * width + column
         value = tl.load(parts + at, mask=inside, other=0)
         if KIND == "max":
-            larger = tl.maximum(result, value)
+            larger = larger_of(result, value)
             of_value = tl.load(counts + at, mask=inside, other=0)
             count = tl.where(result == larger, count, 0) + tl.where(value == larger, of_value, 0)
             result = larger

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
-from kernels.jagged.triton_parts import PART, join, num_parts, part_of, reduction_blocks, slots
+from kernels.jagged.triton_parts import PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
 
 LOADS = 4  # of a thread at once
 GRADIENT_PART = 128  # places of a program of the maximum's gradient
@@ -44,7 +44,7 @@ def _reduce_kernel(
         values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=other).to(tl.float32)
         values = tl.reshape(values, [BLOCK_L // SUMS, SUMS, BLOCK_W])
         if KIND == "max":
-            larger = tl.maximum(partial, tl.max(values, 0))
+            larger = larger_of(partial, tl.reduce(values, 0, larger_of))
             real = tl.reshape(mask, [BLOCK_L // SUMS, SUMS, BLOCK_W])
             equal = tl.sum((real & (values == larger[None, :, :])).to(tl.int32), 0)
             count = tl.where(partial == larger, count, 0) + equal
@@ -54,7 +54,7 @@ def _reduce_kernel(
     inside = column < width
     whole = end - begin <= PART
     if KIND == "max":
-        result = tl.max(partial, 0)
+        result = tl.reduce(partial, 0, larger_of)
         count = tl.sum(tl.where(partial == result[None, :], count, 0), 0)
         tl.store(counts + slot * width + column, count, mask=inside & ~whole)
         tl.store(ties + row * width + column, count, mask=inside & whole)

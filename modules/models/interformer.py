@@ -126,6 +126,7 @@ class InterFormer(nn.Module):
             "num_pma": num_pma,
             "num_recent": num_recent,
             "dhen_layers": dhen_layers,
+            "pffn_hidden": pffn_hidden,
         }
         for name, count in counts.items():
             if count < 1:

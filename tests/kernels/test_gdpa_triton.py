@@ -69,6 +69,9 @@ cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
 empty = torch.tensor([0])
 none = triton_gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, ("relu",), 1.0, 1.0, (-1, -1))
 assert none.shape == (0, 1, 16)
+every, x = torch.tensor([0, 3, 5, 9, 12]), torch.randn(12, 1, 16)  # every second offset: pairs of rows as one
+merged = [triton_gdpa(x, x, x, *2 * [o], 7, 7, ("relu",), 1.0, 1.0, (-1, -1)) for o in (every[::2], every[::2].clone())]
+assert torch.equal(*merged)
 print("checked", len(cases.CASES))
 """
 

@@ -221,3 +221,15 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
 def test_opcheck(name: str) -> None:
     operator, arguments = custom_operators()[name]
     torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.parametrize("part", [2, 1024])
+def test_maximum_shows_what_is_not_a_number(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("parts", "segment"):
+        monkeypatch.setattr(importlib.import_module(f"kernels.jagged.triton_{module}"), "PART", part)
+    nan = float("nan")
+    values = torch.tensor([[1.0, 1.0], [nan, 2.0], [3.0, 3.0], [nan, 4.0], [nan, -1.0]])
+    offsets = torch.tensor([0, 3, 5])
+    expected = torch.tensor([[nan, 3.0], [nan, 4.0]])
+    for backend in ("triton", "reference"):
+        torch.testing.assert_close(jagged.segment_max(values, offsets, backend=backend), expected, equal_nan=True)

@@ -96,6 +96,17 @@ def test_pffn_reads_its_weights_without_a_copy(
     assert all(x.flatten(0, 1).data_ptr() == x.data_ptr() for x in seen)
 
 
+def test_an_empty_batch() -> None:
+    nothing, offsets = torch.zeros(0, DIM), torch.zeros(1, dtype=torch.int64)
+    ffn = PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=MAX_LENGTH)
+    assert ffn(nothing, offsets, torch.zeros(0, 3, DIM)).shape == (0, DIM)
+    for module in (
+        GDPASelfAttention(DIM, HEADS, max_length=MAX_LENGTH),
+        GDPAPooling(DIM, HEADS, 2, max_length=MAX_LENGTH),
+    ):
+        assert module(nothing, offsets).numel() == 0
+
+
 def block_row(q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
     centred = q - q.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()

@@ -192,12 +192,17 @@ def num_rounds(num_items):
 
 
 @gluon.jit
+def dealt_position(turn):
+    """Which item this program is dealt in round `turn` (Gluon)."""
+    programs = gl.num_programs(0)
+    return turn * programs + gl.program_id(0) + (turn % 2) * (programs - 1 - 2 * gl.program_id(0))
+
+
+@gluon.jit
 def dealt_item(schedule, turn, num_heads):
     """(pointer to the entry of its tile, head) of the item that this program is dealt in round `turn` (Gluon).
 
     Items are tiles times heads, the heads of a tile side by side.
     """
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    position = turn * programs + program + (turn % 2) * (programs - 1 - 2 * program)
+    position = dealt_position(turn)
     return schedule + (1 + position // num_heads) * COLUMNS, position % num_heads

@@ -17,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
-from kernels.gdpa.gluon_rows import item_of, row_of, share_of
+from kernels.gdpa.gluon_rows import row_of
 from kernels.jagged.attention_rows import row_table
 from kernels.jagged.gluon_backward_steps import STAGES, query_tiles_of
 from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.scheduling import dealt_position, num_rounds
 
 QUERIES = 64
 KEYS = 128
@@ -92,12 +93,10 @@ def _load_tiles(
     q_desc, k_desc, v_desc, g_desc = descs
     k_s, v_s, q_s, g_s, _ds_s = buffers
     q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, _ds_empty = bars
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
     tile = 0
     step = 0
-    for turn in range(share_of(program, programs, items)):
-        item = item_of(turn, program, programs)
+    for turn in range(num_rounds(items)):
+        item = dealt_position(turn)
         q_start, q_length, k_start, k_length, _first_tile, head = row_of(table_ptr, item, HEADS)
         query_tiles = (q_length + 63) // 64
         key_tiles = gl.maximum((k_length + 127) // 128, 1)

@@ -23,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gdpa.gluon_activations import kind_of, rounded, value_and_slope
-from kernels.gdpa.gluon_rows import item_of, row_of, share_of
+from kernels.gdpa.gluon_rows import row_of
 from kernels.jagged.gluon_backward_consumer import SCORES, load_dq, put_dq, store_rows, through_shared
 from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tiles_of
+from kernels.scheduling import dealt_position, num_rounds
 
 
 @gluon.jit
@@ -65,9 +66,7 @@ def differentiate(
     HALF: gl.constexpr = D // 2
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    scratch = scratch_ptr + program.to(gl.int64) * slot + C * (64 * HALF)
+    scratch = scratch_ptr + gl.program_id(0).to(gl.int64) * slot + C * (64 * HALF)
     scale = score_scale * out_scale
     zeros = gl.zeros((64, 64), gl.float32, SCORES)
     tile = 0
@@ -84,8 +83,8 @@ def differentiate(
     mbarrier.wait(kv_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for turn in range(share_of(program, programs, items)):
-        item = item_of(turn, program, programs)
+    for turn in range(num_rounds(items)):
+        item = dealt_position(turn)
         q_start, q_length, k_start, k_length, _first_tile, head = row_of(table_ptr, item, HEADS)
         query_tiles = (q_length + 63) // 64
         key_tiles = gl.maximum((k_length + 127) // 128, 1)

@@ -7,8 +7,7 @@ nothing drains between tiles, which is what decides the speed on short rows.
 
 Compilers move the wait for a product up, or the activation down behind it, until the two no longer overlap. So the
 activations are `pinned`, and between them and the wait is one more look at a barrier that is known to be complete: no
-arithmetic moves over its branch. Both consumers' arithmetic and products add up to the time of a block: an instruction
-less per score is worth 3 to 5 % of it.
+arithmetic moves over its branch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows each program of GDPA's Hopper backward walks: those of `kernels.jagged.attention_rows.row_table`."""
+"""What GDPA's Hopper backward reads of the rows that its programs are dealt."""
 
 from __future__ import annotations
 
@@ -7,23 +7,8 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def share_of(program, programs, items):
-    """How many items this program takes: `item_of(turn)` for turns below it."""
-    full = items // programs
-    place = program if full % 2 == 0 else programs - 1 - program
-    return full + (place < items - full * programs).to(gl.int32)
-
-
-@gluon.jit
-def item_of(turn, program, programs):
-    """Items come longest first; going back and forth over the programs evens out their sums."""
-    place = program if turn % 2 == 0 else programs - 1 - program
-    return turn * programs + place
-
-
-@gluon.jit
 def row_of(table_ptr, item, HEADS: gl.constexpr):
-    """The fields of `row_table`, and which key head."""
+    """The fields of `kernels.jagged.attention_rows.row_table` for an item, a row and key head; and that head."""
     entry = table_ptr + item // HEADS * 8
     q_start = gl.load(entry)
     q_length = gl.load(entry + 1)

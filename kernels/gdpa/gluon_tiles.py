@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.scheduling import COLUMNS, num_rounds
+from kernels.scheduling import COLUMNS, dealt_position, num_rounds
 
 
 @gluon.jit
@@ -25,9 +25,6 @@ def dealt_tile(schedule, num_tiles, turn, num_heads, RUN: gl.constexpr):
 
     The last run may lack tiles: the last tile then comes again, which writes the same output twice.
     """
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    deal = turn // RUN
-    item = deal * programs + program + (deal % 2) * (programs - 1 - 2 * program)
+    item = dealt_position(turn // RUN)
     tile = gl.minimum(item // num_heads * RUN + turn % RUN, num_tiles - 1)
     return schedule + (1 + tile) * COLUMNS, item % num_heads

@@ -53,7 +53,7 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     """int32 [B, 8], fields FIELDS but the last: the rows with the most scores first, ties in their own order.
 
     `first_tile` is where the row begins on the axis of query tiles.
-    Ranks come from comparing all pairs of rows, which for thousands of rows is faster than a sort's many launches.
+    Ranks come from comparing all pairs of rows, which spares the many launches of a sort.
     """
     num_rows = q_offsets.shape[0] - 1
     table = torch.empty(num_rows, len(FIELDS), dtype=torch.int32, device=q_offsets.device)

@@ -37,13 +37,14 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the code that runs, with "+dirty" when files differ from it.
-
-    Outside a repository, in an image say, it is what GEMSMITH_COMMIT holds, else "none".
+    """The commit of the code that runs: GEMSMITH_COMMIT where it is set (a copy without the history, an image), else
+    what git says, with "+dirty" when files differ from it; "none" without either.
     """
+    if named := os.environ.get("GEMSMITH_COMMIT"):
+        return named
     revision = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     if revision == "none":
-        return os.environ.get("GEMSMITH_COMMIT", revision)
+        return revision
     return revision + "+dirty" * bool(_output(["git", "-C", str(ROOT), "status", "--porcelain"]))
 
 

@@ -210,14 +210,18 @@ def _report(op: str, chosen: Backend, refusals: dict[str, str]) -> None:
             _log.info("%s: %s serves, not %s: %s", op, chosen.name, name, reason)
 
 
+def autocast_dtype(operand: Tensor) -> torch.dtype:
+    """The dtype in which autocast would hand the operand to PyTorch's own matrix products: its own outside regions."""
+    device = operand.device.type
+    # Meta tensors have no autocast; `is_autocast_available` would say so but stops torch.compile in its trace.
+    if operand.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return operand.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands as autocast would hand them to PyTorch's own matrix products: unchanged outside its regions.
 
     Custom operators and autograd functions are not on autocast's list, so public functions call this themselves.
     """
-    device = operands[0].device.type
-    # Meta tensors have no autocast; `is_autocast_available` would say so but stops torch.compile in its trace.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return operands
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(operand if operand.dtype is torch.float64 else operand.to(dtype) for operand in operands)
+    return tuple(operand.to(autocast_dtype(operand)) for operand in operands)

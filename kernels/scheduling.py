@@ -7,7 +7,7 @@ P - 1 - p when it is odd. Within equal work, tiles of a row stay neighbours, so 
 
 A tile is a run of `block_main` positions of one row of the main side; a block is a run of `block_other` positions of
 the same row of the other side. Attention forward has queries on the main side and keys on the other, the gradient of
-keys and values the reverse. The list depends on offsets and masks alone: layers that share these can share it.
+keys and values the reverse. The list depends on offsets and masks alone: layers that share these share it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from kernels.launch import Launcher, aligned
+from kernels.remember import remembered
 
 # Columns of the list: where the tile starts in the main values, how many positions of it exist, its first position
 # within the row, where the row starts in the other values and how long it is there, the first block with any visible
@@ -45,35 +48,51 @@ def tile_schedule(
     block_main: int,
     block_other: int,
     window: tuple[int, int] = (-1, -1),
+    max_main: int | None = None,
 ) -> Tensor:
     """int32 [1 + capacity, COLUMNS]: element [0, 0] is the number of tiles, tile t is row 1 + t.
 
     Offsets are [B + 1] int32 or int64 on one CUDA device; `main_total` is the number of main values, fewer than 2^31.
     Main position i sees other position j when i - left <= j <= i + right with window = (left, right), -1 for
     unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
-    with 0 blocks, because its output has to be written. Lengths above `max_other` are sorted as if they were equal.
+    with 0 blocks, because its output has to be written. Lengths above `max_other` are sorted as if they were equal, or
+    with `max_main` given a row longer than that or than `max_other` is a device assertion.
+
+    Calls with the same offsets and equal numbers share one list, which nobody may write to.
     """
+    numbers = (main_total, max_other, block_main, block_other, window, max_main)
+    return remembered(
+        lambda: _tile_schedule(main_offsets, other_offsets, *numbers), ("tiles", *numbers), main_offsets, other_offsets
+    )
+
+
+def _tile_schedule(
+    main_offsets: Tensor,
+    other_offsets: Tensor,
+    main_total: int,
+    max_other: int,
+    block_main: int,
+    block_other: int,
+    window: tuple[int, int],
+    max_main: int | None,
+) -> Tensor:
     num_rows = main_offsets.shape[0] - 1
     capacity = main_total // block_main + min(num_rows, main_total)
     table = torch.empty(1 + capacity, COLUMNS.value, dtype=torch.int32, device=main_offsets.device)
-    max_blocks = triton.cdiv(max_other, block_other)
-    bin_width = triton.cdiv(max_blocks + 1, _MAX_BINS)
+    max_other = min(max_other, 2**31 - 1)
+    max_blocks = -(-max_other // block_other)
+    bin_width = -(-(max_blocks + 1) // _MAX_BINS)
     num_bins = max_blocks // bin_width + 1
-    _schedule_kernel[(num_bins, triton.cdiv(num_rows, _ROWS_PER_PART))](
-        main_offsets,
-        other_offsets,
-        table,
-        num_rows,
-        bin_width,
-        *window,
-        BLOCK_MAIN=block_main,
-        BLOCK_OTHER=block_other,
-        LEFT=window[0] >= 0,
-        RIGHT=window[1] >= 0,
-        SCAN=_ROWS_PER_STEP,
-        PART=_ROWS_PER_PART,
-        num_warps=4,
-    )
+    left, right = window
+    checked = max_main is not None
+    longest = min(max_main, 2**31 - 1) if max_main is not None else 0
+    constants = (block_main, block_other, left >= 0, right >= 0, checked)
+    _launch_schedule(
+        (num_bins, -(-num_rows // _ROWS_PER_PART), 1),
+        (table.device, main_offsets.dtype, other_offsets.dtype, *aligned(main_offsets, other_offsets), *constants),
+        main_offsets, other_offsets, table, num_rows, bin_width, left, right, longest, max_other, *constants,
+        _ROWS_PER_STEP, _ROWS_PER_PART,
+    )  # fmt: skip
     return table
 
 
@@ -107,7 +126,7 @@ def _blocks(
     return first, tl.where(begin < end, (end + BLOCK_OTHER - 1) // BLOCK_OTHER - first, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "bin_width", "left", "right", "max_main", "max_other"])
 def _schedule_kernel(
     main_offsets,
     other_offsets,
@@ -116,10 +135,13 @@ def _schedule_kernel(
     bin_width,
     left,
     right,
+    max_main,
+    max_other,
     BLOCK_MAIN: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    CHECKED: tl.constexpr,
     SCAN: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -158,6 +180,9 @@ def _schedule_kernel(
     rows = own_begin + tl.arange(0, PART)
     main_begin, main_length = _lengths(main_offsets, rows, num_rows)
     other_begin, other_length = _lengths(other_offsets, rows, num_rows)
+    if CHECKED:
+        fits = (main_length <= max_main) & (other_length <= max_other)
+        tl.device_assert(fits, "a jagged row is longer than its maximum")
     tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
     steps = tl.max(tiles)
     mine = tl.zeros([PART], tl.int32)
@@ -179,6 +204,10 @@ def _schedule_kernel(
         tl.store(entry + NUM_BLOCKS, blocks, chosen)
         tl.store(entry + ROW, rows, chosen)
         place += chosen.to(tl.int32)
+
+
+# With assertions, but without those that look for overflow.
+_launch_schedule = Launcher(_schedule_kernel, num_warps=4, debug=True, sanitize_overflow=False)
 
 
 @gluon.jit

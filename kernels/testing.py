@@ -29,6 +29,9 @@ def poisoned_empty() -> Iterator[None]:
     hands it zeros. Floating tensors get NaN and uint8 ones 255, which is NaN as an E8M0 scale.
     """
 
+    # The first operator that is called imports it, and it lists PyTorch's functions then.
+    import torch._dynamo
+
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)

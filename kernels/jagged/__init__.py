@@ -141,10 +141,13 @@ def jagged_last(values: Tensor, offsets: Tensor, count: int, *, backend: str | N
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, backend: str | None = None) -> Tensor:
     """out[i] = x[i] @ y[b] for i in row b: x [N, D], y [B, D, E] -> [N, E]. No row is longer than max_length."""
+    if x.dim() != 2 or y.dim() != 3 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"expected x [N, D] and y [B, D, E], got {tuple(x.shape)} and {tuple(y.shape)}")
     check_offsets(x.shape[0], offsets)
     check_rows(y, offsets, "y")
     x, y = dispatch.autocast_operands(x, y)
-    return dispatch.choose("jagged_dense_bmm", backend, x, width=x.shape[1])(x, offsets, y, max_length)
+    multiply = dispatch.choose("jagged_dense_bmm", backend, x, width=x.shape[1], columns=y.shape[2])
+    return multiply(x, offsets, y, max_length)
 
 
 def jagged_attention(
@@ -195,9 +198,6 @@ def jagged_attention(
         )
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(f"q has {len(q_offsets) - 1} rows and k has {len(k_offsets) - 1}; they must be equal")
-    check_lengths(q_offsets, max_q, "max_q")
-    if k_offsets is not q_offsets or max_k < max_q:
-        check_lengths(k_offsets, max_k, "max_k")
     left, right = window if isinstance(window, tuple) else (window, window)
     if any(size is not None and size < lowest for size, lowest in ((left, 0), (right, 0), (block_size, 1))):
         raise ValueError(f"window={window} must not be negative and block_size={block_size} must be positive")
@@ -224,6 +224,10 @@ def jagged_attention(
         positive_scale=scale > 0,
         few_queries=max_q < 64,
     )
+    if not getattr(attend, "checks_lengths", False):
+        check_lengths(q_offsets, max_q, "max_q")
+        if k_offsets is not q_offsets or max_k < max_q:
+            check_lengths(k_offsets, max_k, "max_k")
     reach = (-1 if left is None else left, -1 if right is None else right)
     return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
 

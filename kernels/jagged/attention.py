@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.custom_op import custom_op
 from kernels.jagged.attention_bias import Bias
 
 _CALL = (
@@ -37,20 +38,18 @@ def attention_operator(
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
 
-    @torch.library.custom_op(
-        f"gemsmith::jagged_attention_{name}", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)"
-    )
+    @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({_CALL}) -> (Tensor, Tensor)")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, *_arguments(*rest)[0], **_arguments(*rest)[1])
+        positional, features = _arguments(*rest)
+        return forward(q, k, v, *positional, **features)
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         total_q, num_heads = q.shape[:2]
         return q.new_empty(total_q, num_heads, v.shape[2]), q.new_empty(num_heads, total_q, dtype=torch.float32)
 
-    @torch.library.custom_op(
+    @custom_op(
         f"gemsmith::jagged_attention_{name}_backward",
-        mutates_args=(),
         schema=f"(Tensor grad, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     def attend_backward(
@@ -68,9 +67,12 @@ def attention_operator(
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.constants = inputs[9:]
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # of lse, that is: zeros for nobody
         ctx.save_for_backward(*inputs[:9], *output)
 
-    def differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * (9 + len(ctx.constants))
         *inputs, out, lse = ctx.saved_tensors
         *gradients, position, time = attend_backward(grad, out, lse, *inputs, *ctx.constants)
         tables = (position if inputs[5] is not None else None, time if inputs[6] is not None else None)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import Launcher, aligned
+
 # Columns of both tables; the kernels read them by position.
 FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "key_tile", "", "")
 TILE = 64
@@ -26,7 +28,7 @@ def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
     return tl.where(inside, (q.to(tl.int64) + 64) * (k.to(tl.int64) + 64), -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows)
@@ -58,13 +60,13 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     num_rows = q_offsets.shape[0] - 1
     table = torch.empty(num_rows, len(FIELDS), dtype=torch.int32, device=q_offsets.device)
     block = 16
-    _row_table_kernel[(triton.cdiv(num_rows, block),)](
-        q_offsets, k_offsets, table, num_rows, BLOCK=block, OTHERS=256, num_warps=4
-    )
+    key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets))
+    grid = (-(-num_rows // block), 1, 1)
+    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, block, 256)
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_table_kernel(rows_ptr, table_ptr, num_rows, MEMBERS: tl.constexpr, SCAN: tl.constexpr):
     first = tl.program_id(0) * MEMBERS
     earlier = tl.zeros([SCAN], tl.int32)
@@ -106,13 +108,12 @@ def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int
     rows = row_table(q_offsets, k_offsets)
     num_rows = rows.shape[0]
     table = rows.new_empty(1 + num_keys // KEY_TILE.value + num_rows, len(FIELDS))
-    _tile_table_kernel[(triton.cdiv(num_rows, members),)](
-        rows, table, num_rows, MEMBERS=members, SCAN=1024, num_warps=4
-    )
+    grid = (-(-num_rows // members), 1, 1)
+    _launch_tile_table(grid, (rows.device, members), rows, table, num_rows, members, 1024)
     return table
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit(do_not_specialize=["num_queries", "stride"])
 def _row_statistics_kernel(
     out_ptr,
     grad_ptr,
@@ -121,7 +122,6 @@ def _row_statistics_kernel(
     lse2_ptr,
     delta_ptr,
     flags_ptr,
-    num_heads,
     num_queries,
     stride,
     out_row,
@@ -131,27 +131,25 @@ def _row_statistics_kernel(
     D: tl.constexpr,
 ):
     row = tl.program_id(0)
+    tile = tl.program_id(1)
+    # In 64 bits: a head's stride may be that of all rows.
+    head = tl.program_id(2).to(tl.int64)
     start = tl.load(offsets_ptr + row).to(tl.int64)
     length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
-    position = tl.program_id(1) * 64 + tl.arange(0, 64)
-    if tl.program_id(1) * 64 >= length:
+    if tile * 64 >= length:
         return
+    position = tile * 64 + tl.arange(0, 64)
     inside = position < length
     column = tl.arange(0, D)
+    query = (start + position)[:, None]
     target = (start // 64 + row) * 64 + position
-    # One step per head, in 64 bits from the start: a head's stride may be that of all rows.
-    head = start * 0
-    for _ in range(num_heads):
-        out = tl.load(out_ptr + (start + position)[:, None] * out_row + head * out_head + column, inside[:, None], 0.0)
-        grad = tl.load(
-            grad_ptr + (start + position)[:, None] * grad_row + head * grad_head + column, inside[:, None], 0.0
-        )
-        lse = tl.load(lse_ptr + head * num_queries + start + position, inside, float("inf"))
-        delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-        tl.store(lse2_ptr + head * stride + target, lse * 1.4426950408889634)
-        tl.store(delta_ptr + head * stride + target, delta)
-        tl.store(flags_ptr + head * (stride // 64) + start // 64 + row + tl.program_id(1), 0)
-        head += 1
+    out = tl.load(out_ptr + query * out_row + head * out_head + column, inside[:, None], 0.0)
+    grad = tl.load(grad_ptr + query * grad_row + head * grad_head + column, inside[:, None], 0.0)
+    lse = tl.load(lse_ptr + head * num_queries + start + position, inside, float("inf"))
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(lse2_ptr + head * stride + target, lse * 1.4426950408889634)
+    tl.store(delta_ptr + head * stride + target, delta)
+    tl.store(flags_ptr + head * (stride // 64) + start // 64 + row + tile, 0)
 
 
 def row_statistics(
@@ -165,24 +163,20 @@ def row_statistics(
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1
     stride = (num_queries // TILE + num_rows) * TILE
-    lse2, delta = out.new_empty(2, num_heads, stride, dtype=torch.float32)
-    flags = out.new_empty(num_heads, stride // TILE, dtype=torch.int32)
-    _row_statistics_kernel[(num_rows, triton.cdiv(max_q, TILE))](
-        out,
-        grad_out,
-        lse,
-        q_offsets,
-        lse2,
-        delta,
-        flags,
-        num_heads,
-        num_queries,
-        stride,
-        out.stride(0),
-        out.stride(1),
-        grad_out.stride(0),
-        grad_out.stride(1),
-        D=head_dim,
-        num_warps=4,
-    )
+    device = out.device
+    lse2 = torch.empty(num_heads, stride, dtype=torch.float32, device=device)
+    delta = torch.empty(num_heads, stride, dtype=torch.float32, device=device)
+    flags = torch.empty(num_heads, stride // TILE, dtype=torch.int32, device=device)
+    strides = (*out.stride()[:2], *grad_out.stride()[:2])
+    _launch_statistics(
+        (num_rows, -(-min(max_q, num_queries) // TILE), num_heads),
+        (device, out.dtype, grad_out.dtype, q_offsets.dtype, *aligned(out, grad_out, lse, q_offsets), *strides,
+         head_dim),
+        out, grad_out, lse, q_offsets, lse2, delta, flags, num_queries, stride, *strides, head_dim,
+    )  # fmt: skip
     return lse2, delta, flags
+
+
+_launch_row_table = Launcher(_row_table_kernel, num_warps=4)
+_launch_tile_table = Launcher(_tile_table_kernel, num_warps=4)
+_launch_statistics = Launcher(_row_statistics_kernel, num_warps=4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,12 +21,28 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
     """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion."""
     if offsets.shape[0] < 2:
         return
+    real = type(offsets) is Tensor and not torch.compiler.is_compiling()  # and not the fake of a trace
+    if real and _runs_triton(offsets.device):
+        from kernels.jagged.triton_checks import assert_lengths
+
+        assert_lengths(offsets, maximum)
+        return
     longest = offsets.diff().max()
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}")
     elif longest > maximum:
         row = int(offsets.diff().argmax())
         raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")
+
+
+def _runs_triton(device: torch.device) -> bool:
+    # Triton launches on the current device, wherever tensors are.
+    return device.type == "cuda" and device.index == torch.cuda.current_device() and _has_triton(device)
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def check_rows(dense: Tensor, offsets: Tensor, name: str) -> None:

@@ -27,7 +27,9 @@ from kernels.jagged.attention_rows import LOG2_E, row_statistics, tile_table
 from kernels.jagged.gluon_attention_forward import effective_window
 from kernels.jagged.gluon_backward_consumer import differentiate
 from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
-from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.jagged.gluon_descriptor import head_descriptor, line_layout
+from kernels.launch import Launcher, processors
+from kernels.remember import remembered
 
 QUERIES = 64
 KEYS = 128
@@ -138,26 +140,37 @@ def attention_backward(
         # Masked scores are -inf before they are scaled.
         raise ValueError(f"needs a positive scale, got {scale}")
     left, right = effective_window(causal, window)
-    if grad_out.stride(2) != 1:  # as of a sum, whose gradient is one number expanded
+    # Of a sum, whose gradient is one number expanded, or with all rows of a head together, see `head_descriptor`.
+    if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (max_q * num_heads)))
-    table = tile_table(q_offsets, k_offsets, num_keys, 1 << (rows_in_flight.bit_length() - 1))
+    members = 1 << (rows_in_flight.bit_length() - 1)
+    table = remembered(
+        lambda: tile_table(q_offsets, k_offsets, num_keys, members),
+        ("tiles of keys", num_keys, members),
+        q_offsets,
+        k_offsets,
+    )
     lse2, delta, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
     items = (table.shape[0] - 1) * kv_heads
-    programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(items, processors(q.device))
     scratch = torch.empty(lse2.numel() * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device)
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
-    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    line = line_layout()
     lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
-    _backward[(programs,)](
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0)
+    _launch_backward(
+        (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table, flags, flags.shape[1], scratch, dq, dk, dv,
-        scale * LOG2_E, scale, left, right, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
-        num_warps=4, maxnreg=MAX_REGISTERS,
+        scale * LOG2_E, scale, left, right, *constants,
     )  # fmt: skip
     return dq, dk, dv
+
+
+_launch_backward = Launcher(_backward, num_warps=4, maxnreg=MAX_REGISTERS)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels import scheduling
 from kernels.jagged.gluon_attention_consumer import ROWS, attend
 from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.launch import Launcher, processors
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
 
 HEAD_DIMS = (64, 128)
@@ -48,10 +49,11 @@ def attention_forward(
     """(out [Nq, H, dv] of q's dtype, lse [H, Nq] float32) of each row's queries over the same row's keys.
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HEAD_DIMS, H a multiple of Hkv.
-    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. Query i sees key j,
-    both counted within their row, when i - left <= j <= i + right with window = (left, right), -1 for unlimited, and
-    when j <= i if causal. lse is log sum exp(scale * q.k); a query that sees no key has out 0 and lse +inf. `scale`
-    must be positive. `schedule` is `attention_schedule` of the same arguments, when a caller has it already.
+    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64; a row of more than
+    max_q queries or max_k keys is a device assertion. Query i sees key j, both counted within their row, when
+    i - left <= j <= i + right with window = (left, right), -1 for unlimited, and when j <= i if causal. lse is
+    log sum exp(scale * q.k); a query that sees no key has out 0 and lse +inf. `scale` must be positive. `schedule` is
+    `attention_schedule` of the same arguments, when a caller has it already.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
@@ -66,39 +68,19 @@ def attention_forward(
     left, right = effective_window(causal, window)
     block_k = _block_k(k.shape[0], k_offsets, max_k)
     if schedule is None:
-        schedule = attention_schedule(q_offsets, k_offsets, num_queries, k.shape[0], max_k, causal, window)
+        schedule = attention_schedule(q_offsets, k_offsets, num_queries, k.shape[0], max_q, max_k, causal, window)
     q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
     k_descriptor, k_head_stride = head_descriptor(k, block_k)
     v_descriptor, v_head_stride = head_descriptor(v, block_k)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
-    capacity = (schedule.shape[0] - 1) * num_heads
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _forward_kernel[(min(processors, capacity),)](
-        q_descriptor,
-        k_descriptor,
-        v_descriptor,
-        out_descriptor,
-        out,
-        lse,
-        schedule,
-        num_queries,
-        num_heads,
-        num_heads // num_kv_heads,
-        q_head_stride,
-        k_head_stride,
-        v_head_stride,
-        scale * _LOG2_E,
-        left,
-        right,
-        LEFT=left >= 0,
-        RIGHT=right >= 0,
-        BLOCK_K=block_k,
-        D=head_dim,
-        DV=value_dim,
-        STAGES=_KEYS_IN_FLIGHT // block_k,
-        num_warps=4,
-        maxnreg=_MAX_REGISTERS,
-    )
+    programs = min(processors(q.device), (schedule.shape[0] - 1) * num_heads)
+    sizes = (num_heads, num_heads // num_kv_heads, q_head_stride, k_head_stride, v_head_stride)
+    constants = (left >= 0, right >= 0, block_k, head_dim, value_dim, _KEYS_IN_FLIGHT // block_k)
+    _launch_forward(
+        (programs, 1, 1), (q.device, q.dtype, *sizes, left, right, *constants),
+        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, lse, schedule, num_queries, *sizes,
+        scale * _LOG2_E, left, right, *constants,
+    )  # fmt: skip
     return out, lse
 
 
@@ -107,14 +89,18 @@ def attention_schedule(
     k_offsets: Tensor,
     num_queries: int,
     num_keys: int,
+    max_q: int,
     max_k: int,
     causal: bool,
     window: tuple[int, int],
 ) -> Tensor:
-    """The `schedule` of `attention_forward`; it depends on offsets and masks alone, so layers can share it."""
+    """The `schedule` of `attention_forward`; it depends on offsets and masks alone, and layers share it.
+
+    A row of more than `max_q` queries or `max_k` keys is a device assertion.
+    """
     block_k = _block_k(num_keys, k_offsets, max_k)
     mask = effective_window(causal, window)
-    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask)
+    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask, max_q)
 
 
 def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
@@ -250,3 +236,6 @@ def _forward_kernel(
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -78,7 +78,7 @@ def through_shared(buffer, x):
 
 
 @gluon.jit
-def _cells(dq):
+def cells(dq):
     """dq in the order of the scratch, which is free.
 
     What a thread holds of two columns and of two rows, eight apart, are neighbours there. No data moves for it,
@@ -92,7 +92,7 @@ def _cells(dq):
 def load_dq(place, wanted, COLUMNS: gl.constexpr):
     """dq [64, COLUMNS] that earlier key tiles left at `place`, zeros unless `wanted`."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    flat = _cells(gl.zeros((64, COLUMNS), gl.float32, HALF))
+    flat = cells(gl.zeros((64, COLUMNS), gl.float32, HALF))
     FLAT: gl.constexpr = flat.type.layout
     cell = gl.arange(0, 64 * COLUMNS, layout=FLAT)
     flat = gl.load(place + cell, mask=(cell >= 0) & wanted, other=0.0, cache_modifier=".cg")
@@ -109,7 +109,7 @@ def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     if last:
         store_rows(dq * scale, pointer, rows, STRIDE)
     else:
-        flat = _cells(dq)
+        flat = cells(dq)
         cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
         if first:
             gl.store(place + cell, flat, cache_modifier=".cg")

@@ -62,13 +62,13 @@ def key_tiles_of(i, key_tiles, left, right, LEFT: gl.constexpr, RIGHT: gl.conste
 
 
 @gluon.jit
-def _raise(flags_ptr, index):
+def raise_flag(flags_ptr, index):
     if index >= 0:
         gl.atomic_add(flags_ptr + index, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def _await(flags_ptr, index, height, ds_empty, step, b):
+def await_flag(flags_ptr, index, height, ds_empty, step, b):
     """Wait until the flag of the step before `step` has the height that its dq needs. Returns b, or -1 if it is raised.
 
     Before it waits for other programs, this one tells them all it has: else they could wait for each other. The flag is
@@ -78,7 +78,7 @@ def _await(flags_ptr, index, height, ds_empty, step, b):
         seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
         if seen < height:
             mbarrier.wait(ds_empty.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)
-            _raise(flags_ptr, b)
+            raise_flag(flags_ptr, b)
             b = -1
             while seen < height:
                 seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
@@ -140,8 +140,8 @@ def load_tiles(
                 mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
                 tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
                 tma.async_copy_global_to_shared(delta_desc, [statistic], full, delta_s.index(stage))
-                _raise(flags_ptr, c)
-                b = _await(flags_ptr, index, height, ds_empty, step, b)
+                raise_flag(flags_ptr, c)
+                b = await_flag(flags_ptr, index, height, ds_empty, step, b)
                 mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
                 first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
                 index = q_head * tiles_stride + first_tile + i
@@ -155,9 +155,9 @@ def load_tiles(
     mbarrier.arrive(q_full.index(stage), count=1)
     mbarrier.wait(kv_empty.index(tile & 1), (tile // 2 & 1) ^ 1)
     mbarrier.arrive(kv_full.index(tile & 1), count=1)
-    _raise(flags_ptr, c)
-    b = _await(flags_ptr, index, height, ds_empty, step, b)
+    raise_flag(flags_ptr, c)
+    b = await_flag(flags_ptr, index, height, ds_empty, step, b)
     mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
     mbarrier.wait(done, 0)
-    _raise(flags_ptr, b)
-    _raise(flags_ptr, a)
+    raise_flag(flags_ptr, b)
+    raise_flag(flags_ptr, a)

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
+class _Checked(TensorDescriptor):
+    """What `head_descriptor` has looked at, not looked at again."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[TensorDescriptor, int]:
     """(TMA descriptor of blocks of `rows` rows of one head of x [N, H, d], elements from one head to the next).
 
     x is float16 or bfloat16 with N > 0. The descriptor sees [N, everything that a row index can reach], so that a head
-    is a range of columns. What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied.
+    is a range of columns. What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied,
+    and so is what lies with all rows of a head together: there the distance of heads, for which kernels are compiled,
+    would be another one in every batch.
     `swizzle` is the width in bytes of a swizzled line in shared memory; by default the widest that d allows.
     """
     total, num_heads, dim = x.shape
+    row_stride, head_stride, stride = x.stride()
     # PyTorch lets the stride of a dimension of size 1 be anything.
-    row_stride = x.stride(0) if total > 1 else num_heads * dim
-    head_stride = x.stride(1) if num_heads > 1 else 0
-    addressable = x.data_ptr() % 16 == 0 and row_stride % 8 == 0 and head_stride % 8 == 0 and x.stride(2) == 1
-    if not addressable or row_stride <= 0 or head_stride < 0 or (num_heads - 1) * head_stride + dim >= 2**31:
+    row_stride = row_stride if total > 1 else num_heads * dim
+    head_stride = head_stride if num_heads > 1 else 0
+    addressable = x.data_ptr() % 16 == 0 and row_stride % 8 == 0 and head_stride % 8 == 0 and stride == 1
+    ordered = row_stride > 0 and 0 <= head_stride <= row_stride
+    if not addressable or not ordered or (num_heads - 1) * head_stride + dim >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
         row_stride, head_stride = num_heads * dim, dim if num_heads > 1 else 0
-    block = [rows, dim]
-    if swizzle is None:
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16)
-    else:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
     columns = (num_heads - 1) * head_stride + dim
-    return TensorDescriptor(x, [total, columns], [row_stride, 1], block, layout), head_stride
+    layout = block_layout(rows, dim, x.dtype, swizzle)
+    return _Checked(x, [total, columns], [row_stride, 1], [rows, dim], layout), head_stride
+
+
+@cache
+def block_layout(rows: int, dim: int, dtype: torch.dtype, swizzle: int | None) -> gl.NVMMASharedLayout:
+    """Where a block lies in shared memory; one object for all calls."""
+    if swizzle is None:
+        return gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16 if dtype is torch.bfloat16 else gl.float16)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+
+
+@cache
+def line_layout() -> gl.NVMMASharedLayout:
+    """Where a run of float32 numbers lies in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

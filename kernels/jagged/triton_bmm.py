@@ -6,13 +6,16 @@
 Each is the other's gradient. Where one of D and E is narrow, `triton_narrow` makes both gradients in one launch.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.custom_op import custom_op
 from kernels.jagged import triton_narrow
-from kernels.jagged.triton_common import flat, num_tiles, precision_of, steps_of, tile_of
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, precision_of, steps_of, tile_of
 from kernels.jagged.triton_parts import join, num_parts, part_of, part_size, slots
 
 
@@ -86,12 +89,16 @@ def _jagged_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
-    if (tl.program_id(0) >= num_rows) & (first >= last):
+    # Neighbours have the blocks of one part, whose places are apart in memory by no more than those of a block.
+    columns = tl.cdiv(E, BLOCK_E)
+    blocks = tl.cdiv(D, BLOCK_D) * columns
+    program, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row, begin, end, first, last, slot = part_of(offsets, num_rows, program, PART, STEPS, tl.num_programs(0) // blocks)
+    if (program >= num_rows) & (first >= last):
         return
     count = (last - first).to(tl.int32)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    e = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    d = block // columns * BLOCK_D + tl.arange(0, BLOCK_D)
+    e = block % columns * BLOCK_E + tl.arange(0, BLOCK_E)
     step = tl.arange(0, BLOCK_L)
     x_tile = step[:, None] * x_stride + d[None, :]
     y_tile = step[:, None] * y_stride + e[None, :]
@@ -113,7 +120,7 @@ def _jagged_kernel(
 
 def _block(width: int, most: int) -> int:
     """A power of two between 16, the least that tensor cores take, and `most`."""
-    return max(16, min(most, triton.next_power_of_2(width)))
+    return max(16, min(most, next_power_of_2(width)))
 
 
 def _dense_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
@@ -129,9 +136,31 @@ def _dense_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
     }
 
 
-def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, int]:
+def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]:
     single = dtype is torch.float32
+    if single and narrow <= 8:
+        # Exact multiply-adds of so few columns take no longer than reading the wide operand; tensor cores would take
+        # twice as many columns, in three tf32 products.
+        return {
+            "PRECISION": "ieee",
+            "BLOCK_D": 8,
+            "BLOCK_E": _block(wide, 128),
+            "BLOCK_L": 16,
+            "num_warps": 4,
+            "num_stages": 4,
+        }
+    if not single and narrow <= 16:
+        # Little arithmetic and much to load: many small programs.
+        return {
+            "PRECISION": precision_of(dtype),
+            "BLOCK_D": 16,
+            "BLOCK_E": _block(wide, 128),
+            "BLOCK_L": 32,
+            "num_warps": 2,
+            "num_stages": 4,
+        }
     return {
+        "PRECISION": precision_of(dtype),
         "BLOCK_D": _block(narrow, 32 if single else 128),
         "BLOCK_E": _block(wide, 64 if single else 128),
         "BLOCK_L": 32,
@@ -151,7 +180,7 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
         return out
     x, offsets = flat(x), offsets.contiguous()
     config = _dense_config(x.dtype, inner, width)
-    _dense_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]), triton.cdiv(width, config["BLOCK_N"]))](
+    _dense_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_N"]))](
         x,
         offsets,
         y,
@@ -181,12 +210,8 @@ def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     config = _jagged_config(x.dtype, x.shape[1], y.shape[1])
     total, part = x.shape[0], part_size(longest)
     parts = slots(x, total, part, x.shape[1] * y.shape[1])
-    grid = (
-        num_parts(total, num_rows, part),
-        triton.cdiv(x.shape[1], config["BLOCK_D"]),
-        triton.cdiv(y.shape[1], config["BLOCK_E"]),
-    )
-    _jagged_kernel[grid](
+    blocks = cdiv(x.shape[1], config["BLOCK_D"]) * cdiv(y.shape[1], config["BLOCK_E"])
+    _jagged_kernel[(num_parts(total, num_rows, part) * blocks,)](
         x,
         y,
         offsets,
@@ -200,14 +225,13 @@ def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
         *strides,
         PART=part,
         STEPS=steps_of(num_rows),
-        PRECISION=precision_of(x.dtype),
         **config,
     )
     join(parts, offsets, out, total, part)
     return out
 
 
-@torch.library.custom_op("gemsmith::jagged_dense_bmm", mutates_args=())
+@custom_op("gemsmith::jagged_dense_bmm")
 def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, longest: int) -> Tensor:
     """x [N, D], y [B, D, E] of any strides -> [N, E]; `longest` is a length that few rows exceed, for the gradient."""
     return _dense(x, offsets, y)
@@ -218,7 +242,7 @@ def _(x, offsets, y, longest):
     return x.new_empty(x.shape[0], y.shape[2])
 
 
-@torch.library.custom_op("gemsmith::jagged_jagged_bmm", mutates_args=())
+@custom_op("gemsmith::jagged_jagged_bmm")
 def jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     """x [N, D], y [N, E] -> [B, D, E]; rows longer than `longest` are right, but may not be spread over the chip."""
     return _jagged(x, y, offsets, longest)
@@ -229,7 +253,7 @@ def _(x, y, offsets, longest):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
-@torch.library.custom_op("gemsmith::jagged_dense_bmm_gradient", mutates_args=())
+@custom_op("gemsmith::jagged_dense_bmm_gradient")
 def dense_gradient(
     grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, longest: int, of_x: bool, of_y: bool
 ) -> tuple[Tensor, Tensor]:
@@ -252,7 +276,7 @@ def _(grad, x, offsets, y, longest, of_x, of_y):
     return x.new_empty(x.shape if of_x else 0), y.new_empty(y.shape if of_y else 0)
 
 
-@torch.library.custom_op("gemsmith::jagged_jagged_bmm_gradient", mutates_args=())
+@custom_op("gemsmith::jagged_jagged_bmm_gradient")
 def jagged_gradient(
     grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor, of_x: bool, of_y: bool
 ) -> tuple[Tensor, Tensor]:
@@ -272,7 +296,7 @@ def _(grad, x, y, offsets, of_x, of_y):
     return x.new_empty(x.shape if of_x else 0), y.new_empty(y.shape if of_y else 0)
 
 
-def _save_dense(ctx, inputs, output):
+def save_dense(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
     ctx.longest = inputs[3]
 
@@ -281,7 +305,7 @@ def _save_jagged(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
 
 
-def _dense_backward(ctx, grad):
+def dense_backward(ctx, grad):
     of_x, _, of_y, _ = ctx.needs_input_grad
     dx, dy = dense_gradient(grad, *ctx.saved_tensors, ctx.longest, of_x, of_y)
     return dx if of_x else None, None, dy if of_y else None, None
@@ -293,5 +317,5 @@ def _jagged_backward(ctx, grad):
     return dx if of_x else None, dy if of_y else None, None, None
 
 
-dense_bmm.register_autograd(_dense_backward, setup_context=_save_dense)
+dense_bmm.register_autograd(dense_backward, setup_context=save_dense)
 jagged_bmm.register_autograd(_jagged_backward, setup_context=_save_jagged)

@@ -72,6 +72,15 @@ def tile_of(offsets, num_rows, tile, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     return row, begin, end, start
 
 
+# Triton has these two for kernels as well, with more around them.
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def steps_of(num_rows: int) -> int:
     """Bits of a row index, which the searches over `num_rows` rows go through."""
     return max(num_rows - 1, 1).bit_length()
@@ -90,7 +99,7 @@ def flat(values: Tensor) -> Tensor:
 
 def tile_shape(width: int, elements: int = 4096, widest: int = 512) -> tuple[int, int]:
     """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to `widest` at once."""
-    columns = min(triton.next_power_of_2(max(width, 1)), widest)
+    columns = min(next_power_of_2(max(width, 1)), widest)
     return max(min(elements // columns, MAX_TILE_ROWS), 1), columns
 
 

@@ -3,13 +3,13 @@
 The result is computed in float32 and rounded once. The backward computes x op y again instead of keeping it.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.custom_op import custom_op
 from kernels.jagged.triton_activations import activate, slope
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_parts import join, num_parts, part_of, reduction_blocks, slots
 
 LOADS = 4  # of a thread from each operand of the backward, which keeps their float32 values in registers
@@ -118,7 +118,7 @@ def _gradient_kernel(
         tl.store(parts + slot * width + column, sums, mask=inside & ~whole)
 
 
-@torch.library.custom_op("gemsmith::jagged_elementwise", mutates_args=())
+@custom_op("gemsmith::jagged_elementwise")
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, op: str, activation: str, dense: bool) -> Tensor:
     """x [N, ...], y [N, ...] or with `dense` [B, ...] -> [N, ...]; op is 'add' or 'mul'."""
     out = x.new_empty(x.shape)
@@ -128,7 +128,7 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor, op: str, activation: str,
     total, width = x.shape
     num_rows = offsets.shape[0] - 1
     block_r, block_w = tile_shape(width)
-    _forward_kernel[(triton.cdiv(total, block_r), triton.cdiv(width, block_w))](
+    _forward_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
         x,
         y,
         offsets.contiguous(),
@@ -153,7 +153,7 @@ def _(x, y, offsets, op, activation, dense):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("gemsmith::jagged_elementwise_gradient", mutates_args=())
+@custom_op("gemsmith::jagged_elementwise_gradient")
 def gradient(
     grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor, op: str, activation: str, dense: bool
 ) -> tuple[Tensor, Tensor]:
@@ -167,10 +167,10 @@ def gradient(
     if dense:
         part, programs = PART, num_parts(total, num_rows, PART)
     else:
-        part, programs = APART, triton.cdiv(total, APART)
+        part, programs = APART, cdiv(total, APART)
     blocks = reduction_blocks(width, programs, x.element_size(), LOADS)
     parts = slots(x, total if dense else 0, part, width)
-    _gradient_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
+    _gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
         grad,
         x,
         y,

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.custom_op import custom_op
+from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_moves import move, window
 from kernels.jagged.triton_parts import num_parts, part_of
 
@@ -62,7 +63,7 @@ def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, b
     a, b, both = flat(a), flat(b), flat(both)
     num_rows, width = a_offsets.shape[0] - 1, both.shape[1]
     block_r, block_w = tile_shape(width, elements=8192 // both.element_size())
-    _concat_kernel[(triton.cdiv(both.shape[0], block_r), triton.cdiv(width, block_w))](
+    _concat_kernel[(cdiv(both.shape[0], block_r), cdiv(width, block_w))](
         a,
         a_offsets.contiguous(),
         b,
@@ -81,7 +82,7 @@ def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, b
     )
 
 
-@torch.library.custom_op("gemsmith::jagged_concat", mutates_args=())
+@custom_op("gemsmith::jagged_concat")
 def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> Tensor:
     """[Na, ...], [Nb, ...] -> [Na + Nb, ...]."""
     both = a.new_empty(a.shape[0] + b.shape[0], *a.shape[1:])
@@ -94,7 +95,7 @@ def _(a, a_offsets, b, b_offsets):
     return a.new_empty(a.shape[0] + b.shape[0], *a.shape[1:])
 
 
-@torch.library.custom_op("gemsmith::jagged_split", mutates_args=())
+@custom_op("gemsmith::jagged_split")
 def split(both: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_a: int) -> tuple[Tensor, Tensor]:
     """The inverse of `concat`."""
     a = both.new_empty(num_a, *both.shape[1:])
@@ -159,7 +160,7 @@ def _copies_of(rows: Tensor, selected_offsets: Tensor, num_rows: int) -> tuple[T
         return selected_offsets.index_select(0, order).long(), first
     begins = rows.new_empty(count, dtype=torch.int64)
     first = rows.new_empty(num_rows + 1, dtype=torch.int64)
-    _rank_kernel[(triton.cdiv(count + num_rows + 1, 16),)](
+    _rank_kernel[(cdiv(count + num_rows + 1, 16),)](
         rows.contiguous(), selected_offsets.contiguous(), begins, first, count, num_rows, BLOCK_M=16, BLOCK_N=256
     )
     return begins, first
@@ -197,7 +198,7 @@ def _sum_selected_kernel(
         tl.store(out + place[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("gemsmith::jagged_sum_selected", mutates_args=())
+@custom_op("gemsmith::jagged_sum_selected")
 def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: Tensor, total: int) -> Tensor:
     """The adjoint of `select`: [total, ...] whose row r is the sum of the rows m of `grad` with rows[m] = r."""
     out = grad.new_empty(total, *grad.shape[1:])
@@ -208,7 +209,7 @@ def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: 
     grad = flat(grad)
     width = grad.shape[1]
     block_r, block_w = tile_shape(width, elements=16384 // grad.element_size())
-    _sum_selected_kernel[(num_parts(total, num_rows, COPIES_PART), triton.cdiv(width, block_w))](
+    _sum_selected_kernel[(num_parts(total, num_rows, COPIES_PART), cdiv(width, block_w))](
         out,
         grad,
         offsets.contiguous(),
@@ -230,7 +231,7 @@ def _(grad, offsets, rows, selected_offsets, total):
     return grad.new_empty(total, *grad.shape[1:])
 
 
-@torch.library.custom_op("gemsmith::jagged_select", mutates_args=())
+@custom_op("gemsmith::jagged_select")
 def select(values: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: Tensor, total: int) -> Tensor:
     """[total, ...] whose row m is row rows[m]; selected_offsets are the offsets of the result."""
     out = values.new_empty(total, *values.shape[1:])
@@ -278,7 +279,7 @@ def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
         total += tl.sum(length, 0)
 
 
-@torch.library.custom_op("gemsmith::jagged_select_offsets", mutates_args=())
+@custom_op("gemsmith::jagged_select_offsets")
 def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
     """[M + 1]: offsets of the rows `rows` one behind another."""
     out = offsets.new_empty(rows.shape[0] + 1)
@@ -308,7 +309,7 @@ def _slice_offsets_kernel(offsets, start, length, begin, out, count, BLOCK: tl.c
         total += tl.sum(kept, 0)
 
 
-@torch.library.custom_op("gemsmith::jagged_slice_offsets", mutates_args=())
+@custom_op("gemsmith::jagged_slice_offsets")
 def slice_offsets(offsets: Tensor, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """(begin [B] int64, offsets [B + 1]) of the slices of `jagged_slice`."""
     count = start.shape[0]

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.custom_op import custom_op
 from kernels.jagged import triton_elementwise
 from kernels.jagged.triton_activations import activate
-from kernels.jagged.triton_common import flat, precision_of, steps_of
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, num_parts, part_of
 from kernels.jagged.triton_segment import reduce
 
@@ -83,14 +84,14 @@ def _config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
     single = dtype is torch.float32
     return {
         "BLOCK_M": 64,
-        "BLOCK_N": max(16, min(64 if single else 128, triton.next_power_of_2(width))),
-        "BLOCK_K": max(16, min(32 if single else 64, triton.next_power_of_2(inner))),
+        "BLOCK_N": max(16, min(64 if single else 128, next_power_of_2(width))),
+        "BLOCK_K": max(16, min(32 if single else 64, next_power_of_2(inner))),
         "num_warps": 4 if single else 8,
         "num_stages": 3,
     }
 
 
-@torch.library.custom_op("gemsmith::jagged_linear", mutates_args=())
+@custom_op("gemsmith::jagged_linear")
 def linear(
     x: Tensor,
     offsets: Tensor,
@@ -114,7 +115,7 @@ def linear(
             offsets.contiguous(), rows, num_rows, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
         )
     config = _config(x.dtype, x.shape[1], width)
-    _linear_kernel[(triton.cdiv(total, config["BLOCK_M"]) * triton.cdiv(width, config["BLOCK_N"]),)](
+    _linear_kernel[(cdiv(total, config["BLOCK_M"]) * cdiv(width, config["BLOCK_N"]),)](
         x,
         rows,
         weight,

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.custom_op import custom_op
+from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 
 
 @triton.jit
@@ -111,7 +112,7 @@ def move(
     width = source.shape[1]
     num_rows = offsets.shape[0] - 1
     block_r, block_w = tile_shape(width)
-    _move_kernel[(triton.cdiv(total, block_r), triton.cdiv(width, block_w))](
+    _move_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
         out,
         source,
         offsets,
@@ -132,7 +133,7 @@ def move(
     return out
 
 
-@torch.library.custom_op("gemsmith::jagged_to_padded", mutates_args=())
+@custom_op("gemsmith::jagged_to_padded")
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float, side: str) -> Tensor:
     """[N, ...] -> [B, max_length, ...]; side 'first' or 'last' as in `jagged_to_padded`, 'right' as `jagged_last`."""
     offsets = offsets.contiguous()
@@ -145,7 +146,7 @@ def _(values, offsets, max_length, fill, side):
     return values.new_empty(offsets.shape[0] - 1, max_length, *values.shape[1:])
 
 
-@torch.library.custom_op("gemsmith::padded_to_jagged", mutates_args=())
+@custom_op("gemsmith::padded_to_jagged")
 def to_jagged(padded: Tensor, offsets: Tensor, total: int, side: str) -> Tensor:
     """[B, L, ...] -> [total, ...], the adjoint of `to_padded` of the same side."""
     out = padded.new_empty(total, *padded.shape[2:])
@@ -181,7 +182,7 @@ to_jagged.register_autograd(
 )
 
 
-@torch.library.custom_op("gemsmith::jagged_flip", mutates_args=())
+@custom_op("gemsmith::jagged_flip")
 def flip(values: Tensor, offsets: Tensor) -> Tensor:
     """Each row backwards: [N, ...] -> [N, ...]."""
     return move("flip", values, torch.empty_like(values, memory_format=torch.contiguous_format), offsets.contiguous())
@@ -199,7 +200,7 @@ def _save_flip(ctx, inputs, output):
 flip.register_autograd(lambda ctx, grad: (flip(grad, *ctx.saved_tensors), None), setup_context=_save_flip)
 
 
-@torch.library.custom_op("gemsmith::jagged_window", mutates_args=())
+@custom_op("gemsmith::jagged_window")
 def window(values: Tensor, offsets: Tensor, starts: Tensor, window_offsets: Tensor, total: int) -> Tensor:
     """[total, ...] whose row b holds the values from starts[b] on, which lie in row b of `offsets`."""
     out = values.new_empty(total, *values.shape[1:])
@@ -211,7 +212,7 @@ def _(values, offsets, starts, window_offsets, total):
     return values.new_empty(total, *values.shape[1:])
 
 
-@torch.library.custom_op("gemsmith::jagged_unwindow", mutates_args=())
+@custom_op("gemsmith::jagged_unwindow")
 def unwindow(part: Tensor, offsets: Tensor, starts: Tensor, window_offsets: Tensor, total: int) -> Tensor:
     """The adjoint of `window`: [total, ...] with zeros outside the windows."""
     out = part.new_empty(total, *part.shape[1:])

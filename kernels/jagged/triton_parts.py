@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import row_of, steps_of
+from kernels.jagged.triton_common import cdiv, next_power_of_2, row_of, steps_of
 
 PART = 1024  # places
 UNDIVIDED = 1 << 48
@@ -29,10 +29,11 @@ def larger_of(x, y):
 
 
 @triton.jit
-def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr):
+def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr, programs=None):
     """(row, its begin and end, the part's first and last + 1 place, index of its slot), all int64.
 
-    The part of a program behind the first `num_rows` may have no places; then there is nothing to do.
+    The part of a program behind the first `num_rows` may have no places; then there is nothing to do. `programs` is the
+    number of all of them, without a value that of the first axis.
     """
     number = (program - num_rows + 1).to(tl.int64)
     row = program.to(tl.int64)
@@ -40,11 +41,13 @@ def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr)
         row = tl.sum(row_of(offsets, num_rows, number * PART + tl.arange(0, 1), STEPS), 0)
     begin = tl.load(offsets + row).to(tl.int64)
     end = tl.load(offsets + row + 1).to(tl.int64)
+    if programs is None:
+        programs = tl.num_programs(0)
     part = tl.where(number > 0, number - begin // PART, 0)
     first = tl.where((number > 0) & (part == 0), end, begin + part * PART)
     last = tl.minimum(first + PART, end)
     # The first part of a long row has the slot of its number, those of the others follow the slots of all first parts.
-    slot = begin // PART + part + tl.where(part > 0, tl.num_programs(0) - num_rows, 0)
+    slot = begin // PART + part + tl.where(part > 0, programs - num_rows, 0)
     return row, begin, end, first, last, slot
 
 
@@ -127,8 +130,8 @@ def join(
     if total // part == 0:
         return
     num_rows, width = offsets.shape[0] - 1, parts.shape[1]
-    block_w = min(triton.next_power_of_2(width), 256)
-    _join_kernel[(total // part, triton.cdiv(width, block_w))](
+    block_w = min(next_power_of_2(width), 256)
+    _join_kernel[(total // part, cdiv(width, block_w))](
         parts,
         parts if counts is None else counts,
         offsets,
@@ -151,8 +154,8 @@ def reduction_blocks(width: int, programs: int, itemsize: int, loads: int) -> di
     multiprocessor. SUMS places are summed apart until the end of the part: as many as the threads span, so that no
     thread waits for another one in the loop. Columns are fewer where parts alone would not fill a GPU.
     """
-    block_w = min(triton.next_power_of_2(max(width, 1)), 256)
-    while block_w > 32 and programs * triton.cdiv(width, block_w) < ENOUGH_PROGRAMS:
+    block_w = min(next_power_of_2(max(width, 1)), 256)
+    while block_w > 32 and programs * cdiv(width, block_w) < ENOUGH_PROGRAMS:
         block_w //= 2
     at_once = 128 * LOAD_BYTES // itemsize
     sums = max(at_once // block_w, 1)

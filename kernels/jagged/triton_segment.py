@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, row_of, steps_of, tile_shape
+from kernels.custom_op import custom_op
+from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_parts import PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
 
 LOADS = 4  # of a thread at once
@@ -144,7 +145,7 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
     parts = slots(values, total, PART, width)
     counts = None if ties is None else slots(values, total, PART, width, torch.int32)
-    _reduce_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
+    _reduce_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
         values,
         offsets,
         out,
@@ -162,7 +163,7 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     join(parts, offsets, out, total, PART, kind, counts, ties)
 
 
-@torch.library.custom_op("gemsmith::segment_reduce", mutates_args=())
+@custom_op("gemsmith::segment_reduce")
 def reduce(values: Tensor, offsets: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """[N, ...] -> [B, ...] of `dtype`; kind is 'sum' or 'mean'."""
     out = values.new_empty(offsets.shape[0] - 1, *values.shape[1:], dtype=dtype)
@@ -175,7 +176,7 @@ def _(values, offsets, kind, dtype):
     return values.new_empty(offsets.shape[0] - 1, *values.shape[1:], dtype=dtype)
 
 
-@torch.library.custom_op("gemsmith::segment_spread", mutates_args=())
+@custom_op("gemsmith::segment_spread")
 def spread(grad: Tensor, offsets: Tensor, total: int, kind: str) -> Tensor:
     """The adjoint of `reduce`: [B, ...] -> [total, ...]."""
     out = grad.new_empty(total, *grad.shape[1:])
@@ -184,7 +185,7 @@ def spread(grad: Tensor, offsets: Tensor, total: int, kind: str) -> Tensor:
     grad = flat(grad)
     num_rows, width = grad.shape
     block_r, block_w = tile_shape(width)
-    _spread_kernel[(triton.cdiv(total, block_r), triton.cdiv(width, block_w))](
+    _spread_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
         grad,
         offsets.contiguous(),
         out,
@@ -205,7 +206,7 @@ def _(grad, offsets, total, kind):
     return grad.new_empty(total, *grad.shape[1:])
 
 
-@torch.library.custom_op("gemsmith::segment_max", mutates_args=())
+@custom_op("gemsmith::segment_max")
 def largest(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """(maximum of each row, how many places of the row have it, int32): [N, ...] -> [B, ...] each."""
     out = values.new_empty(offsets.shape[0] - 1, *values.shape[1:])
@@ -220,7 +221,7 @@ def _(values, offsets):
     return out, torch.empty_like(out, dtype=torch.int32)
 
 
-@torch.library.custom_op("gemsmith::segment_max_gradient", mutates_args=())
+@custom_op("gemsmith::segment_max_gradient")
 def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of `largest`, whose results are `top` and `ties`: [B, ...] -> [N, ...]."""
     out = values.new_empty(values.shape)
@@ -231,7 +232,7 @@ def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offset
     num_rows = offsets.shape[0] - 1
     programs = num_parts(total, num_rows, GRADIENT_PART)
     blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
-    _max_gradient_kernel[(programs, triton.cdiv(width, blocks["BLOCK_W"]))](
+    _max_gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
         grad,
         values,
         top.contiguous(),

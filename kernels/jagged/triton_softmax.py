@@ -1,11 +1,11 @@
 """Softmax over the rows of a jagged tensor, and over the rows of its square matrices; Triton."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, num_tiles, steps_of, tile_of
+from kernels.custom_op import custom_op
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, steps_of, tile_of
 
 MATRIX_ROWS = 32  # of a program
 MATRIX_ELEMENTS = 1024  # of a tile
@@ -149,11 +149,11 @@ def _matrix_kernel(
 
 
 def _column_launch(width: int, num_rows: int) -> tuple[tuple[int, int], dict[str, int]]:
-    block_w = min(triton.next_power_of_2(width), 32)
-    return (num_rows, triton.cdiv(width, block_w)), {"BLOCK_L": 1024 // block_w, "BLOCK_W": block_w}
+    block_w = min(next_power_of_2(width), 32)
+    return (num_rows, cdiv(width, block_w)), {"BLOCK_L": 1024 // block_w, "BLOCK_W": block_w}
 
 
-@torch.library.custom_op("gemsmith::jagged_softmax", mutates_args=())
+@custom_op("gemsmith::jagged_softmax")
 def softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """[N, W] -> [N, W], each column of each row on its own."""
     out = x.new_empty(x.shape)
@@ -170,7 +170,7 @@ def _(x, offsets):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("gemsmith::jagged_softmax_gradient", mutates_args=())
+@custom_op("gemsmith::jagged_softmax_gradient")
 def softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = y.new_empty(y.shape)
     if out.numel() == 0:
@@ -206,7 +206,7 @@ def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Ten
     return out
 
 
-@torch.library.custom_op("gemsmith::jagged2_softmax", mutates_args=())
+@custom_op("gemsmith::jagged2_softmax")
 def matrix_softmax(x: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
     """[sum of L_b^2] -> the same, each row of each matrix on its own; num_values is offsets[B]."""
     return _launch_matrix(x, None, offsets, squares, num_values)
@@ -217,7 +217,7 @@ def _(x, offsets, squares, num_values):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("gemsmith::jagged2_softmax_gradient", mutates_args=())
+@custom_op("gemsmith::jagged2_softmax_gradient")
 def matrix_softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
     return _launch_matrix(y, grad, offsets, squares, num_values)
 

@@ -7,12 +7,15 @@ Each is the other's gradient. The matrices begin at any place and their rows are
 loaded and stored one by one; x, y and out are read and written in whole vectors.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, num_tiles, precision_of, steps_of, tile_of
+from kernels.custom_op import custom_op
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, precision_of, steps_of, tile_of
 
 
 @triton.jit
@@ -103,13 +106,16 @@ def _inner_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (d < D)[None, :])
 
 
-def _outer_config(dtype: torch.dtype, width: int) -> dict[str, int]:
-    single = dtype is torch.float32
+def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    precision = precision_of(dtype)
+    # Three tf32 products of a tile keep so many operands that only a small one fits into registers.
+    thrice = precision == "tf32x3"
     return {
-        "BLOCK_M": 32 if single else 64,
-        "BLOCK_N": 64,
-        "BLOCK_D": max(16, min(32 if single else 64, triton.next_power_of_2(width))),
-        "num_warps": 8,
+        "PRECISION": precision,
+        "BLOCK_M": 32 if thrice else 64,
+        "BLOCK_N": 64 if thrice else 128,
+        "BLOCK_D": max(16, min(32 if dtype is torch.float32 else 64, next_power_of_2(width))),
+        "num_warps": 8 if thrice else 4,
         "num_stages": 3,
     }
 
@@ -119,13 +125,13 @@ def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
     return {
         "BLOCK_M": 32 if single else 64,
         "BLOCK_N": 32,
-        "BLOCK_D": max(16, min(128, triton.next_power_of_2(width))),
+        "BLOCK_D": max(16, min(128, next_power_of_2(width))),
         "num_warps": 4 if single else 8,
         "num_stages": 3,
     }
 
 
-@torch.library.custom_op("gemsmith::jagged_outer", mutates_args=())
+@custom_op("gemsmith::jagged_outer")
 def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) -> Tensor:
     """x [N, D], y [N, D] -> [total], row b's matrix from squares[b] on."""
     out = x.new_empty(total)
@@ -147,7 +153,6 @@ def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) ->
         x.stride(0),
         y.stride(0),
         STEPS=steps_of(num_rows),
-        PRECISION=precision_of(x.dtype),
         **config,
     )
     return out
@@ -158,7 +163,7 @@ def _(x, y, offsets, squares, total):
     return x.new_empty(total)
 
 
-@torch.library.custom_op("gemsmith::jagged_inner", mutates_args=())
+@custom_op("gemsmith::jagged_inner")
 def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool) -> Tensor:
     """a [sum of L_b^2], y [N, D] -> [N, D]."""
     out = y.new_empty(y.shape)
@@ -167,7 +172,7 @@ def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: boo
     y = flat(y)
     num_rows, width = offsets.shape[0] - 1, y.shape[1]
     config = _inner_config(y.dtype, width)
-    _inner_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]), triton.cdiv(width, config["BLOCK_D"]))](
+    _inner_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_D"]))](
         a.contiguous(),
         y,
         offsets.contiguous(),

@@ -11,6 +11,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
+from kernels.launch import Launcher
+
 
 class Interpreted(InterpretedFunction):
     """Leaves the language as it found it also when a kernel calls it, so that later tests can compile."""
@@ -32,3 +34,5 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, Interpreted(value.fn))
+            elif isinstance(value, Launcher):
+                monkeypatch.setattr(value, "kernel", Interpreted(value.kernel.fn))

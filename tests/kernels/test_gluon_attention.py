@@ -336,7 +336,7 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     nothing_seen = expected_lse == math.inf
     assert torch.equal(lse == math.inf, nothing_seen)
     assert_close_to_oracle(lse.where(~nothing_seen, 0.0), expected_lse.where(~nothing_seen, 0.0), LSE, "lse")
-    schedule = attention_schedule(q_offsets, k_offsets, len(q), len(k), max(k_lengths), False, window)
+    schedule = attention_schedule(q_offsets, k_offsets, len(q), len(k), max(q_lengths), max(k_lengths), False, window)
     again, lse_again = attention_forward(q, k, v, *arguments, schedule)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
@@ -350,3 +350,28 @@ def test_no_keys_at_all() -> None:
     out, lse = attention_forward(q, k, k, q_offsets, k_offsets, 6, 6, 0.125, False, UNLIMITED)
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == math.inf).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+def test_the_schedule_follows_offsets_that_change() -> None:
+    """Outside of a CUDA graph, where it is remembered, and in one, whose replays must not take an old one."""
+    q = torch.randn(500, 2, 64, device="cuda", dtype=torch.bfloat16)
+    offsets = offsets_of([300, 200]).cuda()
+
+    def attend() -> Tensor:
+        return attention_forward(q, q, q, offsets, offsets, 500, 500, 0.125, False, UNLIMITED)[0]
+
+    def expected() -> Tensor:
+        lengths = offsets.diff().tolist()
+        return oracle(q, q, q, lengths, lengths, 0.125, UNLIMITED)[0]
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for lengths in ([1, 499], [250, 250]):
+        offsets.copy_(offsets_of(lengths))
+        assert_close_to_oracle(attend(), expected(), ROUNDED)
+        graph.replay()
+        assert_close_to_oracle(captured, expected(), ROUNDED)

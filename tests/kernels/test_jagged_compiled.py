@@ -173,4 +173,7 @@ def test_products(name: str, dtype: str, target: str) -> None:
     compiled = build(kernel, dtype, target, **constants)
     # A few addresses; accumulators in memory would be kilobytes.
     assert compiled.spill_bytes <= 32, f"{compiled.registers} registers, {compiled.spill_bytes} bytes spilled"
-    assert re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", compiled.ptx), "tensor cores are not used"
+    if constants["PRECISION"] == "ieee":
+        assert "fma.rn.f32" in compiled.ptx
+    else:
+        assert re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", compiled.ptx), "tensor cores are not used"

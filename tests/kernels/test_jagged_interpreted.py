@@ -220,7 +220,7 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
 @pytest.mark.parametrize("name", custom_operators())
 def test_opcheck(name: str) -> None:
     operator, arguments = custom_operators()[name]
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator.definition, arguments)
 
 
 @pytest.mark.parametrize("part", [2, 1024])

@@ -1,0 +1,127 @@
+"""Operators of `torch.library` that cost the host little to call.
+
+`torch.compile`, `opcheck`, dispatch modes and function transforms see an operator as `torch.library.custom_op` would
+make it. A call that none of these watches goes straight to the function, or to an autograd function around it where a
+gradient is wanted: the dispatcher's way goes through Python several times. Profilers then show the kernels
+and no operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kernels.remember import forgetting
+
+_libraries: dict[str, torch.library.Library] = {}
+# By the kind of an argument in a schema: its type, and what makes one of another number.
+_CONVERSIONS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "FloatType": (float, float),
+    "IntType": (int, operator.index),
+    "SymIntType": (int, operator.index),
+}
+
+
+class Operator:
+    """Called with positional arguments, all of them. It changes none of them and returns none of them."""
+
+    def __init__(self, name: str, schema: str | None, function: Callable[..., Any]) -> None:
+        namespace, self._name = name.split("::")
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        self._library = _libraries[namespace]
+        if schema is None:
+            schema = torch.library.infer_schema(function, mutates_args=())
+        self._library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Compilers that gave a caller up would look into the functions that it calls. What they compile writes a tensor
+        # over one that is no longer read, in the same Python object and without counting it.
+        below = torch._disable_dynamo(forgetting(function))
+        self._library.impl(self._name, below, "CompositeExplicitAutograd")
+        #: What `torch.library.opcheck` takes.
+        self.definition = getattr(getattr(torch.ops, namespace), self._name).default
+        # The dispatcher would convert them: a kernel takes the integer 1 as a constant, and no number of NumPy's.
+        self._numbers = [
+            (place, _CONVERSIONS[kind])
+            for place, argument in enumerate(self.definition._schema.arguments)
+            if (kind := argument.real_type.kind()) in _CONVERSIONS
+        ]
+        self._function = function
+        self._library.impl(self._name, self._autograd, "Autograd")
+        self._run = torch._disable_dynamo(lambda arguments: self._run_unwatched(arguments))
+        self.__doc__ = function.__doc__
+
+        def refuse(ctx: Any, *gradients: Any) -> Any:
+            raise RuntimeError(f"{name} has no gradient; give it one with register_autograd")
+
+        self.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator for a function of the same arguments that makes empty results."""
+        torch.library.register_fake(f"{self._library.ns}::{self._name}", fake, lib=self._library)
+        return fake
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)` as of `torch.library`."""
+        self._apply = _differentiable(self._function, backward, setup_context)
+        self._watched_apply = _differentiable(self._below_autograd, backward, setup_context)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched(arguments):
+            return self.definition(*arguments)
+        return self._run(arguments)
+
+    def _run_unwatched(self, arguments: tuple[Any, ...]) -> Any:
+        for place, (kind, convert) in self._numbers:
+            if type(arguments[place]) is not kind:
+                arguments = (*arguments[:place], convert(arguments[place]), *arguments[place + 1 :])
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return self._apply(*arguments)
+        return self._function(*arguments)
+
+    def _autograd(self, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return self._watched_apply(*arguments)
+        return self._below_autograd(*arguments)
+
+    def _below_autograd(self, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.definition(*arguments)
+
+
+def custom_op(name: str, *, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator that makes the function below it an operator, for every device.
+
+    `schema` is needed where the annotations of the function do not say it.
+    """
+    return lambda function: Operator(name, schema, function)
+
+
+def _differentiable(
+    function: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> Callable[..., Any]:
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = function(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+    Differentiable.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Differentiable.apply
+
+
+def _watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher has work: for a mode, a trace, a transform, a subclass or a lazy tensor."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+        return True
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            kind = type(argument)
+            if (kind is not Tensor and kind is not Parameter) or argument.is_meta or argument.is_neg():
+                return True
+    return False

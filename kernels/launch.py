@@ -1,0 +1,44 @@
+"""Launching a kernel again without looking at all of its arguments again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Launcher:
+    """Launches a `@triton.jit` or `@gluon.jit` kernel, and remembers under a key what it compiled to.
+
+    At each launch Triton looks for the compiled kernel by the types and values of all arguments, descriptors and their
+    layouts included, and compares every global that the kernel reads. Here the caller says in `key` what the
+    compilation depends on: the device, constant arguments, dtypes, the integers that are specialised on (those that
+    change with the batch must be `do_not_specialize`), and `aligned` of tensors that are not fresh from the allocator.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel = kernel
+        self._options = options
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
+        """Launch with all arguments of the kernel in their order, on the current device and stream."""
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self.kernel[grid](*arguments, **self._options)
+        else:
+            compiled[grid](*arguments)
+
+
+def aligned(*tensors: Tensor) -> tuple[bool, ...]:
+    """Whether each tensor starts at a multiple of 16 bytes, which a kernel is compiled for."""
+    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

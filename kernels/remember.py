@@ -1,0 +1,78 @@
+"""Tables that depend on offsets alone, made once for all layers that share these offsets."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Kept(NamedTuple):
+    versions: tuple[int, int]
+    others: weakref.ref[Tensor]
+    table: Tensor
+
+    def is_of(self, offsets: Tensor, others: Tensor | None) -> bool:
+        return others is not None and self.others() is others and self.versions == (offsets._version, others._version)
+
+
+# By the identity of the first offsets: a reference to them, and their tables by key. An entry goes with its offsets.
+_tables: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, _Kept]]] = {}
+_thread = threading.local()
+
+
+def remembered(make: Callable[[], Tensor], key: Hashable, offsets: Tensor, others: Tensor) -> Tensor:
+    """`make()`, or what it returned for this key and these very tensors, if neither was written to since.
+
+    PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of one's own, by
+    some collectives (`all_to_all_single` into offsets) or by a CUDA graph that is replayed: who writes so to offsets
+    that were in use has to call `torch.autograd.graph.increment_version` on them. Tables are not shared between
+    streams. While a CUDA graph is captured none is taken and none kept: replays have to make theirs anew.
+    """
+    # No writes to inference tensors are counted, nor all of those that compiled code does.
+    if offsets.is_inference() or others.is_inference() or getattr(_thread, "forgets", False):
+        return make()
+    stream = None
+    if offsets.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return make()
+        stream = torch._C._cuda_getCurrentRawStream(offsets.device.index)
+    number = id(offsets)
+    entry = _tables.get(number)
+    if entry is None or entry[0]() is not offsets:
+        entry = _tables[number] = weakref.ref(offsets, lambda gone: _forget(number, gone)), {}
+    tables = entry[1]
+    kept = tables.get((key, stream))
+    if kept is None or not kept.is_of(offsets, others):
+        # Keys differ from batch to batch: what offsets that live on had before would never be asked for again.
+        for old, other in list(tables.items()):
+            if not other.is_of(offsets, other.others()):
+                tables.pop(old, None)
+        kept = _Kept((offsets._version, others._version), weakref.ref(others), make())
+        tables[key, stream] = kept
+    return kept.table
+
+
+def forgetting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, in which nothing is remembered: for callers that write to tensors without counting it."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        before = getattr(_thread, "forgets", False)
+        _thread.forgets = True
+        try:
+            return function(*arguments)
+        finally:
+            _thread.forgets = before
+
+    return call
+
+
+def _forget(number: int, gone: weakref.ref[Tensor]) -> None:
+    if number in _tables and _tables[number][0] is gone:
+        del _tables[number]

@@ -1,0 +1,98 @@
+"""Calls with one key are calls that Triton would compile the same kernel for, at all places that launch by key."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime import jit
+from triton.runtime.jit import JITFunction
+
+from kernels import scheduling
+from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
+from kernels.launch import Launcher
+
+backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
+if not hasattr(jit, "native_specialize_impl"):
+    pytest.skip("another Triton finds in another way what it compiles for", allow_module_level=True)
+LAUNCHERS = (
+    scheduling._launch_schedule,
+    attention_rows._launch_row_table,
+    attention_rows._launch_tile_table,
+    attention_rows._launch_statistics,
+    gluon_attention_forward._launch_forward,
+    gluon_attention_backward._launch_backward,
+    triton_checks._launch,
+)
+
+
+def specialization(kernel: JITFunction[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles for, of each argument."""
+    return tuple(
+        ("constexpr", argument)
+        if parameter.is_constexpr
+        else jit.native_specialize_impl(
+            backend,
+            argument,
+            parameter.is_const,
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
+        for parameter, argument in zip(kernel.params, arguments, strict=True)
+    )
+
+
+def shifted(x: Tensor) -> Tensor:
+    """x elsewhere, not at a multiple of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def inputs(heads: tuple[int, int], dim: int, dtype: torch.dtype, layout: str, total: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the result."""
+    shapes = [(total, count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+    if layout == "heads first":
+        return tuple(torch.zeros(h, n, d, dtype=dtype).transpose(0, 1) for n, h, d in shapes)
+    if layout == "shifted":
+        return tuple(shifted(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+    if layout == "wider":
+        return tuple(torch.zeros(n, h, d + 8, dtype=dtype)[..., :d] for n, h, d in shapes)
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: dict[tuple[Launcher, Hashable], tuple[Any, ...]] = {}
+    hits = dict.fromkeys(LAUNCHERS, 0)
+
+    def launch(self: Launcher, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
+        found = specialization(self.kernel, arguments)
+        hits[self] += (self, key) in compiled
+        assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
+
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    for module in (gluon_attention_forward, gluon_attention_backward):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    for heads, dim, dtype, layout, rows in itertools.product(
+        ((4, 2), (1, 1)),
+        (64, 128),
+        (torch.float16, torch.bfloat16),
+        ("plain", "heads first", "wider", "shifted"),
+        ((1,), (500,), (496,), (0, 160, 340), (1,) * 500),
+    ):
+        q, k, v, grad = inputs(heads, dim, dtype, layout, sum(rows))
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        offsets = {"heads first": offsets.int(), "shifted": shifted(offsets)}.get(layout, offsets)
+        for scale, (causal, window) in itertools.product(
+            (0.125, 1.0), ((False, (-1, -1)), (True, (16, -1)), (False, (1, 32)))
+        ):
+            arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
+            out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
+            gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+        triton_checks.assert_lengths(offsets, max(rows))
+    assert all(hits.values()), hits

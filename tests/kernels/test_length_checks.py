@@ -1,0 +1,72 @@
+"""Row lengths are checked on the device: in one launch, or by the schedule of the Hopper attention."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import interpreter_builder
+
+from kernels.jagged import triton_checks
+from kernels.testing import compile_ahead
+from tests.kernels.interpreting import interpret
+
+TOO_LONG = """
+import torch
+from kernels import jagged
+from kernels.jagged.checks import check_lengths
+
+offsets = torch.tensor([0, 200, 500], device="cuda")
+x = torch.randn(500, 1, 64, device="cuda", dtype=torch.bfloat16)
+{call}
+torch.cuda.synchronize()
+print("nothing was found")
+"""
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_lengths_are_compared_with_the_maximum(monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
+    interpret(monkeypatch, triton_checks)
+    monkeypatch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, debug=True))
+    offsets = torch.zeros(stride * 1100, dtype=torch.int32)[::stride]
+    offsets[-1] = 7
+    triton_checks.assert_lengths(offsets, 7)
+    triton_checks.assert_lengths(offsets, 2**40)
+    with pytest.raises(InterpreterError, match="longer than"):
+        triton_checks.assert_lengths(offsets, 6)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
+def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
+    signature = {"offsets": offsets} | dict.fromkeys(("num_rows", "stride", "maximum"), "i32")
+    options = {"debug": True, "sanitize_overflow": False}
+    compiled = compile_ahead(triton_checks._lengths_kernel, signature, {"ROWS": 512}, target=target, **options)
+    assert "__assertfail" in compiled.ptx
+    assert compiled.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        'check_lengths(offsets, 299, "max_length")',
+        "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=299, max_k=300)",
+        "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=300, max_k=299)",
+    ],
+)
+def test_a_longer_row_is_a_device_assertion(call: str) -> None:
+    """In a process of its own, because a CUDA context does not survive it."""
+    run = subprocess.run(
+        [sys.executable, "-c", TOO_LONG.format(call=call)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "nothing was found" not in run.stdout
+    assert "longer than" in run.stdout + run.stderr

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.gdpa import gdpa
+from kernels.gdpa import add_rms_norm, gdpa
 from modules.jagged_attention import head_dim
 from modules.mlp import linear_flops
 from modules.norms import EPSILON, rms_norm
@@ -243,7 +243,8 @@ class GDPABlock(nn.Module):
         queries = self.attention.queries(*inputs)
         # Autocast widens it; the stream of tokens keeps its dtype.
         normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON).to(queries.dtype)
-        return queries + rms_norm(self.attention.attend(normed, *inputs) + normed)
+        attended = self.attention.attend(normed, *inputs).to(queries.dtype)
+        return add_rms_norm(attended, normed.expand_as(attended), queries.expand_as(attended))
 
 
 def _normalised(wanted: bool, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,17 @@
 
 The shapes are those of the published benchmark of ads_model_kernel_library (B=1152, 4 heads of 128, tanh GELU): queries
 and keys equally long; queries of uniform lengths against full keys; 256 keys. Two are harder: keys as jagged as the
-queries, with uniform and with heavy-tailed lengths.
+queries, with uniform and with heavy-tailed lengths. On a GPU there are two more groups, forwards at one length:
+`activation_*`, what each activation costs, and `ablation_*`, what each part of the Hopper kernel brings.
+
+Every call computes its own list of tiles, although layers with the same offsets would share it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +20,14 @@ from torch.nn.functional import gelu, pad
 
 from kernels import dispatch
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
-from kernels.gdpa import gdpa
+from kernels.gdpa import ACTIVATIONS, gdpa
+from kernels.gdpa.bench_ablation import HOPPER_STEPS, hopper_steps
 from kernels.gdpa.bench_peer import load_peer
 from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 HEADS, HEAD_DIM = 4, 128
 ROWS, LENGTHS = {"cuda": 1152, "cpu": 6}, {"cuda": (256, 512, 1024, 2048), "cpu": (16, 32)}
+ONE_LENGTH = 1024
 SHORT_KEYS = {"cuda": 256, "cpu": 8}
 
 # bfloat16 results carry about 2^-9 of rounding and so do the activations in them; a wrong mask costs 0.1 and up.
@@ -30,12 +36,20 @@ SCRATCH_BYTES = 2e9
 
 
 def cases(device: torch.device) -> list[Case]:
-    return [
+    shapes = [
         Case(f"{kind}_{direction}_L{length}", partial(_problem, kind, direction, length))
         for kind in LENGTHS_OF
         for length in LENGTHS[device.type]
         for direction in ("fwd", "bwd")
     ]
+    if device.type == "cpu":
+        return shapes
+
+    def forward(name: str, kind: str, **options: Any) -> Case:
+        return Case(f"{name}_fwd_L{ONE_LENGTH}", partial(_problem, kind, "fwd", ONE_LENGTH, **options))
+
+    activations = [forward(f"activation_{name}", "self_dense", activation=name) for name in ACTIVATIONS]
+    return shapes + activations + [forward(f"ablation_{kind}", kind, ablation=True) for kind in LENGTHS_OF]
 
 
 def full(rows: int, maximum: int) -> Tensor:
@@ -63,7 +77,14 @@ LENGTHS_OF: dict[str, tuple[Callable[[int, int], Tensor], Callable[[int, int], T
 }
 
 
-def _problem(kind: str, direction: str, max_q: int, device: torch.device) -> Problem:
+def _problem(
+    kind: str,
+    direction: str,
+    max_q: int,
+    device: torch.device,
+    activation: str = "gelu_tanh",
+    ablation: bool = False,
+) -> Problem:
     rows = ROWS[device.type]
     query_lengths, key_lengths = LENGTHS_OF[kind]
     q_lengths = query_lengths(rows, max_q)
@@ -94,14 +115,17 @@ def _problem(kind: str, direction: str, max_q: int, device: torch.device) -> Pro
             _refuse_large_scratch(rows * HEADS * max_q * max_k * 16, device)
         return runner(
             lambda: gdpa(
-                *(q, k, v, q_offsets, k_offsets),
+                *(q, k, v, q_offsets[:], k_offsets[:]),  # views: calls with the same tensors share a list of tiles
                 max_q=max_q,
                 max_k=max_k,
-                activation="gelu_tanh",
+                activation=activation,
                 score_scale=1.0,
                 backend=backend,
             )
         )
+
+    def prepare_step(name: str) -> Runner:
+        return Runner(hopper_steps(q, k, v, q_offsets, k_offsets, max_k, activation)[name])
 
     def prepare_peer() -> Runner:
         """Its fast_gelu is the tanh form through the hardware's tanh; it takes keys as full or jagged."""
@@ -135,12 +159,17 @@ def _problem(kind: str, direction: str, max_q: int, device: torch.device) -> Pro
             ),
         )
 
-    contenders = backends_of("gdpa", prepare)
-    contenders |= {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
+    if ablation:
+        contenders = {"triton": partial(prepare, "triton")}
+        contenders |= {f"gluon, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
+    else:
+        contenders = backends_of("gdpa", prepare)
+    if activation == "gelu_tanh" and not ablation:
+        contenders |= {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
     width = HEADS * HEAD_DIM * dtype.itemsize
     return Problem(
         contenders=contenders,
-        check=check_relative_error(_expected(q, k, v, cotangent, q_lengths, k_lengths, backward), LIMIT),
+        check=check_relative_error(_expected(q, k, v, cotangent, q_lengths, k_lengths, activation, backward), LIMIT),
         flops=4 * HEADS * HEAD_DIM * pairs * (2.5 if backward else 1.0),
         bytes=(3 * total_q + 4 * total_k if backward else 2 * total_q + 2 * total_k) * width,
     )
@@ -152,7 +181,14 @@ def _refuse_large_scratch(size: float, device: torch.device) -> None:
 
 
 def _expected(
-    q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor, q_lengths: Tensor, k_lengths: Tensor, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cotangent: Tensor,
+    q_lengths: Tensor,
+    k_lengths: Tensor,
+    activation: str,
+    backward: bool,
 ) -> tuple[Tensor, ...]:
     """Output or gradients in float32 from the reference, a few rows at a time to bound its scratch memory."""
     max_q, max_k = int(q_lengths.max()), int(k_lengths.max())
@@ -171,7 +207,14 @@ def _expected(
     for *tensors, grad, q_part, k_part in parts:
         leaves = [tensor.float().requires_grad_(backward) for tensor in tensors]
         offsets = (pad(lengths.cumsum(0), (1, 0)).to(q.device) for lengths in (q_part, k_part))
-        arguments = {"max_q": max_q, "max_k": max_k, "activation": "gelu_tanh", "score_scale": 1.0}
-        out = gdpa(*leaves, *offsets, **arguments, backend="reference")
+        out = gdpa(
+            *leaves,
+            *offsets,
+            max_q=max_q,
+            max_k=max_k,
+            activation=activation,
+            score_scale=1.0,
+            backend="reference",
+        )
         results.append(torch.autograd.grad(out, leaves, grad.float()) if backward else (out,))
     return tuple(torch.cat(pieces) for pieces in zip(*results, strict=True))

@@ -1,30 +1,36 @@
 """Backward of GDPA for Hopper: warp-specialised, asynchronous, deterministic, five products (Gluon).
 
-One thread block owns a (row, key head) and walks its tiles of 128 keys in order, so it alone adds to dq of these
-queries and the order of every sum is fixed. One warpgroup loads tiles by TMA; two own 64 of a tile's keys each, with
-their dk and dv, and half of the columns of dq (`gluon_backward_consumer`). Between key tiles dq is in a float32 scratch
-of the block. Blocks are as many as multiprocessors and share the rows out, the longest first.
+Work is dealt out as in the attention backward, `kernels.jagged.gluon_attention_backward`: tiles of 128 keys of one key
+head, those of a row on several multiprocessors at about the same time; dq is summed over key tiles in a float32 scratch
+in an order that flags keep, so that runs give equal bits. Of a block's three warpgroups one loads tiles by TMA
+(`gluon_backward_loader`); two own 64 of a tile's keys each, with their dk and dv, and half of the columns of dq
+(`gluon_backward_consumer`).
+
+As there, a block takes its tiles in ascending order and waits only for tiles before its own, and there are no more
+blocks than multiprocessors: none waits for ever as long as all get to run.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
-from kernels.gdpa.gluon_rows import row_of
-from kernels.jagged.attention_rows import row_table
-from kernels.jagged.gluon_backward_steps import STAGES, query_tiles_of
+from kernels.gdpa.gluon_backward_loader import load_tiles
+from kernels.jagged.attention_rows import tile_table
+from kernels.jagged.gluon_backward_steps import STAGES
 from kernels.jagged.gluon_descriptor import head_descriptor
-from kernels.scheduling import dealt_position, num_rounds
+from kernels.launch import processors
 
 QUERIES = 64
 KEYS = 128
+# Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features.
+TOKENS_IN_FLIGHT = 32768
+MAX_ROWS_IN_FLIGHT = 128
 HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads share 512 x 128 registers: 240 for each of the first two, and 24.
 MAX_REGISTERS = 168
@@ -50,7 +56,8 @@ def backward(
     and any strides but those of the last dimension. The rest is as in `gluon_forward.forward`; no row is longer than
     max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
 
-    The scratch takes (multiprocessors) x (max_q) x (H / Hkv) x d x 4 bytes at most, none if max_k is within one tile.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
+    within one tile of keys.
     ValueError for head dimensions that the kernel cannot serve.
     """
     num_queries, num_heads, head_dim = q.shape
@@ -62,80 +69,34 @@ def backward(
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     left, right = min(window[0], 2**30), min(window[1], 2**30)
-    table = row_table(q_offsets, k_offsets)
-    items = table.shape[0] * kv_heads
-    programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    slot = triton.cdiv(min(max_q, num_queries), QUERIES) * QUERIES * group * head_dim if max_k > KEYS else 0
-    scratch = torch.empty(max(programs * slot, 4), dtype=torch.float32, device=q.device)
+    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (max_q * num_heads)))
+    table = tile_table(q_offsets, k_offsets, num_keys, 1 << (rows_in_flight.bit_length() - 1))
+    items = (table.shape[0] - 1) * kv_heads
+    programs = min(items, processors(q.device))
+    tiles = num_queries // QUERIES + q_offsets.shape[0] - 1
+    flags = torch.zeros(num_heads, tiles, dtype=torch.int32, device=q.device)
+    scratch = torch.empty(
+        flags.numel() * QUERIES * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device
+    )
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
+    dk_desc, dv_desc = (head_descriptor(x, QUERIES)[0] for x in (dk, dv))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
+    inputs = (q_desc, k_desc, v_desc, g_desc)
     kinds, kinds_of_heads = head_kinds(activations)
     _backward_kernel[(programs,)](
-        q_desc, k_desc, v_desc, g_desc, table, items, scratch, slot, dq, dk, dv,
-        float(score_scale), float(out_scale), left, right,
+        *inputs, dk_desc, dv_desc, *(x.base for x in inputs), *(x.strides[0] for x in inputs), table, flags, tiles,
+        scratch, dq, dk, dv, float(score_scale), float(out_scale), left, right,
         KINDS=kinds, HEAD_KINDS=kinds_of_heads, Q_STEP=q_step, K_STEP=k_step, V_STEP=v_step, G_STEP=g_step,
         HEADS=kv_heads, GROUP=group, LEFT=left >= 0, RIGHT=right >= 0, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return dq, dk, dv
 
 
-@gluon.jit
-def _load_tiles(
-    descs, buffers, bars, table_ptr, items, left, right,
-    Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    """The TMA warpgroup. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
-
-    After the last step it announces one more that carries no data: the consumers always look one step ahead.
-    """
-    q_desc, k_desc, v_desc, g_desc = descs
-    k_s, v_s, q_s, g_s, _ds_s = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, _ds_empty = bars
-    tile = 0
-    step = 0
-    for turn in range(num_rounds(items)):
-        item = dealt_position(turn)
-        q_start, q_length, k_start, k_length, _first_tile, head = row_of(table_ptr, item, HEADS)
-        query_tiles = (q_length + 63) // 64
-        key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        for j in range(key_tiles):
-            low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-            if high > low:
-                slot = tile & 1
-                full = kv_full.index(slot)
-                mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
-                mbarrier.expect(full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
-                for c in gl.static_range(2):
-                    key = k_start + j * 128 + c * 64
-                    tma.async_copy_global_to_shared(k_desc, [key, head * K_STEP], full, k_s.index(slot * 2 + c))
-                    tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + c))
-                tile += 1
-            for member in range(GROUP):
-                q_head = head * GROUP + member
-                for i in range(low, high):
-                    stage = step % STAGES
-                    query = q_start + i * 64
-                    mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
-                    full = q_full.index(stage)
-                    mbarrier.expect(full, q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
-                    full = g_full.index(stage)
-                    mbarrier.expect(full, g_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
-                    step += 1
-    stage = step % STAGES
-    mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
-    mbarrier.arrive(q_full.index(stage), count=1)
-    mbarrier.wait(kv_empty.index(tile & 1), (tile // 2 & 1) ^ 1)
-    mbarrier.arrive(kv_full.index(tile & 1), count=1)
-
-
-@gluon.jit(do_not_specialize=["items"])
+@gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, g_desc, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr,
-    score_scale, out_scale, left, right,
+    q_desc, k_desc, v_desc, g_desc, dk_desc, dv_desc, q_ptr, k_ptr, v_ptr, g_ptr, q_row, k_row, v_row, g_row, table_ptr,
+    flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
     G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -149,34 +110,45 @@ def _backward_kernel(
     g_s = gl.allocate_shared_memory(dtype, [STAGES, 64, D], g_desc.layout)
     # Two tiles of [128 keys, 64 queries]: dq of one is made while the next is written.
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, 64], DS)
+    # Two entries of the table for each consumer.
+    item_s = gl.allocate_shared_memory(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    dq_turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(g_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=2)
+        mbarrier.init(dq_turn.index(i), count=1)
+    mbarrier.init(done, count=2)
     fence_async_shared()
-    buffers = (k_s, v_s, q_s, g_s, ds_s)
-    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty)
+    buffers = (k_s, v_s, q_s, g_s, ds_s, item_s)
+    bars = (q_full, g_full, q_empty, g_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done)
     gl.warp_specialize(
         [
-            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, score_scale,
-                             out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 0)),
-            (differentiate, (buffers, bars, table_ptr, items, scratch_ptr, slot, dq_ptr, dk_ptr, dv_ptr, score_scale,
-                             out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 1)),
-            (_load_tiles, ((q_desc, k_desc, v_desc, g_desc), buffers, bars, table_ptr, items, left, right,
-                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
+            (differentiate, (dk_desc, dv_desc, buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
+                             dv_ptr, score_scale, out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT,
+                             0)),
+            (differentiate, (dk_desc, dv_desc, buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
+                             dv_ptr, score_scale, out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT,
+                             1)),
+            (load_tiles, ((q_desc, k_desc, v_desc, g_desc), (q_ptr, k_ptr, v_ptr, g_ptr), (q_row, k_row, v_row, g_row),
+                          buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
+                          Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
         ],
         [4, 4],
         [240, 24],

@@ -6,8 +6,8 @@ values of the block before. After a tile's last block the "next block" is the fi
 nothing drains between tiles, which is what decides the speed on short rows.
 
 Compilers move the wait for a product up, or the activation down behind it, until the two no longer overlap. So the
-activations are `pinned`, and between them and the wait is one more look at a barrier that is known to be complete: no
-arithmetic moves over its branch.
+activations are volatile assembly, and between them and the wait is one more look at a barrier that is known to be
+complete: no arithmetic moves over its branch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gdpa.gluon_activations import kind_of, pinned, rounded, unscaled_factor, unscaled_value
+from kernels.gdpa.gluon_activations import activated, kind_of, rounded, unscaled_factor
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, MAIN_POSITION, NUM_BLOCKS, OTHER_LENGTH, ROW
 
@@ -51,10 +51,13 @@ def _entry(
 
 
 @gluon.jit
-def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores with 0, whose activation is 0, where a query may not look; `position` is that of the first row."""
+def _masked(s, columns_smem, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores with 0, whose activation is 0, where a query may not look; `position` is that of the first row.
+
+    Column numbers come from shared memory: compilers would keep them in registers that activations need.
+    """
     RS: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    columns = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    columns = gl.expand_dims(columns_smem.load(gl.SliceLayout(0, s.type.layout)), 0)
     positions = position + gl.arange(0, s.shape[0], RS)
     if RIGHT:
         end = gl.minimum(positions + (right + 1), k_length) - block_start
@@ -95,7 +98,8 @@ def _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV: gl.constexpr
 
 @gluon.jit
 def attend(
-    out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale, out_scale, left, right,
+    out_desc, q_smem, k_smem, v_smem, o_smem, columns_smem, barriers, out, schedule, num_heads,
+    score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -123,8 +127,8 @@ def attend(
     token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(token,))
     start = (first_block + num_blocks - 1) * BLOCK_K
-    s = _masked(s, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
-    p = gl.convert_layout(rounded(unscaled_value(s, score_scale, kind, KINDS, dtype), dtype), LP)
+    s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
+    p = gl.convert_layout(rounded(activated(s, score_scale, kind, KINDS, dtype), dtype), LP)
     base = 0  # number, in the order of loading, of the first block of the tile at hand
     step = 0
     if RUN > 1:
@@ -169,8 +173,8 @@ def attend(
             if LEFT or RIGHT:
                 start = (first_block + num_blocks - 2 - i) * BLOCK_K
                 if _crossed(start, position + C * ROWS, k_length, left, right, BLOCK_K, LEFT, RIGHT, False):
-                    s = _masked(s, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
-            y = pinned(unscaled_value(s, score_scale, kind, KINDS, dtype))
+                    s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
+            y = activated(s, score_scale, kind, KINDS, dtype)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             # The activations are an operand in registers of the product in flight: they live until it is complete.
             acc, p, y = warpgroup_mma_wait(0, deps=(acc_token, p, y))
@@ -191,12 +195,13 @@ def attend(
         token = warpgroup_mma(
             q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
-        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
-        # The tile after the next one. The loads are waited for at once, while the products are under way.
+        # The tile after the next one. The loads are waited for at once, and the second product is issued no sooner
+        # than the first one is nearly complete: between the two nobody waits for them.
         new_begin, new_count, new_position, new_length, new_first, new_blocks, new_row, new_head = _entry(
             schedule, num_tiles, gl.minimum(turn + 2, turns - 1), num_heads, LEFT, RIGHT, RUN
         )
+        mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
         if RUN > 1:
             keep_next = (turn + 2 < turns) & (new_row == next_row) & (new_head == next_head) & (next_blocks <= STAGES)
         else:
@@ -206,8 +211,8 @@ def attend(
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more & (not keep_next))
         start = (next_first + next_blocks - 1) * BLOCK_K
         if _crossed(start, next_position + C * ROWS, next_length, left, right, BLOCK_K, LEFT, RIGHT, True):
-            s = _masked(s, start, next_position + C * ROWS, next_length, left, right, LEFT, RIGHT)
-        p_next = rounded(unscaled_value(s, score_scale, next_kind, KINDS, dtype), dtype)
+            s = _masked(s, columns_smem, start, next_position + C * ROWS, next_length, left, right, LEFT, RIGHT)
+        p_next = rounded(activated(s, score_scale, next_kind, KINDS, dtype), dtype)
         mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)

@@ -21,11 +21,13 @@ from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
 from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.launch import processors
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 
 HEAD_DIMS = (64, 128)
 BLOCK_Q = 2 * ROWS.value
 BLOCK_K = 128
+RUN = 2  # tiles of a row that a program is dealt at a time, if there are enough
 _STAGE_FEATURES = 512  # of a key and its value, over all stages: with queries and outputs they fill shared memory
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
@@ -56,31 +58,50 @@ def forward(
     Values must be finite: what lies behind a row is multiplied by zeros. ValueError for other head dimensions.
     """
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, value_dim = v.shape[1:]
+    value_dim = v.shape[2]
     if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
     out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_()
     left, right = min(window[0], 2**30), min(window[1], 2**30)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    most = processors(q.device)
     # Under a window the tiles of a row see different blocks; and few tiles had better be spread over all processors.
-    run = 2 if left < 0 and right < 0 and num_queries * num_heads >= 8 * processors * BLOCK_Q else 1
+    run = RUN if left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
     schedule = scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right))
+    programs = min(most, (schedule.shape[0] - 1) * num_heads)
+    launch(out, q, k, v, schedule, programs, run, activations, score_scale, out_scale, (left, right))
+    return out
+
+
+def launch(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Tensor,
+    programs: int,
+    run: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> None:
+    """Write `out` with `programs` programs that are dealt the tiles of `schedule`, `run` side by side at a time."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, value_dim = v.shape[1:]
     q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
     k_descriptor, k_head_stride = head_descriptor(k, BLOCK_K)
     v_descriptor, v_head_stride = head_descriptor(v, BLOCK_K)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
     kinds, kinds_of_heads = head_kinds(activations)
-    capacity = (schedule.shape[0] - 1) * num_heads
-    _forward_kernel[(min(processors, capacity),)](
+    _forward_kernel[(programs,)](
         q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, num_heads, num_heads // num_kv_heads,
-        q_head_stride, k_head_stride, v_head_stride, float(score_scale), float(out_scale), left, right,
-        KINDS=kinds, HEAD_KINDS=kinds_of_heads, LEFT=left >= 0, RIGHT=right >= 0, RUN=run, BLOCK_K=BLOCK_K,
+        q_head_stride, k_head_stride, v_head_stride, float(score_scale), float(out_scale), *window,
+        KINDS=kinds, HEAD_KINDS=kinds_of_heads, LEFT=window[0] >= 0, RIGHT=window[1] >= 0, RUN=run, BLOCK_K=BLOCK_K,
         D=head_dim, DV=value_dim, STAGES=_STAGE_FEATURES // (head_dim + value_dim),
         num_warps=4, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
-    return out
 
 
 @gluon.jit
@@ -163,6 +184,8 @@ def _forward_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, DV], v_desc.layout)
     o_smem = gl.allocate_shared_memory(dtype, [2, ROWS, DV], out_desc.layout)
+    columns = gl.allocate_shared_memory(gl.int32, [BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns.store(gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [4], [0])))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
@@ -185,10 +208,12 @@ def _forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
     gl.warp_specialize(
         [
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale,
-                      out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES, 0)),
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, schedule, num_heads, score_scale,
-                      out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES, 1)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, num_heads,
+                      score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
+                      0)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, num_heads,
+                      score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
+                      1)),
             (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
                      q_head_stride, k_head_stride, v_head_stride, RUN, BLOCK_K, STAGES)),
         ],

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.custom_op import custom_op
 from kernels.gdpa.activations import ACTIVATIONS
 
 _CALL = (
@@ -34,7 +34,7 @@ def gdpa_operator(
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
 
-    @torch.library.custom_op(f"gemsmith::gdpa_{name}", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+    @custom_op(f"gemsmith::gdpa_{name}", schema=f"({_CALL}) -> Tensor")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return forward(q, k, v, *_arguments(*rest))
 
@@ -42,9 +42,7 @@ def gdpa_operator(
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return q.new_empty(*q.shape[:2], v.shape[2])
 
-    @torch.library.custom_op(
-        f"gemsmith::gdpa_{name}_backward", mutates_args=(), schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor)"
-    )
+    @custom_op(f"gemsmith::gdpa_{name}_backward", schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor)")
     def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return backward(grad, q, k, v, *_arguments(*rest))
 

@@ -1,0 +1,222 @@
+"""A model of the barriers and flags of the Hopper backward of GDPA: they deadlock on no order of events.
+
+A kernel that waits for what never comes hangs the device, so its protocol is walked through here first: the loader and
+the two consumers of some programs as generators that yield what they wait for, resumed in random order. The shapes of
+the loops are those of `kernels.gdpa.gluon_backward_loader` and `gluon_backward_consumer`; arithmetic is left out, and
+what a buffer holds is a label, which is checked wherever the kernel would read it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+Row = tuple[int, int]  # queries, keys
+Event = Callable[[], bool] | None
+
+
+class Barrier:
+    """An mbarrier: `ready(parity)` once the phase of that parity is complete."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.phases = 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        assert self.pending >= 0
+        if self.pending == 0:
+            self.phases += 1
+            self.pending = self.count
+
+    def ready(self, parity: int) -> Event:
+        return lambda: self.phases & 1 != parity
+
+
+def query_tiles(j: int, key_tiles: int, tiles: int, left: int, right: int) -> tuple[int, int]:
+    low = min(max(j * 128 - right, 0) // 64, tiles) if right >= 0 else 0
+    if left < 0 or j == key_tiles - 1:
+        return low, tiles
+    return low, max(min((j * 128 + 127 + left) // 64 + 1, tiles), low)
+
+
+def key_tiles_of(i: int, key_tiles: int, left: int, right: int) -> tuple[int, int]:
+    first = min(max(i * 64 - left, 0) // 128, key_tiles - 1) if left >= 0 else 0
+    last = min((i * 64 + 63 + right) // 128, key_tiles - 1) if right >= 0 else key_tiles - 1
+    return first, last
+
+
+def count(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[tuple[int, int]]:
+    _, (queries, keys), j, _ = item
+    low, high = query_tiles(j, max(count(keys, 128), 1), count(queries, 64), *window)
+    return [(member, i) for member in range(group) for i in range(low, high)]
+
+
+class Program:
+    def __init__(
+        self, items: list[Any], group: int, window: Row, flags: dict[Any, int], sums: dict[Any, list[int]]
+    ) -> None:
+        self.items, self.group, self.window, self.flags, self.sums = items, group, window, flags, sums
+        counts = {"q_full": 1, "g_full": 1, "q_empty": 2, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
+        counts |= {"ds_full": 2, "ds_empty": 2, "dq_turn": 1}
+        self.bars = {name: (Barrier(number), Barrier(number)) for name, number in counts.items()}
+        self.done = Barrier(2)
+        self.q: list[Any] = [None, None]
+        self.g: list[Any] = [None, None]
+        self.kv: list[Any] = [None, None]
+        self.ds: list[list[Any]] = [[None, None], [None, None]]
+
+    def wait(self, name: str, use: int, free: bool = False) -> Event:
+        """For the `use`-th filling of a double buffer, or for its place to be free."""
+        return self.bars[name][use % 2].ready((use // 2 & 1) ^ free)
+
+    def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
+        """What the loader does for the order of sums in dq; `recent` are the flags of the last three steps."""
+        self.lift(recent.pop())
+        if height > 0 and self.flags[index] < height:
+            if step > 1:
+                yield self.wait("ds_empty", step - 2)
+            self.lift(recent.pop())
+            recent.append(None)
+            yield lambda: self.flags[index] >= height
+        if step > 0:
+            self.bars["dq_turn"][(step - 1) % 2].arrive()
+
+    def lift(self, index: Any) -> None:
+        if index is not None:
+            self.flags[index] += 1
+
+    def loader(self) -> Iterator[Event]:
+        tile = step = height = 0
+        index = None
+        recent: list[Any] = [None, None, None]
+        for item in self.items:
+            row, (_, keys), j, head = item
+            steps = steps_of(item, self.group, self.window)
+            if steps:
+                yield self.wait("kv_empty", tile, free=True)
+                self.kv[tile % 2] = (row, j, head)
+                yield None
+                self.bars["kv_full"][tile % 2].arrive()
+                tile += 1
+            for member, i in steps:
+                for name, buffer in (("g", self.g), ("q", self.q)):
+                    yield self.wait(f"{name}_empty", step, free=True)
+                    buffer[step % 2] = (row, head, member, i)
+                    yield None
+                    self.bars[f"{name}_full"][step % 2].arrive()
+                yield from self.take_turn(step, index, height, recent)
+                first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
+                index, height = (row, head, member, i), j - first
+                recent.insert(0, index if j < last else None)
+                step += 1
+        yield self.wait("q_empty", step, free=True)
+        self.bars["q_full"][step % 2].arrive()
+        yield self.wait("kv_empty", tile, free=True)
+        self.bars["kv_full"][tile % 2].arrive()
+        yield from self.take_turn(step, index, height, recent)
+        yield self.done.ready(0)
+        for flag in reversed(recent):
+            self.lift(flag)
+
+    def consumer(self, c: int) -> Iterator[Event]:
+        tile = step = old_slot = 0
+        previous: Any = None
+        left_tile = False
+        yield self.wait("q_full", 0)
+        yield self.wait("kv_full", 0)
+        for item in self.items:
+            row, (_, keys), j, head = item
+            steps = steps_of(item, self.group, self.window)
+            slot = tile % 2
+            tile += bool(steps)
+            for n, (member, i) in enumerate(steps):
+                own = (row, head, member, i)
+                yield self.wait("g_full", step)
+                assert self.g[step % 2] == self.q[step % 2] == own
+                assert self.kv[slot] == (row, j, head)
+                yield self.wait("ds_empty", step, free=True)
+                self.ds[step % 2][c] = step
+                yield None
+                self.bars["ds_full"][step % 2].arrive()
+                if step > 0:
+                    yield self.wait("dq_turn", step - 1)
+                    yield self.wait("ds_full", step - 1)
+                self.bars["g_empty"][step % 2].arrive()
+                yield None
+                assert self.q[step % 2] == own
+                if step > 0:
+                    self.add(c, step, old_slot, previous)
+                    self.bars["ds_empty"][(step - 1) % 2].arrive()
+                if left_tile:
+                    self.bars["kv_empty"][old_slot].arrive()
+                left_tile = n == len(steps) - 1
+                yield self.wait("q_full", step + 1)
+                yield self.wait("kv_full", tile - 1 + left_tile)
+                previous = (own, j, key_tiles_of(i, max(count(keys, 128), 1), *self.window)[0])
+                old_slot = slot
+                yield None
+                self.bars["q_empty"][step % 2].arrive()
+                step += 1
+            yield None
+        if step > 0:
+            yield self.wait("dq_turn", step - 1)
+            yield self.wait("ds_full", step - 1)
+            self.add(c, step, old_slot, previous)
+        self.done.arrive()
+
+    def add(self, c: int, step: int, old_slot: int, previous: Any) -> None:
+        (row, head, member, i), j, first = previous
+        assert self.ds[(step - 1) % 2] == [step - 1, step - 1]
+        assert self.kv[old_slot] == (row, j, head)
+        added = self.sums[c, row, head, member, i]
+        assert j == (added[-1] + 1 if added else first), "sums are out of order"
+        added.append(j)
+
+
+def walk(
+    rows: list[Row], members: int, heads: int, group: int, programs: int, window: Row, chance: random.Random
+) -> None:
+    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
+    ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
+    items = []
+    for start in range(0, len(rows), members):
+        taken = list(enumerate(ordered))[start : start + members]
+        for j in range(max(max(count(keys, 128), 1) for _, (_, keys) in taken)):
+            items += [(r, row, j, h) for r, row in taken if j < max(count(row[1], 128), 1) for h in range(heads)]
+    flags: dict[Any, int] = defaultdict(int)
+    sums: dict[Any, list[int]] = defaultdict(list)
+    running: list[list[Any]] = []
+    for place in range(min(programs, len(items))):
+        program = Program(items[place::programs], group, window, flags, sums)
+        running += [[flow, None] for flow in (program.loader(), program.consumer(0), program.consumer(1))]
+    while running:
+        ready = [flow for flow in running if flow[1] is None or flow[1]()]
+        assert ready, f"deadlock of {len(running)} warpgroups"
+        for flow in chance.sample(ready, chance.randint(1, len(ready))):
+            try:
+                flow[1] = next(flow[0])
+            except StopIteration:
+                running.remove(flow)
+    for r, (queries, keys) in enumerate(ordered):
+        for i in range(count(queries, 64)):
+            first, last = key_tiles_of(i, max(count(keys, 128), 1), *window)
+            for h, member, c in ((h, m, c) for h in range(heads) for m in range(group) for c in range(2)):
+                assert sums[c, r, h, member, i] == list(range(first, last + 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int) -> None:
+    chance = random.Random(seed)
+    most = chance.choice([1, 64, 100, 300, 600]), chance.choice([1, 128, 200, 500])
+    rows = [tuple(chance.choice([0, chance.randint(0, side), side]) for side in most) for _ in range(12)]
+    window = chance.choice([(-1, -1), (-1, -1), (50, -1), (-1, 0), (100, 30), (0, 0)])
+    walk(rows, chance.choice([1, 2, 4, 8]), 2, chance.choice([1, 3]), chance.choice([1, 2, 3, 5, 40]), window, chance)

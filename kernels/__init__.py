@@ -4,6 +4,6 @@ Nothing here knows a model. A family is a folder: public functions in `__init__`
 faster backends beside it. Importing this package registers every backend and needs neither a GPU nor Triton.
 """
 
-from kernels import dispatch, gdpa, jagged, mxfp8
+from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8
 
-__all__ = ["dispatch", "gdpa", "jagged", "mxfp8"]
+__all__ = ["dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8"]

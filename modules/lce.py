@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from kernels.ikbo import linear_compression
 from modules.broadcast import CandidateRows
 from modules.mlp import linear_flops
 
@@ -29,12 +30,17 @@ class LCE(nn.Module):
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d], request [R, num_request, d] with its rows -> [C, num_out, d]."""
-        mixed = self.candidate(candidate.mT)
-        if self.request is not None:
-            assert request is not None, "this LCE was built with request tokens"
-            assert rows is not None, "request tokens come with their rows"
-            mixed = mixed + rows.expand(self.request(request.mT))
-        return mixed.mT
+        # A layer with a precision recipe of its own multiplies by itself.
+        plain = all(type(layer) is nn.Linear for layer in self.children())
+        if self.request is None:
+            if plain:
+                return linear_compression(candidate, [], self.candidate.weight, [], [])
+            return self.candidate(candidate.mT).mT
+        assert request is not None, "this LCE was built with request tokens"
+        assert rows is not None, "request tokens come with their rows"
+        if plain:
+            return linear_compression(candidate, request, self.candidate.weight, self.request.weight, rows.offsets)
+        return (self.candidate(candidate.mT) + rows.expand(self.request(request.mT))).mT
 
     def flops(self, num_candidates: float, num_requests: float, dim: int) -> float:
         shared = num_requests * linear_flops(self.request) if self.request is not None else 0

@@ -1,0 +1,163 @@
+"""Linear compression for Hopper, in Gluon: the products of users and candidates in one persistent kernel.
+
+A program works through tiles (`gluon_lce_tiles`): one warpgroup loads blocks with TMA into a ring that runs through
+users and candidates without a stop, two multiply (`gluon_lce_consumer`). All tiles of users come before a program's
+first tile of candidates. A product of users that a candidate needs is waited for when the candidate's own product is
+complete, by a flag that was raised with release semantics. None waits before its own share of the users is done, and
+there are no more programs than multiprocessors. So nobody waits for ever as long as all get to run, which other kernels
+on the chip must not prevent by waiting for this one to end.
+
+A weight may end anywhere and so may the K of the inputs: blocks beyond are zeros on both sides, and TMA does not write
+rows beyond the last one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.ikbo.gluon_lce_consumer import UNIT, consume
+from kernels.ikbo.gluon_lce_tiles import PANELS, load
+from kernels.ikbo.lce_torch import aligned
+from kernels.jagged.triton_common import row_of, steps_of
+from kernels.launch import processors
+
+STAGES = 3
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+_MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_LOADER_REGISTERS = gl.constexpr(24)
+_PREPARED = 256  # entries of a program of the preparation
+
+# Sizes of a batch, which must not make kernels of their own when they happen to be 1 or multiples of 16.
+_SIZES = ["num_user_tiles", "num_tiles", "num_steps", "num_user_steps", "num_flags", "num_entries", "num_users"]
+_SIZES += ["row_units"]
+
+
+@cache
+def tiling(num_rows: int) -> tuple[int, int]:
+    """(ROW_TILES, COLUMN_TILES) of `gluon_lce_tiles` that cover so many rows of a weight with the least waste."""
+    blocks = -(-num_rows // 64)
+    covers = [(rows, columns) for columns in range(3) for rows in range(blocks // 3 + 2) if 3 * rows + 4 * columns]
+    return min(
+        (cover for cover in covers if 3 * cover[0] + 4 * cover[1] >= blocks),
+        key=lambda cover: 3 * cover[0] + 4 * cover[1],
+    )
+
+
+def num_tiles(num_entries: int, width: int, tiles: tuple[int, int]) -> int:
+    """Tiles of a batch: all those of each group of 12 blocks of columns, the last of which may have nothing to do."""
+    return -(-num_entries * (width // 64) // 12) * (3 * tiles[0] + 4 * tiles[1])
+
+
+def _layout(dtype: torch.dtype, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def weight_descriptor(weight: Tensor) -> TensorDescriptor:
+    weight = aligned(weight)
+    shape = list(weight.shape)
+    return TensorDescriptor(weight, shape, [weight.stride(0), 1], [64, 64], _layout(weight.dtype, 2))
+
+
+def batch_descriptor(x: Tensor) -> TensorDescriptor:
+    """Blocks [1, 64, 64] of x [B, K, N]; x is copied if TMA cannot address it, as an expanded one."""
+    if x.stride(2) != 1 or min(x.stride()) <= 0 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64, 64], _layout(x.dtype, 3))
+
+
+def compress(
+    x: Tensor, weight: Tensor, user: Tensor | None = None, w_user: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
+    """out[b] = weight x[b] + w_user user[owner of b]: [B, M, N] of x's dtype, contiguous.
+
+    x [B, K, N], weight [M, K], user [R, Ku, N], w_user [M, Ku], float16 or bfloat16, N a multiple of 128, any strides;
+    offsets [R + 1] as in the public function. Without users their part is left out.
+    """
+    num_entries, depth, width = x.shape
+    num_rows = weight.shape[0]
+    out = torch.empty(num_entries, num_rows, width, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tiles = tiling(num_rows)
+    row_tiles, column_tiles = tiles
+    blocks_n = width // 64
+    total = num_tiles(num_entries, width, tiles)
+    w_desc, x_desc, out_desc = weight_descriptor(weight), batch_descriptor(x), batch_descriptor(out)
+    wu_desc, xu_desc = w_desc, x_desc
+    owners, scratch, flags = weight, weight, weight
+    num_users, user_tiles, user_steps, row_units, units = 0, 0, 0, 0, 0
+    if user is not None and w_user is not None and offsets is not None:
+        num_users = user.shape[0]
+        wu_desc, xu_desc = weight_descriptor(w_user), batch_descriptor(user)
+        user_tiles = num_tiles(num_users, width, tiles)
+        user_steps = -(-user.shape[1] // 64)
+        row_units = num_users * (blocks_n // 2) * 3 * row_tiles
+        units = row_units + num_users * blocks_n * 2 * column_tiles
+        scratch = torch.empty(units * UNIT.value, dtype=torch.float32, device=x.device)
+        owners = torch.empty(num_entries, dtype=torch.int32, device=x.device)
+        flags = torch.empty(1 + units, dtype=torch.int32, device=x.device)
+        _prepare_kernel[(triton.cdiv(max(num_entries, 1 + units), _PREPARED),)](
+            offsets, owners, flags, num_entries, num_users, 1 + units, STEPS=steps_of(num_users), BLOCK=_PREPARED
+        )
+    _forward_kernel[(min(processors(x.device), total + user_tiles),)](
+        w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, user_tiles, total, -(-depth // 64),
+        user_steps, units, num_entries, num_users, row_units,
+        ROW_TILES=row_tiles, COLUMN_TILES=column_tiles, BLOCKS_N=blocks_n, STAGES=STAGES, USERS=num_users > 0,
+        num_warps=4, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_rows", "num_flags"])
+def _prepare_kernel(
+    offsets, owners, flags, num_entries, num_rows, num_flags, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The row that each entry belongs to, and flags that are down."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(flags + place, 0, mask=place < num_flags)
+    row = row_of(offsets, num_rows, place, STEPS)
+    tl.store(owners + place, row.to(tl.int32), mask=place < num_entries)
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _forward_kernel(
+    w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
+    num_user_steps, num_flags, num_entries, num_users, row_units,
+    ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
+    USERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = w_desc.dtype
+    ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS, 64, 64], w_desc.layout)
+    staging = gl.allocate_shared_memory(dtype, [4, 64, 64], w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    barriers = (full, empty)
+    gl.warp_specialize(
+        [
+            (consume, (out_desc, ring, staging, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
+                       num_user_steps, num_flags, num_entries, num_users, row_units,
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, 0)),
+            (consume, (out_desc, ring, staging, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
+                       num_user_steps, num_flags, num_entries, num_users, row_units,
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, 1)),
+            (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, num_user_tiles, num_tiles, num_steps,
+                    num_user_steps, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip

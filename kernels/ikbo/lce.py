@@ -1,0 +1,94 @@
+"""Linear compression of embeddings of requests and their candidates: the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.ikbo import lce_backends, lce_reference, lce_torch  # noqa: F401  (they register themselves)
+from kernels.ikbo.lce_operator import MAX_LEVELS
+from kernels.jagged.checks import check_offsets
+
+__all__ = ["linear_compression"]
+
+
+def linear_compression(
+    candidate: Tensor,
+    user: Tensor | Sequence[Tensor],
+    w_candidate: Tensor,
+    w_user: Tensor | Sequence[Tensor],
+    candidate_offsets: Tensor | Sequence[Tensor],
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """out[c] = w_candidate candidate[c] + w_user user[r] for the candidates c of each request r: [C, M, N].
+
+    candidate [C, Kc, N], user [R, Ku, N], w_candidate [M, Kc], w_user [M, Ku], floating tensors of one dtype and any
+    strides. The candidates of request r are offsets[r]:offsets[r + 1] of candidate_offsets [R + 1], int32 or int64; a
+    request may have none. Every user product is computed once a request and added in at least float32; the backend
+    `torch` rounds it to the dtype before.
+
+    A tree of more levels, such as user, vendor, ad, gives `user`, `w_user` and `candidate_offsets` as sequences of
+    equal length, at most 3, the level right above the candidates first: offsets[i] say which rows of the level below
+    belong to each row of user[i]. Empty sequences leave the product of the candidates alone.
+
+    Differentiable in all four (groups of) operands; gradients of a row are sums over what is below it, accumulated in
+    at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
+
+    ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not end at the number of rows
+    below.
+    """
+    users = [user] if isinstance(user, Tensor) else list(user)
+    w_users = [w_user] if isinstance(w_user, Tensor) else list(w_user)
+    offsets = [candidate_offsets] if isinstance(candidate_offsets, Tensor) else list(candidate_offsets)
+    _check(candidate, w_candidate, users, w_users, offsets)
+    operands = dispatch.autocast_operands(candidate, w_candidate, *users, *w_users)
+    if len({operand.dtype for operand in operands}) > 1:
+        raise ValueError(
+            "all operands must have one dtype, got "
+            + ", ".join(f"{operand.dtype} of shape {tuple(operand.shape)}" for operand in operands)
+        )
+    candidate, w_candidate, *rest = operands
+    compress = dispatch.choose(
+        "linear_compression",
+        backend,
+        candidate,
+        num_out=w_candidate.shape[0],
+        width=candidate.shape[2],
+        num_levels=len(users),
+    )
+    return compress(candidate, w_candidate, rest[: len(users)], rest[len(users) :], offsets)
+
+
+def _check(
+    candidate: Tensor, w_candidate: Tensor, users: list[Tensor], w_users: list[Tensor], offsets: list[Tensor]
+) -> None:
+    if not len(users) == len(w_users) == len(offsets):
+        raise ValueError(
+            "user, w_user and candidate_offsets must have one entry a level, got "
+            f"{len(users)}, {len(w_users)} and {len(offsets)}"
+        )
+    if len(users) > MAX_LEVELS:
+        raise ValueError(f"got {len(users)} levels above the candidates; at most {MAX_LEVELS} are supported")
+    if w_candidate.dim() != 2 or candidate.dim() != 3 or candidate.shape[1] != w_candidate.shape[1]:
+        raise ValueError(
+            f"candidate {tuple(candidate.shape)} and w_candidate {tuple(w_candidate.shape)} do not fit; "
+            "expected [C, Kc, N] and [M, Kc]"
+        )
+    num_out, width = w_candidate.shape[0], candidate.shape[2]
+    below = candidate.shape[0]
+    for level, (x, weight, level_offsets) in enumerate(zip(users, w_users, offsets, strict=True)):
+        if x.dim() != 3 or x.shape[2] != width or weight.shape != (num_out, x.shape[1]):
+            raise ValueError(
+                f"user {tuple(x.shape)} and w_user {tuple(weight.shape)} of level {level} do not fit; expected "
+                f"[R, Ku, {width}] and [{num_out}, Ku], with N and M those of candidate and w_candidate"
+            )
+        if level_offsets.dim() != 1 or level_offsets.shape[0] != x.shape[0] + 1:
+            raise ValueError(
+                f"candidate_offsets of level {level} have shape {tuple(level_offsets.shape)}; its {x.shape[0]} rows "
+                f"need [{x.shape[0] + 1}]"
+            )
+        check_offsets(below, level_offsets)
+        below = x.shape[0]

@@ -1,0 +1,105 @@
+"""Registers the Triton and the Hopper kernels of `linear_compression`, which are imported on their first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.ikbo.lce_operator import Gradients, compression_operator
+from kernels.jagged import segment_sum
+
+MIN_ROWS = 128
+
+
+def gradients_with(
+    product: Callable[[Tensor, Tensor], Tensor], weight_gradient: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Gradients]:
+    """A backward made of product(weight [M, K], x [B, K, N]) and weight_gradient(grad [B, M, N], x [B, K, N])."""
+
+    def backward(
+        grad: Tensor,
+        candidate: Tensor,
+        w_candidate: Tensor,
+        users: Sequence[Tensor],
+        w_users: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+    ) -> Gradients:
+        grads, w_grads = [], []
+        for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
+            if level:
+                grad = segment_sum(grad.contiguous(), offsets[level - 1])
+            grads.append(product(weight.mT, grad))
+            w_grads.append(weight_gradient(grad, x))
+        return grads[0], w_grads[0], grads[1:], w_grads[1:]
+
+    return backward
+
+
+def _triton_forward(*arguments: Any) -> Tensor:
+    from kernels.ikbo.triton_lce import forward
+
+    return forward(*arguments)
+
+
+def _triton_backward(*arguments: Any) -> Gradients:
+    from kernels.ikbo.triton_lce import compress, weight_gradient
+
+    return gradients_with(lambda weight, x: compress(x, weight, None, (), x.dtype), weight_gradient)(*arguments)
+
+
+def _triton_supports(*, device: str, capability: Hashable, dtype: torch.dtype, **_: Hashable) -> str | None:
+    if device != "cuda":
+        return f"needs a CUDA device, the tensors are on {device}"
+    if not isinstance(capability, tuple) or capability < (8, 0):
+        return f"needs sm_80 or newer, the device has capability {capability}"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {dtype}"
+    return None
+
+
+def _gluon_forward(
+    candidate: Tensor,
+    w_candidate: Tensor,
+    users: Sequence[Tensor],
+    w_users: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+) -> Tensor:
+    from kernels.ikbo.gluon_lce_forward import compress
+
+    return compress(candidate, w_candidate, *users, *w_users, *offsets)
+
+
+def _gluon_backward(*arguments: Any) -> Gradients:
+    from kernels.ikbo.gluon_lce_forward import compress
+    from kernels.ikbo.gluon_lce_weight import weight_gradient
+
+    return gradients_with(lambda weight, x: compress(x, weight), weight_gradient)(*arguments)
+
+
+def _gluon_supports(
+    *, device: str, capability: Hashable, dtype: torch.dtype, num_out: int, width: int, num_levels: int, **_: Hashable
+) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+        return reason
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if num_out <= MIN_ROWS:
+        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
+    if width % 128:
+        return f"needs a width that is a multiple of 128, got {width}"
+    if num_levels > 1:
+        return f"has one level of requests, got {num_levels}"
+    return None
+
+
+# Below the reference, so only by name, until these very kernels have passed their tests on a GPU and a benchmark.
+triton_compression = dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
+    compression_operator("triton", _triton_forward, _triton_backward)
+)
+gluon_compression = dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=-2)(
+    compression_operator("gluon", _gluon_forward, _gluon_backward)
+)

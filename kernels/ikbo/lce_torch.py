@@ -1,0 +1,78 @@
+"""`linear_compression` from PyTorch's batched products: decomposed, with aligned operands, for every device and dtype.
+
+Products with a weight are `bmm` with a batch stride of 0. A weight whose rows do not start at multiples of 16 bytes is
+copied into a buffer whose rows do, of unchanged shape: libraries choose their kernels by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.ikbo.lce_operator import Gradients, compression_operator
+from kernels.ikbo.lce_reference import owners_of
+from kernels.jagged import segment_sum
+
+ALIGNMENT = 16  # bytes
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The matrix with a contiguous last dimension and rows that start at multiples of ALIGNMENT; a copy if need be."""
+    step = ALIGNMENT // matrix.element_size()
+    rows, columns = matrix.shape
+    row_step = matrix.stride(0)
+    if matrix.stride(1) == 1 and row_step >= columns and row_step % step == 0 and matrix.data_ptr() % ALIGNMENT == 0:
+        return matrix
+    # One element more than a view needs would do as well; whole rows keep the address arithmetic plain.
+    return matrix.new_empty(rows, -(-columns // step) * step)[:, :columns].copy_(matrix)
+
+
+def batched(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [M, K] times each x[b] [K, N]: [B, M, N]."""
+    return torch.bmm(aligned(weight).expand(x.shape[0], -1, -1), x)
+
+
+def _forward(
+    candidate: Tensor,
+    w_candidate: Tensor,
+    users: Sequence[Tensor],
+    w_users: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+) -> Tensor:
+    xs, weights = [candidate, *users], [w_candidate, *w_users]
+    out = batched(weights[-1], xs[-1])
+    for x, weight, level_offsets in zip(xs[-2::-1], weights[-2::-1], reversed(offsets), strict=True):
+        rows = out.index_select(0, owners_of(level_offsets, x.shape[0]))
+        # In place: the broadcast rows are read once, by the product, which adds to them in its accumulators.
+        out = rows.baddbmm_(aligned(weight).expand(x.shape[0], -1, -1), x)
+    return out
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """sum_b grad[b] x[b]^T of grad [B, M, N] and x [B, K, N]: [M, K], as one product that runs over b and n."""
+    return torch.mm(grad.transpose(0, 1).flatten(1), x.transpose(0, 1).flatten(1).mT)
+
+
+def _backward(
+    grad: Tensor,
+    candidate: Tensor,
+    w_candidate: Tensor,
+    users: Sequence[Tensor],
+    w_users: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+) -> Gradients:
+    grads, w_grads = [], []
+    for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
+        if level:
+            grad = segment_sum(grad.contiguous(), offsets[level - 1])
+        grads.append(batched(weight.mT, grad))
+        w_grads.append(weight_gradient(grad, x))
+    return grads[0], w_grads[0], grads[1:], w_grads[1:]
+
+
+torch_compression = dispatch.register("linear_compression", "torch", priority=10)(
+    compression_operator("torch", _forward, _backward)
+)

@@ -1,0 +1,131 @@
+"""The Hopper kernels of linear compression: compiled for it here, run against the reference where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels.ikbo import gluon_lce_forward, gluon_lce_weight
+from kernels.ikbo.gluon_lce_forward import compress, num_tiles, tiling
+from kernels.ikbo.gluon_lce_weight import weight_gradient
+from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.lce_cases import Case, call
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+SHARED_LIMIT = 227 * 1024
+INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc")
+
+
+def descriptor(dtype: str, *block: int) -> str:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+@pytest.mark.parametrize(
+    ("users", "tiles", "blocks_n", "dtype", "spills"),
+    [(True, (1, 1), 4, "fp16", 0), (True, (0, 1), 2, "fp16", 64), (False, (2, 0), 2, "bf16", 0)],
+    ids=str,
+)
+def test_forward_compiles_to_asynchronous_hopper_instructions(
+    users: bool, tiles: tuple[int, int], blocks_n: int, dtype: str, spills: int
+) -> None:
+    kernel = gluon_lce_forward._forward_kernel
+    stages = gluon_lce_forward.STAGES
+    constants = {
+        "ROW_TILES": tiles[0],
+        "COLUMN_TILES": tiles[1],
+        "BLOCKS_N": blocks_n,
+        "STAGES": stages,
+        "USERS": users,
+    }
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants}
+    signature |= dict.fromkeys(("w_desc", "wu_desc"), descriptor(dtype, 64, 64))
+    signature |= dict.fromkeys(("x_desc", "xu_desc", "out_desc"), descriptor(dtype, 1, 64, 64))
+    signature |= {"owners": "*i32", "scratch": "*fp32", "flags": "*i32"}
+    compiled = compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168)
+    for instruction in (*INSTRUCTIONS, "stmatrix"):
+        assert compiled.contains(instruction), instruction
+    assert compiled.spill_bytes <= spills
+    assert compiled.shared_bytes <= SHARED_LIMIT
+
+
+def test_weight_gradient_compiles_to_asynchronous_hopper_instructions() -> None:
+    kernel = gluon_lce_weight._weight_kernel
+    constants = {"ROW_TILES": 1, "COLUMN_TILES": 1, "BLOCKS_N": 4, "STAGES": gluon_lce_weight.STAGES}
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants}
+    signature |= dict.fromkeys(("grad_desc", "x_desc"), descriptor("fp16", 1, 64, 64)) | {"parts": "*fp32"}
+    compiled = compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168)
+    for instruction in INSTRUCTIONS:
+        assert compiled.contains(instruction), instruction
+    assert compiled.spill_bytes <= 64  # a few addresses of the result, outside the loop
+    assert compiled.shared_bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("num_rows", range(1, 1500, 37))
+def test_tiles_cover_a_weight_with_little_waste(num_rows: int) -> None:
+    rows, columns = tiling(num_rows)
+    blocks = -(-num_rows // 64)
+    assert blocks <= 3 * rows + 4 * columns <= max(blocks + (blocks in (1, 2, 5)) + (blocks == 1), 3)
+    assert num_tiles(12, 64, (rows, columns)) == 3 * rows + 4 * columns
+
+
+# Mostly one number of outputs and one width: every other one is another kernel to compile.
+SHAPES = {
+    "published": Case(((70, 70, 5),), num_out=433, depth=872, user_depths=(1184,), width=256),
+    "published, unaligned": Case(((20, 0, 17, 0),), num_out=433, depth=866, user_depths=(1178,), width=256),
+    "one candidate": Case(((1,),), num_out=433, depth=40, user_depths=(100,), width=256),
+    "one candidate each": Case(((1,) * 150,), num_out=433, depth=129, user_depths=(70,), width=256),
+    "a huge request among empty ones": Case(((0,) * 5 + (400,) + (0,) * 5,), num_out=433, depth=72, width=256),
+    "few tokens": Case(((3, 4),), num_out=433, depth=8, user_depths=(1,), width=256),
+    "no candidates": Case(((0, 0),), num_out=433, depth=8, width=256),
+    "no requests": Case((), num_out=433, depth=872, width=256),
+    "tiles of one form": Case(((3, 0, 8),), num_out=256, depth=200, user_depths=(500,), width=128),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, torch.float16) for shape in SHAPES), ("one candidate each", torch.bfloat16)]
+)
+def test_against_the_reference(shape: str, dtype: torch.dtype) -> None:
+    # The gradient of the users rounds the sum over a request's candidates, and its own result.
+    tolerance = Tolerance("products of sums rounded once more", roundings=2, reduction=150_000)
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: call("gluon", **tensors),
+            lambda **tensors: call("reference", **tensors),
+            SHAPES[shape].inputs("cuda", dtype),
+            tolerance,
+        )
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_runs_give_equal_bits() -> None:
+    tensors = SHAPES["published"].inputs("cuda", torch.float16)
+    arguments = tensors["candidate"], tensors["w_candidate"], tensors["user_0"], tensors["w_user_0"]
+    out = compress(*arguments, tensors["offsets_0"])
+    gradient = weight_gradient(out, tensors["candidate"])
+    for _ in range(20):
+        assert torch.equal(compress(*arguments, tensors["offsets_0"]), out)
+        assert torch.equal(weight_gradient(out, tensors["candidate"]), gradient)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_entries_do_not_reach_into_each_other() -> None:
+    """Tokens are not a multiple of what the kernel loads at once: what lies behind an entry's must not matter."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(4, 70, 256, device="cuda", dtype=torch.float16, generator=generator)
+    weight = torch.randn(433, 70, device="cuda", dtype=torch.float16, generator=generator)
+    x[2] = torch.nan
+    out = compress(x, weight)
+    assert bool(out[2].isnan().all())
+    others = torch.tensor([0, 1, 3], device="cuda")
+    oracle = weight.double() @ x[others].double()
+    assert_close_to_oracle(out[others], oracle, Tolerance("one product", reduction=70))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.jagged import segment_sum
+from kernels.jagged import jagged_dense_elementwise, segment_sum
 from modules.batch import RequestBatch
 
 
@@ -51,3 +51,15 @@ class CandidateRows:
     def expand(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [C, ...]: each candidate gets its row."""
         return _Expand.apply(x, self.owner, self.offsets)
+
+    def add(self, x: Tensor, shared: Tensor) -> Tensor:
+        """x [C, ...] plus, for each candidate, its row of shared [rows, ...], which is not copied to do so."""
+        return self._combine(x, shared, "add")
+
+    def multiply(self, x: Tensor, shared: Tensor) -> Tensor:
+        """x [C, ...] times, for each candidate, its row of shared [rows, ...], which is not copied to do so."""
+        return self._combine(x, shared, "mul")
+
+    def _combine(self, x: Tensor, shared: Tensor, op: str) -> Tensor:
+        dtype = torch.promote_types(x.dtype, shared.dtype)
+        return jagged_dense_elementwise(x.to(dtype), self.offsets, shared.to(dtype), op)

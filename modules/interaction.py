@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from modules.mlp import MLP, linear_flops
+from kernels.jagged import jagged_dense_bmm
+from modules.broadcast import CandidateRows
+from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
 
 
@@ -30,6 +32,18 @@ class DotInteraction(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         gram = torch.bmm(tokens, tokens.mT).flatten(1)
         return gram.index_select(1, self.pairs) * self.scale
+
+    def across(self, tokens: Tensor, shared: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
+        """Inner products of each token of a candidate with each of its request: [C, n, d], [R, m, d] -> [C, n m].
+
+        `max_candidates` is a constant that no request exceeds.
+        """
+        num_tokens, num_shared = tokens.shape[1], shared.shape[1]
+        # All tokens of a request's candidates are rows of one product with its tokens.
+        products = jagged_dense_bmm(
+            tokens.flatten(0, 1), rows.offsets * num_tokens, shared.mT, max_candidates * num_tokens
+        )
+        return products.view(-1, num_tokens * num_shared) * self.scale
 
     def flops(self, dim: int) -> float:
         """Per candidate; the whole symmetric product is what runs."""
@@ -57,20 +71,62 @@ class DHENLayer(nn.Module):
 
     Chosen here: the ensemble is a sum; inner products go through an MLP with `hidden` layers to n x d; DCN is one
     cross layer; the norm is over the width of each token. Its place after the sum is DHEN's own.
+
+    The first `num_shared` tokens may be a request's, the same for all its candidates. They are given at the request's
+    rows and never copied to candidates: products of them alone run at requests, and a request has at most
+    `max_candidates` of them. The result has all tokens for every candidate.
     """
 
-    def __init__(self, num_tokens: int, dim: int, *, rank: int, hidden: Sequence[int], dropout: float) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        dim: int,
+        *,
+        rank: int,
+        hidden: Sequence[int],
+        dropout: float,
+        num_shared: int = 0,
+        max_candidates: int = 1,
+    ) -> None:
         super().__init__()
+        num_own = num_tokens - num_shared
         # Tokens come normalised, so this keeps inner products at unit variance whatever the width.
-        self.dot = DotInteraction(num_tokens, scale=dim**-0.5)
-        self.dot_output = MLP(self.dot.num_pairs, hidden, num_tokens * dim, dropout)
-        self.cross = CrossNet(num_tokens * dim, num_layers=1, rank=rank)
+        self.dot = DotInteraction(num_own, scale=dim**-0.5)
+        self.shared_dot = DotInteraction(num_shared, scale=dim**-0.5) if num_shared else None
+        num_shared_pairs = self.shared_dot.num_pairs if self.shared_dot is not None else 0
+        num_pairs = self.dot.num_pairs + num_own * num_shared
+        widths = [*hidden, num_tokens * dim]
+        self.dot_hidden = SharedLinear(num_pairs, num_shared_pairs, widths[0])
+        layers = [nn.SiLU(), nn.Dropout(dropout), MLP(hidden[0], hidden[1:], widths[-1], dropout)] if hidden else []
+        self.dot_output = nn.Sequential(*layers)
+        self.down = SharedLinear(num_own * dim, num_shared * dim, rank, bias=False)
+        self.up = nn.Linear(rank, num_tokens * dim)
+        self.num_shared = num_shared
+        self.max_candidates = max_candidates
         self.dim = dim
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        ensemble = self.dot_output(self.dot(tokens)) + self.cross(tokens.flatten(1))
-        return rms_norm(ensemble.view_as(tokens) + tokens)
+    def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
+        pairs, shared_pairs = self.dot(own), None
+        if self.shared_dot is not None:
+            assert shared is not None, "this layer was built with shared tokens"
+            assert rows is not None, "shared tokens come with their rows"
+            pairs = torch.cat([pairs, self.dot.across(own, shared, rows, self.max_candidates)], dim=1)
+            shared_pairs = self.shared_dot(shared)
+        # A lone shared token has no pairs with itself.
+        dot = self.dot_output(self.dot_hidden(pairs, shared_pairs if self.dot_hidden.shared else None, rows))
+        crossed = self.up(self.down(own.flatten(1), None if shared is None else shared.flatten(1), rows))
+        # DCN(X) + X is X * U V X + 2 X, with the bias of U in crossed.
+        split = self.num_shared * self.dim
+        mixed = own.flatten(1) * (crossed[:, split:] + 2)
+        if shared is not None and rows is not None:
+            mixed = torch.cat([rows.multiply(crossed[:, :split] + 2, shared.flatten(1)), mixed], dim=1)
+        return rms_norm((mixed + dot).unflatten(1, (-1, self.dim)))
 
-    def flops(self) -> float:
-        """Per candidate."""
-        return self.dot.flops(self.dim) + linear_flops(self)
+    def flops(self, num_candidates: float, num_requests: float) -> float:
+        num_own = self.dot.num_tokens
+        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_own * self.num_shared * self.dim)
+        if self.shared_dot is not None:
+            flops += num_requests * self.shared_dot.flops(self.dim)
+        flops += self.dot_hidden.flops(num_candidates, num_requests) + self.down.flops(num_candidates, num_requests)
+        return flops + num_candidates * (linear_flops(self.dot_output) + linear_flops(self.up))

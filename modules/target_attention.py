@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kernels.jagged import jagged_attention
+from kernels.ikbo import joint_attention, stacked_linear, target_attention
 from modules.jagged_attention import head_dim
 from modules.mlp import linear_flops
 
@@ -32,13 +32,13 @@ class TargetAttention(nn.Module):
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
         -> [C, num_queries, dim]. A candidate of a request without events gets zeros."""
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
-        attended = jagged_attention(
-            self.query(queries).view(-1, self.num_heads, self.head_dim),
+        attended = target_attention(
+            self.query(queries).unflatten(-1, (self.num_heads, self.head_dim)),
             key,
             value,
-            candidate_offsets * self.num_queries,
+            candidate_offsets,
             offsets,
-            max_q=self.max_candidates * self.num_queries,
+            max_candidates=self.max_candidates,
             max_k=self.max_length,
         )
         return self.output(attended.view(queries.shape))
@@ -49,3 +49,55 @@ class TargetAttention(nn.Module):
         projections = num_queries * linear_flops(self.query) + num_tokens * linear_flops(self.key_value)
         attention = 4 * self.query.in_features * self.num_queries * candidate_token_pairs
         return projections + attention + num_queries * linear_flops(self.output)
+
+
+class SelfAndTargetAttention(nn.Module):
+    """Self-attention of a request's sequence, and attention of its candidates to it, over the same keys and values.
+
+    Keys and values are projected once and both groups of queries meet them in one launch. Each group has its own
+    projection of queries; the projections of both write into one tensor, and no position enters. `max_candidates` and
+    `max_length` are constants that no request exceeds.
+    """
+
+    def __init__(self, dim: int, num_heads: int, num_queries: int, *, max_candidates: int, max_length: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim(dim, num_heads)
+        self.num_heads = num_heads
+        self.max_queries = (max_length, max_candidates * num_queries)
+        self.num_queries = num_queries
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.target_query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+        self.target_output = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, queries: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
+        -> (values attended [N, dim], queries attended [C, num_queries, dim])."""
+        key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
+        sizes = (values.shape[0], queries.shape[0] * self.num_queries)
+        projected = stacked_linear([values, queries.flatten(0, 1)], [self.query.weight, self.target_query.weight])
+        attended = joint_attention(
+            projected.unflatten(-1, (self.num_heads, self.head_dim)),
+            key,
+            value,
+            [offsets, candidate_offsets * self.num_queries],
+            offsets,
+            max_q=self.max_queries,
+            max_k=self.max_queries[0],
+            sizes=sizes,
+        )
+        own, target = attended.flatten(1).split(sizes)
+        return self.output(own), self.target_output(target).view(queries.shape)
+
+    def flops(
+        self, num_candidates: float, num_tokens: float, sum_squared_lengths: float, candidate_token_pairs: float
+    ) -> float:
+        """Forward FLOPs; see `TargetAttention.flops`."""
+        num_queries = num_candidates * self.num_queries
+        pairs = sum_squared_lengths + self.num_queries * candidate_token_pairs
+        target = num_queries * (linear_flops(self.target_query) + linear_flops(self.target_output))
+        own = num_tokens * (linear_flops(self.query) + linear_flops(self.key_value) + linear_flops(self.output))
+        return own + target + 4 * self.query.in_features * pairs

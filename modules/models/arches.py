@@ -7,7 +7,7 @@ sequences together, CLS included; n feature tokens; d the width of a token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,10 @@ class Summary(nn.Module):
 
 
 class SequenceSummary(nn.Module):
-    """S_sum = Gating([CLS | PMA | recent K]) of each candidate: [C, num_cls + num_pma + num_recent, d].
+    """S_sum = Gating([CLS | recent K | PMA]), the first two at the rows of the sequence, PMA for each candidate.
 
-    CLS and recent tokens are the request's, gated at R rows and then broadcast; PMA is where the candidate meets the
-    sequence: its queries are seeds plus an LCE of the candidate's tokens.
+    CLS and recent tokens are the request's; whoever reads the summary takes them as such. PMA is where the candidate
+    meets the sequence: its queries are seeds plus an LCE of the candidate's tokens.
     """
 
     def __init__(
@@ -98,13 +98,14 @@ class SequenceSummary(nn.Module):
 
     def forward(
         self, candidate: Tensor, request: Tensor | None, values: Tensor, offsets: Tensor, rows: CandidateRows
-    ) -> Tensor:
-        """`candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
+    ) -> tuple[Tensor, Tensor]:
+        """([rows, num_cls + num_recent, d], [C, num_pma, d]).
+
+        `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
         condition = self.condition(rms_norm(candidate), None if request is None else rms_norm(request), rows)
         pooled = self.pma(condition, rows.offsets, rms_norm(values), offsets)
         shared = torch.cat([self.cls(values, offsets), self._recent(values, offsets)], dim=1)
-        cls, recent = rows.expand(self.gating(shared)).split([self.num_cls, self.num_recent], dim=1)
-        return torch.cat([cls, self.gating(pooled), recent], dim=1)
+        return self.gating(shared), self.gating(pooled)
 
     def cls(self, values: Tensor, offsets: Tensor) -> Tensor:
         """[rows, num_cls, d]: the tokens that were prepended to each row."""
@@ -127,37 +128,66 @@ class SequenceSummary(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """X + MLP(DHEN([X | S_sum])): [C, n, d] and [C, num_summary, d] -> [C, n, d]; the MLP restores the n tokens."""
+    """X + MLP(DHEN([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
+
+    S_sum's `num_shared` first tokens are at request rows, and so are the `num_request` first tokens of X in the first
+    layer, where X still is what was looked up. They enter DHEN's first layer as shared tokens, before all others.
+    """
 
     def __init__(
         self,
-        num_tokens: int,
+        num_own: int,
+        num_request: int,
         num_summary: int,
+        num_shared: int,
         dim: int,
         *,
+        max_candidates: int,
         dhen_layers: int,
         dcn_rank: int,
         interaction_hidden: Sequence[int],
         dropout: float,
     ) -> None:
         super().__init__()
+        num_tokens = num_request + num_own
         mixed = num_tokens + num_summary
-        self.dhen = nn.Sequential(
-            *(
-                DHENLayer(mixed, dim, rank=dcn_rank, hidden=interaction_hidden, dropout=dropout)
-                for _ in range(dhen_layers)
+        layers = [
+            DHENLayer(
+                mixed,
+                dim,
+                rank=dcn_rank,
+                hidden=interaction_hidden,
+                dropout=dropout,
+                num_shared=0 if layer else num_shared + num_request,
+                max_candidates=max_candidates,
             )
-        )
+            for layer in range(dhen_layers)
+        ]
+        self.dhen = cast("Sequence[DHENLayer]", nn.ModuleList(layers))
         self.restore = MLP(mixed * dim, interaction_hidden, num_tokens * dim, dropout)
         self.dropout = nn.Dropout(dropout)
+        self.dim = dim
 
-    def forward(self, tokens: Tensor, summary: Tensor) -> Tensor:
-        mixed = self.dhen(torch.cat([rms_norm(tokens), summary], dim=1))
-        return tokens + self.dropout(self.restore(mixed.flatten(1)).view_as(tokens))
+    def forward(
+        self, own: Tensor, request: Tensor | None, summary: tuple[Tensor, Tensor], rows: CandidateRows
+    ) -> Tensor:
+        """own [C, num_own, d], request [rows, num_request, d] if there are any -> [C, num_request + num_own, d]."""
+        shared, pooled = summary
+        if request is not None:
+            shared = torch.cat([shared, rms_norm(request)], dim=1)
+        first, *rest = self.dhen
+        mixed = first(torch.cat([rms_norm(own), pooled], dim=1), shared, rows)
+        for layer in rest:
+            mixed = layer(mixed)
+        change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))
+        if request is None:
+            return own + change
+        num_request = request.shape[1]
+        return torch.cat([rows.add(change[:, :num_request], request), own + change[:, num_request:]], dim=1)
 
-    def flops(self, num_candidates: float) -> float:
-        dhen = sum(layer.flops() for layer in self.dhen if isinstance(layer, DHENLayer))
-        return num_candidates * (dhen + linear_flops(self.restore))
+    def flops(self, num_candidates: float, rows: float) -> float:
+        dhen = sum(layer.flops(num_candidates, rows) for layer in self.dhen)
+        return dhen + num_candidates * linear_flops(self.restore)
 
 
 class LinearPersonalizedFFN(nn.Module):

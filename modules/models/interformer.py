@@ -27,7 +27,7 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
-from modules.mlp import TaskHeads, linear_flops
+from modules.mlp import TaskHeads
 from modules.models.arches import (
     ATTENTIONS,
     FEED_FORWARDS,
@@ -47,7 +47,8 @@ SEQUENCE_CONTEXTS = ("request", "candidate")
 class InterFormerLayer(nn.Module):
     """Summaries of both sides (`summary`, `cross`: the Cross Arch), then Interaction Arch and Sequence Arch.
 
-    `InterFormer` calls the summaries, because what they read differs between the first layer and later ones.
+    `InterFormer` calls the parts, because what they read differs between the first layer and later ones; the two arches
+    do not depend on each other.
     """
 
     def __init__(
@@ -59,23 +60,11 @@ class InterFormerLayer(nn.Module):
         self.interaction = interaction
         self.sequence = sequence
 
-    def forward(
-        self,
-        x: Tensor,
-        values: Tensor,
-        summary: Tensor,
-        sequence_summary: Tensor,
-        offsets: Tensor,
-        angles: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """X [C, n, d] and sequence values [N, d] of the next layer; the two arches do not depend on each other."""
-        return self.interaction(x, sequence_summary), self.sequence(summary, values, offsets, angles)
-
     def flops(self, num_candidates: float, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
         return (
             self.summary.flops(rows)
             + self.cross.flops(num_candidates, rows, num_tokens)
-            + self.interaction.flops(num_candidates)
+            + self.interaction.flops(num_candidates, rows)
             + self.sequence.flops(rows, num_tokens, sum_squared_lengths)
         )
 
@@ -161,11 +150,14 @@ class InterFormer(nn.Module):
                 max_length=max_length,
             )
 
-        def interaction() -> InteractionArch:
+        def interaction(num_own: int, num_request: int = 0) -> InteractionArch:
             return InteractionArch(
-                num_tokens,
+                num_own,
+                num_request,
                 num_summary,
+                num_cls + num_recent,
                 dim,
+                max_candidates=1 if self.per_candidate else spec.max_candidates,
                 dhen_layers=dhen_layers,
                 dcn_rank=dcn_rank,
                 interaction_hidden=interaction_hidden,
@@ -187,12 +179,13 @@ class InterFormer(nn.Module):
                 dropout=dropout,
             )
 
-        # The first layer meets request and candidate tokens apart, which lets their LCE run at the rows of each.
+        # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
         first = summary(num_tokens if self.per_candidate else num_request)
         later = num_tokens if self.per_candidate else num_request + num_cls
-        layers = [InterFormerLayer(first, cross(num_candidate, num_request), interaction(), sequence())]
+        meeting = interaction(num_candidate, num_request)
+        layers = [InterFormerLayer(first, cross(num_candidate, num_request), meeting, sequence())]
         layers += [
-            InterFormerLayer(summary(later), cross(num_tokens), interaction(), sequence())
+            InterFormerLayer(summary(later), cross(num_tokens), interaction(num_tokens), sequence())
             for _ in range(num_layers - 1)
         ]
 
@@ -200,7 +193,8 @@ class InterFormer(nn.Module):
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
         self.head_summary = summary(num_tokens)
         self.head_cross = cross(num_tokens)
-        self.heads = TaskHeads((num_cls + num_summary) * dim, head_hidden, len(spec.tasks), dropout)
+        num_shared = (num_cls + num_recent) * dim
+        self.heads = TaskHeads((num_cls + num_pma) * dim, head_hidden, len(spec.tasks), dropout, num_shared)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -212,21 +206,21 @@ class InterFormer(nn.Module):
             values, offsets = jagged_index_select(values, offsets, rows.owner)
             rows = CandidateRows.identity(batch.num_candidates, values.device)
 
-        x = torch.cat([rows.expand(request), candidate], dim=1)
         first, *later = self.layers
-        summary = first.summary(x if self.per_candidate else request)
+        summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
         values, offsets = _prepend(summary, values, offsets)
         angles = rotation(_positions(offsets, summary.shape[1], values.shape[0]), self.head_dim)
-        sequence_summary = first.cross(candidate, request, values, offsets, rows)
-        x, values = first(x, values, summary, sequence_summary, offsets, angles)
+        x = first.interaction(candidate, request, first.cross(candidate, request, values, offsets, rows), rows)
+        values = first.sequence(summary, values, offsets, angles)
         for layer in later:
             context = x if self.per_candidate else torch.cat([request, layer.cross.cls(values, offsets)], dim=1)
             sequence_summary = layer.cross(x, None, values, offsets, rows)
-            x, values = layer(x, values, layer.summary(context), sequence_summary, offsets, angles)
+            x = layer.interaction(x, None, sequence_summary, rows)
+            values = layer.sequence(layer.summary(context), values, offsets, angles)
 
-        summary = self.head_summary(x)
-        sequence_summary = self.head_cross(x, None, values, offsets, rows)
-        return self.heads(torch.cat([summary, sequence_summary], dim=1).flatten(1))
+        shared, pooled = self.head_cross(x, None, values, offsets, rows)
+        own = torch.cat([self.head_summary(x), pooled], dim=1)
+        return self.heads(own.flatten(1), shared.flatten(1), rows)
 
     def aux_loss(self) -> Tensor:
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
@@ -254,7 +248,7 @@ class InterFormer(nn.Module):
             flops += layer.flops(num_candidates, rows, num_tokens, pairs)
         flops += self.head_summary.flops(num_candidates)
         flops += self.head_cross.flops(num_candidates, rows, num_tokens)
-        return flops + num_candidates * linear_flops(self.heads)
+        return flops + self.heads.flops(num_candidates, rows)
 
 
 def _check(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) -> None:

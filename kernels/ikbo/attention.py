@@ -1,0 +1,185 @@
+"""Public functions of attention from candidates to what their request shares; see the README of this folder.
+
+Seen from a request, the query rows of all its candidates are one run of queries over one run of keys. So its keys and
+values are read once, at their own size, by the kernels of `kernels.jagged` and `kernels.gdpa`; their gradients are sums
+over all those queries, which the same kernels accumulate in float32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.gdpa import gdpa
+from kernels.jagged import jagged_attention
+from kernels.jagged.checks import check_lengths, check_offsets
+
+HEAD_DIMS = (64, 128)
+
+
+def nested_offsets(*levels: Tensor) -> Tensor:
+    """Offsets of the leaves of a tree by its roots: (users to vendors [U + 1], vendors to ads [V + 1]) -> [U + 1].
+
+    Each level's offsets count rows of the next level, outermost first; one level is returned as it is.
+    """
+    if not levels:
+        raise ValueError("nested_offsets needs at least one level, e.g. nested_offsets(user_to_vendor, vendor_to_ad)")
+    composed = levels[0]
+    for inner in levels[1:]:
+        check_offsets(inner.shape[0] - 1, composed)
+        composed = inner[composed]
+    return composed
+
+
+def target_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    candidate_offsets: Tensor | Sequence[Tensor],
+    k_offsets: Tensor,
+    *,
+    max_candidates: int,
+    max_k: int,
+    scale: float | None = None,
+    activation: str | Sequence[str] | None = None,
+    out_scale: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of the S queries of each candidate to the keys of its request: [C, S, H, d] -> [C, S, H, dv].
+
+    q [C, S, H, d] holds S query rows a candidate; k [N, Hkv, d] and v [N, Hkv, dv] are jagged by `k_offsets` [R + 1]
+    and stay at the request's size. H is a multiple of Hkv, and head h reads key head h // (H / Hkv). Candidates of
+    request r are candidate_offsets[r]:candidate_offsets[r + 1]; requests without candidates and without keys are
+    allowed, and a candidate of a request without keys gets zeros. A sequence of offsets describes a tree, outermost
+    first: see `nested_offsets`.
+
+    Without `activation` weights are a softmax of scale q k, `scale` 1 / sqrt(d) by default. With one (a name of
+    `kernels.gdpa.ACTIVATIONS`, or one per head) they are out_scale * act(scale q k), and `scale` must be given.
+
+    `max_candidates` and `max_k` are constants that no request exceeds. q, k and v have one floating dtype; in an
+    autocast region they take its dtype. ValueError for shapes, dtypes, names and, on the CPU, offsets that do not fit.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q must be [C, S, H, d], e.g. q.view(-1, 1, H, d) for one row each; got {tuple(q.shape)}")
+    offsets = candidate_offsets if isinstance(candidate_offsets, Tensor) else nested_offsets(*candidate_offsets)
+    num_candidates, num_seeds = q.shape[:2]
+    check_offsets(num_candidates, offsets)
+    if offsets.device.type == "cpu":  # elsewhere the check of max_q below is one, and one is enough
+        check_lengths(offsets, max_candidates, "max_candidates")
+    rows, row_offsets, max_q = q.flatten(0, 1), offsets * num_seeds, max_candidates * num_seeds
+    if activation is None:
+        if out_scale != 1.0:
+            raise ValueError(f"out_scale={out_scale} is for activations; a softmax's weights sum to one: use 1.0")
+        out = jagged_attention(
+            *(rows, k, v, row_offsets, k_offsets), max_q=max_q, max_k=max_k, scale=scale, backend=backend
+        )
+    elif scale is None:
+        raise ValueError(f"activation {activation!r} needs a scale: peers differ in it; e.g. scale=1 / max_k")
+    else:
+        out = gdpa(
+            *(rows, k, v, row_offsets, k_offsets),
+            max_q=max_q,
+            max_k=max_k,
+            activation=activation,
+            score_scale=scale,
+            out_scale=out_scale,
+            backend=backend,
+        )
+    return out.unflatten(0, (num_candidates, num_seeds))
+
+
+def joint_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Sequence[Tensor],
+    k_offsets: Tensor,
+    *,
+    max_q: Sequence[int],
+    max_k: int,
+    sizes: Sequence[int],
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention of several groups of queries over the same keys, such as a user's own queries and those of
+    its candidates, in one launch: [sum of sizes, H, d] -> [sum of sizes, H, dv].
+
+    The groups lie one behind the other in q: group g has sizes[g] rows, of which rows q_offsets[g][r]:q_offsets[g][r +
+    1] belong to request r and see the keys k_offsets[r]:k_offsets[r + 1] of k [N, Hkv, d] and v [N, Hkv, dv]. Each
+    query sees all of them. No request has more than max_q[g] queries of group g or max_k keys. Results are those of
+    one `jagged_attention` a group; the rest is as there. Projections that write their part of q in place are
+    `stacked_linear`.
+    """
+    if not len(q_offsets) == len(max_q) == len(sizes) or not q_offsets:
+        raise ValueError(
+            f"every group needs offsets, a size and a maximum; got {len(q_offsets)} offsets, {len(sizes)} sizes and "
+            f"{len(max_q)} maxima"
+        )
+    if q.dim() != 3 or sum(sizes) != q.shape[0]:
+        raise ValueError(f"q must be [{sum(sizes)}, H, d], the groups of sizes {tuple(sizes)}; got {tuple(q.shape)}")
+    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
+            "q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] with H a multiple of Hkv"
+        )
+    check_offsets(k.shape[0], k_offsets)
+    check_lengths(k_offsets, max_k, "max_k")
+    for group, (offsets, size, maximum) in enumerate(zip(q_offsets, sizes, max_q, strict=True)):
+        if offsets.shape != k_offsets.shape or offsets.dtype != k_offsets.dtype:
+            raise ValueError(
+                f"q_offsets[{group}] {tuple(offsets.shape)} {offsets.dtype} and k_offsets {tuple(k_offsets.shape)} "
+                f"{k_offsets.dtype} must have one shape and one dtype"
+            )
+        check_offsets(size, offsets)
+        check_lengths(offsets, maximum, f"max_q[{group}]")
+    q, k, v = dispatch.autocast_operands(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[2])
+    attend = dispatch.choose(
+        "joint_attention", backend, q, head_dim=q.shape[2], value_dim=v.shape[2], positive_scale=scale > 0
+    )
+    return attend(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, list(sizes), scale)
+
+
+def hopper_attention(
+    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, positive_scale: bool
+) -> str | None:
+    """Why the Hopper kernels of jagged attention cannot serve a call without masks and biases, or None."""
+    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+        return reason
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if head_dim != value_dim or head_dim not in HEAD_DIMS:
+        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
+    return None if positive_scale else "needs a positive scale: it masks scores before they are scaled"
+
+
+@dispatch.register("joint_attention", "separate")
+def _separate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: list[Tensor],
+    k_offsets: Tensor,
+    max_q: list[int],
+    max_k: int,
+    sizes: list[int],
+    scale: float,
+) -> Tensor:
+    """The specification: every group by itself."""
+    groups = zip(q.split(sizes), q_offsets, max_q, strict=True)
+    return torch.cat(
+        [
+            jagged_attention(part, k, v, offsets, k_offsets, max_q=maximum, max_k=max_k, scale=scale)
+            for part, offsets, maximum in groups
+        ]
+    )

@@ -1,0 +1,60 @@
+"""Linear layers that write their results one behind the other into one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+
+
+# Of `kernels.custom_op`s autograd sees no tensors inside lists.
+@torch.library.custom_op("gemsmith::stacked_linear", mutates_args=())
+def _stacked_linear(inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    total, width = sum(x.shape[0] for x in inputs), weights[0].shape[0]
+    out = inputs[0].new_empty(total, width)
+    start = 0
+    for x, weight in zip(inputs, weights, strict=True):
+        torch.mm(x, weight.mT, out=out[start : start + x.shape[0]])
+        start += x.shape[0]
+    return out
+
+
+@_stacked_linear.register_fake
+def _(inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    return inputs[0].new_empty(sum(x.shape[0] for x in inputs), weights[0].shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[0], *inputs[1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    saved = ctx.saved_tensors
+    inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+    parts = grad.split([x.shape[0] for x in inputs])
+    return (
+        [part @ weight for part, weight in zip(parts, weights, strict=True)],
+        [part.mT @ x for part, x in zip(parts, inputs, strict=True)],
+    )
+
+
+_stacked_linear.register_autograd(_backward, setup_context=_save)
+
+
+def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """cat([x @ weight^T for each pair]) without the copy: inputs [N_i, D_i] and weights [E, D_i] -> [sum N_i, E].
+
+    All have one dtype; in an autocast region they take its dtype.
+    """
+    shapes = [(tuple(x.shape), tuple(weight.shape)) for x, weight in zip(inputs, weights, strict=True)]
+    if not shapes or any(
+        len(x) != 2 or len(weight) != 2 or x[1] != weight[1] or weight[0] != shapes[0][1][0] for x, weight in shapes
+    ):
+        raise ValueError(f"expected pairs of inputs [N_i, D_i] and weights [E, D_i] with one E, got {shapes}")
+    count = len(shapes)
+    operands = dispatch.autocast_operands(*inputs, *weights)
+    return _stacked_linear(list(operands[:count]), list(operands[count:]))

@@ -1,0 +1,219 @@
+"""Attention of the leaves of a tree to what every level above them has, under one softmax; see `kernels.ikbo`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.ikbo.attention import hopper_attention, nested_offsets
+from kernels.jagged.checks import check_lengths, check_offsets
+from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+
+
+def tree_attention(
+    q: Tensor,
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    k_offsets: Sequence[Tensor],
+    *,
+    max_candidates: Sequence[int],
+    max_k: Sequence[int],
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention of each candidate to the keys of its vendor, its user and so on, together: -> [C, S, H, dv].
+
+    Levels are in the order of `nested_offsets`, outermost first: offsets[i] says which rows of level i + 1 belong to
+    each row of level i, and the last one which candidates. Level i has R_i rows with keys k[i] [N_i, Hkv, d] and values
+    v[i] [N_i, Hkv, dv] jagged by k_offsets[i] [R_i + 1], at their own size: nothing is copied to lower levels. q is
+    [C, S, H, d]. No row of level i has more than max_candidates[i] candidates below it or max_k[i] keys. A candidate
+    without any key gets zeros. Everything else is as in `target_attention`.
+    """
+    levels = len(offsets)
+    if not levels == len(k) == len(v) == len(k_offsets) == len(max_candidates) == len(max_k) or not levels:
+        raise ValueError(
+            f"every level needs keys, values, both offsets and both maxima; got {len(k)}, {len(v)}, {levels}, "
+            f"{len(k_offsets)}, {len(max_candidates)} and {len(max_k)}"
+        )
+    if q.dim() != 4:
+        raise ValueError(f"q must be [C, S, H, d], e.g. q.view(-1, 1, H, d) for one row each; got {tuple(q.shape)}")
+    num_candidates, num_seeds, num_heads, head_dim = q.shape
+    q_offsets = []
+    for level in range(levels):
+        keys, values = k[level], v[level]
+        if (
+            keys.dim() != 3
+            or keys.shape[:2] != values.shape[:2]
+            or keys.shape[1:] != k[0].shape[1:]
+            or values.shape[1:] != v[0].shape[1:]
+            or keys.shape[2] != head_dim
+            or num_heads % keys.shape[1]
+        ):
+            raise ValueError(
+                f"shapes of level {level} do not fit: q {tuple(q.shape)}, k {tuple(keys.shape)}, v "
+                f"{tuple(values.shape)}; expected k [N, Hkv, d] and v [N, Hkv, dv], H a multiple of Hkv, and Hkv and "
+                "dv those of the other levels"
+            )
+        leaves = nested_offsets(*offsets[level:])
+        check_offsets(num_candidates, leaves)
+        check_lengths(leaves, max_candidates[level], f"max_candidates[{level}]")
+        check_offsets(keys.shape[0], k_offsets[level])
+        check_lengths(k_offsets[level], max_k[level], f"max_k[{level}]")
+        if leaves.shape != k_offsets[level].shape:
+            raise ValueError(
+                f"level {level} has {len(leaves) - 1} rows and its keys have {len(k_offsets[level]) - 1}; they must "
+                "be equal"
+            )
+        q_offsets.append(leaves * num_seeds)
+    operands = dispatch.autocast_operands(q, *k, *v)
+    if len({operand.dtype for operand in operands}) > 1:
+        raise ValueError(f"q, k and v must have one dtype, got {[operand.dtype for operand in operands]}")
+    q, keys_and_values = operands[0].flatten(0, 1), operands[1:]
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim)
+    attend = dispatch.choose(
+        "tree_attention", backend, q, head_dim=head_dim, value_dim=v[0].shape[2], positive_scale=scale > 0
+    )
+    out = attend(
+        q,
+        list(keys_and_values[:levels]),
+        list(keys_and_values[levels:]),
+        q_offsets,
+        list(k_offsets),
+        [count * num_seeds for count in max_candidates],
+        list(max_k),
+        scale,
+    )
+    return out.unflatten(0, (num_candidates, num_seeds))
+
+
+@dispatch.register("tree_attention", "reference")
+def _reference(
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    q_offsets: list[Tensor],
+    k_offsets: list[Tensor],
+    max_q: list[int],
+    max_k: list[int],
+    scale: float,
+) -> Tensor:
+    """The specification: all scores of a query side by side, level after level."""
+    total, num_heads = q.shape[:2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+
+    def padded(values: Tensor, offsets: Tensor, maximum: int) -> Tensor:
+        return jagged_to_padded(values, offsets, maximum, 0.0, "first").transpose(1, 2)  # [R, H, L, d]
+
+    scores = []
+    for keys, query_rows, key_rows, most, length in zip(k, q_offsets, k_offsets, max_q, max_k, strict=True):
+        product = padded(q, query_rows, most) @ padded(repeat_heads(keys, num_heads), key_rows, length).mT
+        seen = (torch.arange(length, device=q.device) < key_rows.diff()[:, None])[:, None, None]
+        product = (product.to(wide) * scale).masked_fill(~seen, -torch.inf)
+        scores.append(padded_to_jagged(product.transpose(1, 2), query_rows, total))  # [N, H, length]
+    joined = torch.cat(scores, -1)
+    nothing = joined.isneginf().all(-1, keepdim=True)
+    weights = joined.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0).to(q.dtype)
+    out = torch.zeros(total, num_heads, v[0].shape[2], dtype=q.dtype, device=q.device)
+    parts = zip(weights.split(max_k, -1), v, q_offsets, k_offsets, max_q, max_k, strict=True)
+    for part, values, query_rows, key_rows, most, length in parts:
+        product = padded(part, query_rows, most) @ padded(repeat_heads(values, num_heads), key_rows, length)
+        out = out + padded_to_jagged(product.transpose(1, 2), query_rows, total)
+    return out
+
+
+@torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    q_offsets: list[Tensor],
+    k_offsets: list[Tensor],
+    max_q: list[int],
+    max_k: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse [H, N]): attention to each level by itself, weighted by the levels' shares of all weights."""
+    from kernels.jagged.gluon_attention_forward import attention_forward
+
+    results = [
+        attention_forward(q, *level, scale, False, (-1, -1))
+        for level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
+    ]
+    # A level without keys has +inf, as the backward takes it; among levels it weighs nothing.
+    lse = torch.stack([torch.where(lse == torch.inf, -torch.inf, lse) for _, lse in results])
+    total = lse.logsumexp(0)
+    total = torch.where(total == -torch.inf, torch.inf, total)
+    shares = (lse - total).exp()  # [levels, H, N]
+    out = sum(out.float() * share.mT[..., None] for (out, _), share in zip(results, shares, strict=True))
+    assert isinstance(out, Tensor)
+    return out.to(q.dtype), total
+
+
+@_attend.register_fake
+def _(q: Tensor, k: list[Tensor], v: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    total, num_heads = q.shape[:2]
+    return q.new_empty(total, num_heads, v[0].shape[2]), q.new_empty(num_heads, total, dtype=torch.float32)
+
+
+@torch.library.custom_op("gemsmith::tree_attention_gluon_backward", mutates_args=())
+def _differentiate(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    q_offsets: list[Tensor],
+    k_offsets: list[Tensor],
+    max_q: list[int],
+    max_k: list[int],
+    scale: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    from kernels.jagged.gluon_attention_backward import attention_backward
+
+    # With the statistics of all levels, a level's weights are its part of the softmax, and so are its gradients.
+    results = [
+        attention_backward(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
+        for keys, values, *level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
+    ]
+    dq = torch.stack([dq for dq, _, _ in results]).sum(0, dtype=torch.float32).to(q.dtype)
+    return dq, [dk for _, dk, _ in results], [dv for _, _, dv in results]
+
+
+@_differentiate.register_fake
+def _(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: list[Tensor], v: list[Tensor], *rest: Any
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return q.new_empty(q.shape), [x.new_empty(x.shape) for x in k], [x.new_empty(x.shape) for x in v]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, *lists, max_q, max_k, scale = inputs
+    ctx.constants = max_q, max_k, scale
+    ctx.levels = len(max_q)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, q, *(x for tensors in lists for x in tensors))
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    out, lse, q, *tensors = ctx.saved_tensors
+    lists = [list(tensors[i : i + ctx.levels]) for i in range(0, len(tensors), ctx.levels)]
+    dq, dk, dv = _differentiate(grad, out, lse, q, *lists, *ctx.constants)
+    nothing = [None] * ctx.levels
+    return dq, dk, dv, nothing, nothing, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+# Below the reference, so only by name, until it has passed its tests on a GPU.
+@dispatch.register("tree_attention", "gluon", supports=hopper_attention, priority=-1)
+def _gluon(*arguments: Any) -> Tensor:
+    return _attend(*arguments)[0]

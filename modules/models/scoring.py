@@ -1,0 +1,57 @@
+"""An architecture on plain tensors, as `torch.export` takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from modules.batch import FeatureSpec, RequestBatch
+from modules.embedding import JaggedSequence, Tokens
+
+Sequences = dict[str, tuple[Tensor, Tensor, Tensor]]
+"""Values [N, width], offsets [R + 1] and times [N] of each event type."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What an architecture reads of a `RequestBatch`."""
+
+    candidate_offsets: Tensor
+    num_requests: int
+    num_candidates: int
+
+    owner = RequestBatch.owner
+
+
+class ScoringArch(nn.Module):
+    """logits [C, tasks] in float32 of the architecture, under autocast to `dtype` unless that is float32."""
+
+    def __init__(self, arch: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.arch = arch
+        self.dtype = dtype
+
+    def forward(self, request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences) -> Tensor:
+        """request [R, n_u, d], candidate [C, n_c, d], candidate_offsets [R + 1]."""
+        sequences = {name: JaggedSequence(*parts) for name, parts in histories.items()}
+        rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0])
+        with torch.autocast(request.device.type, self.dtype, enabled=self.dtype is not torch.float32):
+            return self.arch(Tokens(request, candidate, sequences), rows).float()
+
+
+def scoring_inputs(tokens: Tokens, candidate_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequences]:
+    """The arguments of `ScoringArch`."""
+    histories = {name: (s.values, s.offsets, s.times) for name, s in tokens.histories.items()}
+    return tokens.request, tokens.candidate, candidate_offsets, histories
+
+
+def scoring_shapes(spec: FeatureSpec, max_candidates: int) -> tuple[object, ...]:
+    """`dynamic_shapes` of `ScoringArch` for one request: candidates and events of each type are sizes of their own."""
+    histories = {}
+    for index, event in enumerate(spec.histories):
+        events = Dim(f"events_{index}", min=0, max=event.max_length)
+        histories[event.name] = ({0: events}, None, {0: events})
+    return None, {0: Dim("candidates", min=1, max=max_candidates)}, None, histories

@@ -1,0 +1,324 @@
+"""`ikbo_rewrite`: a model that copies requests to their candidates becomes one that does not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram, export
+from torch.fx.node import map_arg
+from torch.nn.functional import pad
+
+from modules.rewrite_graph import (
+    Builder,
+    Node,
+    Part,
+    Rows,
+    Split,
+    UnchangedError,
+    same_size,
+    shape_of,
+    value_of,
+)
+from modules.rewrite_multihead import rows_first
+from modules.rewrite_products import PRODUCT_RULES
+from modules.rewrite_rules import RESHAPES, ROW_RULES, Rules
+
+aten = torch.ops.aten
+
+# Operators that compute nothing, which a report of what is computed leaves out.
+LAYOUT = (
+    *RESHAPES,
+    *(aten.transpose.int, aten.mT.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten.flatten.using_ints, aten.unflatten.int, aten.cat.default, aten.chunk.default, aten.split.Tensor),
+    *(aten.split_with_sizes.default, aten.select.int, aten.slice.Tensor, operator.getitem),
+)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An operator of the model and what it became; `requests` and `candidates` are its numbers of rows, with ranges."""
+
+    name: str
+    before: str
+    after: str
+    requests: str
+    candidates: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An operator that still gets a request's rows copied to candidates, and why."""
+
+    name: str
+    operator: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What `ikbo_rewrite` did: broadcasts that it found, operators it those that now run at the rows of
+    requests, and those it could not change."""
+
+    broadcasts: list[str] = field(default_factory=list)
+    swapped: list[Swap] = field(default_factory=list)
+    at_requests: list[str] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"broadcasts found: {', '.join(self.broadcasts) or 'none'}"]
+        lines += [
+            f"swapped {swap.name}: {swap.before} -> {swap.after}, requests {swap.requests}, "
+            f"candidates {swap.candidates}"
+            for swap in self.swapped
+        ]
+        lines.append(f"computed at requests: {', '.join(self.at_requests) or 'nothing'}")
+        lines += [f"kept {kept.name}: {kept.operator} {kept.reason}" for kept in self.kept]
+        return "\n".join(lines)
+
+
+def ikbo_rewrite(
+    model: nn.Module | ExportedProgram,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    owners: Sequence[str] = (),
+    max_candidates: int | None = None,
+) -> tuple[fx.GraphModule, Report]:
+    """(the model without materialised broadcasts, what was changed), for inference and training.
+
+    Found are copies of a request's rows to its candidates: `x[owner]` and `index_select` with the owner map
+    `repeat_interleave(arange(R), counts)`, `repeat_interleave(x, counts)`, `repeat_interleave(x, n)` and `expand` or
+    `repeat` behind an `unsqueeze(1)` and followed by a reshape. What is computed from copies alone is computed at
+    requests. Where they meet candidates, in a linear layer or a token-mixing product (linear, matmul, einsum) over a
+    concatenation, and as keys and values of scaled_dot_product_attention, an operator of `kernels.ikbo` takes over.
+    Elsewhere the copy is made there, as late as possible.
+
+    Args:
+        model: a program of `torch.export.export`, or a module, which is exported with `args`, `kwargs` and
+            `dynamic_shapes`. Requests and candidates may be two independent dynamic sizes. Only in a module is
+            nn.MultiheadAttention followed: in a program the rows are behind other dimensions already.
+        owners: names of inputs that are owner maps: request of each candidate, non-decreasing, which is not checked.
+        max_candidates: a constant that no request's candidates exceed, for attention, which is otherwise made for a
+            request that has them all.
+    Returns:
+        A graph module that shares the model's parameters. Its results differ by rounding: sums are taken in another
+        order. It was exported in the model's mode, so dropout is what it was then.
+    Raises:
+        ValueError: a module without example inputs, or an unknown name in `owners`.
+    """
+    if not isinstance(model, ExportedProgram):
+        if not args and not kwargs:
+            raise ValueError("a module needs example inputs: ikbo_rewrite(model, (user, candidate, offsets))")
+        with rows_first(model):
+            model = export(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    module = model.module()
+    assert isinstance(module, fx.GraphModule)
+    inputs = {node.name for node in module.graph.nodes if node.op == "placeholder"}
+    if unknown := sorted(set(owners) - inputs):
+        raise ValueError(f"owners {unknown} are not inputs of the model; its inputs: {sorted(inputs)}")
+    report = _Rewriter(module.graph, owners, max_candidates, model.range_constraints).run()
+    return fx.GraphModule(module, module.graph), report
+
+
+def _offsets_of(counts: Tensor) -> Tensor:
+    return pad(counts.cumsum(0), (1, 0))
+
+
+def _offsets_of_owner(owner: Tensor, num_rows: int) -> Tensor:
+    return torch.searchsorted(owner, torch.arange(num_rows + 1, device=owner.device, dtype=owner.dtype))
+
+
+def _uniform_offsets(x: Tensor, count: int) -> Tensor:
+    return torch.arange(x.shape[0] + 1, device=x.device) * count
+
+
+class _Rewriter:
+    def __init__(
+        self, graph: fx.Graph, owners: Sequence[str], max_candidates: int | None, ranges: Mapping[Any, Any]
+    ) -> None:
+        self.graph = graph
+        self.owners = frozenset(owners)
+        self.ranges = ranges
+        self.build = Builder(graph)
+        self.splits: dict[fx.Node, Split] = {}
+        self.rules = Rules(ROW_RULES | PRODUCT_RULES, self.build, self.splits, max_candidates)
+        self.report = Report()
+
+    def run(self) -> Report:
+        for node in list(self.graph.nodes):
+            if node.op not in ("call_function", "output"):
+                continue
+            self.build.position = node
+            try:
+                found = self.broadcast(node)
+            except UnchangedError as reason:
+                self.report.kept.append(Kept(node.name, _name(node), str(reason)))
+                continue
+            if found is not None:
+                self.splits[node] = found
+                self.report.broadcasts.append(node.name)
+            elif any(x in self.splits for x in node.all_input_nodes):
+                self.rewrite(node)
+        # Whatever of this nothing reads goes, also operators that draw random numbers, which count as not dead.
+        for node in reversed(self.splits):
+            if not node.users:
+                self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.report
+
+    def rewrite(self, node: Node) -> None:
+        if node.target is aten.sym_size.int:
+            self.size(node)
+            return
+        try:
+            if node.op == "output":
+                raise UnchangedError("is the result")
+            result, operators = self.rules.apply(node)
+        except UnchangedError as reason:
+            self.late(node, str(reason))
+            return
+        if isinstance(result, Split):
+            self.splits[node] = result
+            if node.target not in LAYOUT:
+                self.report.at_requests.append(node.name)
+        else:
+            self.report.swapped.append(self.swap(node, operators or "expand_rows behind it"))
+            node.replace_all_uses_with(result)
+            self.graph.erase_node(node)
+
+    def size(self, node: Node) -> None:
+        """Asking a copy for its size must not be what keeps it."""
+        parts, dim = self.splits[node.args[0]].parts, node.args[1]
+        rows = next((part.rows for part in parts if part.rows is not None), None)
+        if dim == 0 and rows is not None and isinstance(rows.total, fx.Node):
+            node.replace_all_uses_with(rows.total)
+
+    def late(self, node: Node, reason: str) -> None:
+        """Copy what was computed at requests here, if anything was; otherwise the copy that there is will do."""
+
+        def copied(x: fx.Node) -> fx.Node:
+            split = self.splits.get(x)
+            return x if split is None or split.original else self.build.materialise(split)
+
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), copied)
+        self.report.kept.append(Kept(node.name, _name(node), reason))
+
+    def broadcast(self, node: Node) -> Split | None:
+        """The copy of rows that this node makes; None if it makes none."""
+        match = self.by_index(node) or self.by_counts(node) or self.by_shape(node)
+        if match is None:
+            return None
+        source, rows = match
+        outer = self.splits.get(source)
+        if outer is None:
+            return Split((Part(source, rows),), original=True)
+        if outer.single is None or outer.single.rows is None:
+            return Split((Part(self.build.materialise(outer), rows),))
+        return Split((Part(outer.single.node, self.build.nested(outer.single.rows, rows)),))
+
+    def by_index(self, node: Node) -> tuple[fx.Node, Rows] | None:
+        if node.target is aten.index_select.default and node.args[1] == 0:
+            source, _, index = node.args
+        elif node.target is aten.index.Tensor and len(node.args[1]) == 1:
+            source, index = node.args[0], node.args[1][0]
+        else:
+            return None
+        if len(shape_of(index)) != 1 or index.meta["val"].dtype is torch.bool:
+            return None
+        num_rows = shape_of(source)[0]
+        if index.op == "placeholder" and index.name in self.owners:
+            offsets = self.offsets(num_rows, _offsets_of_owner, index, self.build.size(source, 0))
+            return source, Rows(offsets, self.build.size(index, 0))
+        if index.target is aten.repeat_interleave.self_Tensor:
+            base, counts = index.args[:2]
+            arange = base.target is aten.arange.default and same_size(shape_of(base)[0], num_rows)
+        elif index.target is aten.repeat_interleave.Tensor:
+            (counts,), arange = index.args, same_size(shape_of(index.args[0])[0], num_rows)
+        else:
+            arange = False
+        if not arange:
+            if index.op == "placeholder":
+                raise UnchangedError(
+                    f"reads rows in an order that is not known; owners=({index.name!r},) if it is sorted"
+                )
+            return None
+        return source, Rows(self.offsets(num_rows, _offsets_of, counts), self.total(index))
+
+    def by_counts(self, node: Node) -> tuple[fx.Node, Rows] | None:
+        dim = node.args[2] if len(node.args) > 2 else None
+        if dim != 0:
+            return None
+        if node.target is aten.repeat_interleave.self_Tensor:
+            source, counts = node.args[:2]
+            offsets = self.offsets(shape_of(source)[0], _offsets_of, counts)
+            return source, Rows(offsets, self.total(node))
+        if node.target is aten.repeat_interleave.self_int:
+            return self.uniform(node.args[0], node.args[1])
+        return None
+
+    def by_shape(self, node: Node) -> tuple[fx.Node, Rows] | None:
+        """unsqueeze(1), expand or repeat along it, then both leading dimensions merged."""
+        if node.target not in (*RESHAPES, aten.flatten.using_ints):
+            return None
+        wide = node.args[0]
+        if wide.target is aten.clone.default:
+            wide = wide.args[0]
+        if wide.target not in (aten.expand.default, aten.repeat.default):
+            return None
+        narrow = wide.args[0]
+        if narrow.target is not aten.unsqueeze.default or narrow.args[1] != 1:
+            return None
+        (source, _), merged, shape = narrow.args, shape_of(node), shape_of(wide)
+        if len(merged) != len(shape) - 1 or not all(map(same_size, merged[1:], shape[2:])):
+            return None
+        if wide.target is aten.repeat.default and not all(
+            same_size(n, 1) for i, n in enumerate(wide.args[1]) if i != 1
+        ):
+            return None
+        return self.uniform(source, wide.args[1][1])
+
+    def uniform(self, source: fx.Node, count: Any) -> tuple[fx.Node, Rows]:
+        total = self.build.call(_product, self.build.size(source, 0), count)
+        return source, Rows(self.offsets(shape_of(source)[0], _uniform_offsets, source, count), total, count)
+
+    def offsets(self, num_rows: Any, function: Callable[..., Tensor], *args: Any) -> fx.Node:
+        # Running the function on symbolic sizes could ask for guards; what it returns is known.
+        like = value_of(args[0]).new_empty(num_rows + 1, dtype=torch.int64)
+        return self.build.call(function, *args, like=like)
+
+    def total(self, repeated: Node) -> fx.Node | int:
+        """How many rows a repeat_interleave makes: what it was told, or the length of an owner map of its own."""
+        size = repeated.kwargs.get("output_size")
+        if size is not None:
+            return size
+        counts = repeated.args[1] if len(repeated.args) > 1 else repeated.args[0]
+        like = repeated.meta["val"].new_empty(shape_of(repeated)[0], dtype=torch.int64)
+        owner = self.build.call(aten.repeat_interleave.Tensor, counts, like=like)
+        return self.build.size(owner, 0)
+
+    def swap(self, node: Node, operators: str) -> Swap:
+        parts = [part for x in node.all_input_nodes if x in self.splits for part in self.splits[x].parts]
+        requests = shape_of(next(part.rows.offsets for part in parts if part.rows is not None))[0] - 1
+        return Swap(node.name, _name(node), operators, self.ranged(requests), self.ranged(shape_of(node)[0]))
+
+    def ranged(self, size: Any) -> str:
+        """A size with the range that the export allows it."""
+        if isinstance(size, int):
+            return str(size)
+        limits = self.ranges.get(size.node.expr)
+        return f"{size}" if limits is None else f"{size} in {limits.lower}..{limits.upper}"
+
+
+def _product(a: int, b: int) -> int:
+    return a * b
+
+
+def _name(node: Node) -> str:
+    return node.target.__name__ if callable(node.target) else str(node.target)

@@ -1,0 +1,153 @@
+"""What `modules.ikbo_rewrite` knows about a value of a graph: which parts of it are copies of a request's rows.
+
+A value is a `Split` when every row belongs to a candidate and it is the concatenation, along one dimension, of parts of
+which some are the same for all candidates of a request. Those parts exist at their own rows in the graph as well, and a
+rule computes with them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx.node import map_aggregate, map_arg
+
+from kernels.ikbo import expand_rows, nested_offsets
+
+aten = torch.ops.aten
+
+Node = Any
+"""A torch.fx.Node that is looked at: what fx says of the type of its arguments is too wide to be of use."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which row a candidate reads: offsets [R + 1] of the candidates of each row, how many candidates there are, and a
+    number that no row has more of (None: not known). The offsets say it all; the others are only ways to have it."""
+
+    offsets: fx.Node
+    total: fx.Node | int = field(compare=False)
+    most: fx.Node | int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value at candidate rows (`rows` None) or at the rows that candidates read it from."""
+
+    node: fx.Node
+    rows: Rows | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts' rows at candidates, concatenated along `dim`, which is not 0; of one part `dim` means nothing.
+
+    `original` is the node of the graph that a broadcast gave, as long as nothing was computed with the parts.
+    """
+
+    parts: tuple[Part, ...]
+    dim: int = 1
+    original: bool = False
+
+    @property
+    def single(self) -> Part | None:
+        return self.parts[0] if len(self.parts) == 1 else None
+
+
+class UnchangedError(Exception):
+    """Why a rule leaves an operator as it is."""
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are one number or one expression, without asking for a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return a.node.expr == b.node.expr
+    return False
+
+
+def value_of(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def shape_of(argument: Any) -> tuple[Any, ...]:
+    value = value_of(argument)
+    if not isinstance(value, Tensor):
+        raise UnchangedError(f"takes {argument}, which is no tensor")
+    return tuple(value.shape)
+
+
+def normal_dim(node: Any, dim: int) -> int:
+    return dim % len(shape_of(node))
+
+
+class Builder:
+    """Adds nodes with their shapes to a graph, in front of the node that is being looked at."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.position: fx.Node | None = None
+        values = [node.meta.get("val") for node in graph.nodes]
+        self.fake_mode = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+        self._known: dict[Any, fx.Node] = {}
+
+    def call(self, target: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> fx.Node:
+        """A call whose shapes come from running it on the shapes of its arguments; `like` is a value to use instead."""
+        assert self.position is not None
+        key = (target, map_aggregate((args, tuple(sorted(kwargs.items()))), lambda x: x))  # lists become hashable
+        if key in self._known:
+            return self._known[key]
+        with self.graph.inserting_before(self.position):
+            node = self.graph.call_function(target, args, kwargs)
+        if like is None:
+            with self.fake_mode or nullcontext(), torch.no_grad():
+                like = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
+        node.meta["val"] = like
+        self._known[key] = node
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> fx.Node | int:
+        size = shape_of(node)[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim, like=size)
+
+    def cat(self, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
+        return nodes[0] if len(nodes) == 1 else self.call(aten.cat.default, list(nodes), dim)
+
+    def columns(self, weight: fx.Node, dim: int, ranges: Sequence[tuple[int, int]]) -> fx.Node:
+        """The given ranges of a weight's dimension, side by side."""
+        return self.cat([self.call(aten.slice.Tensor, weight, dim, a, b) for a, b in ranges], dim)
+
+    def expand(self, part: Part) -> fx.Node:
+        if part.rows is None:
+            return part.node
+        total = part.rows.total
+        like = part.node.meta["val"].new_empty(value_of(total), *shape_of(part.node)[1:])
+        return self.call(expand_rows, part.node, part.rows.offsets, total, like=like)
+
+    def materialise(self, split: Split) -> fx.Node:
+        return self.cat([self.expand(part) for part in split.parts], split.dim)
+
+    def nested(self, outer: Rows, inner: Rows) -> Rows:
+        offsets = self.call(nested_offsets, outer.offsets, inner.offsets, like=outer.offsets.meta["val"])
+        return Rows(offsets, inner.total)
+
+    def groups(self, split: Split) -> dict[Rows | None, tuple[fx.Node, list[tuple[int, int]]]]:
+        """For each kind of rows: its parts side by side, and which ranges of the dimension they are."""
+        members: dict[Rows | None, list[tuple[fx.Node, tuple[int, int]]]] = {}
+        start = 0
+        for part in split.parts:
+            width = shape_of(part.node)[split.dim]
+            if not isinstance(width, int):
+                raise UnchangedError(f"concatenates parts of sizes that are not constant ({width})")
+            members.setdefault(part.rows, []).append((part.node, (start, start + width)))
+            start += width
+        return {
+            rows: (self.cat([node for node, _ in pieces], split.dim), [columns for _, columns in pieces])
+            for rows, pieces in members.items()
+        }

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -154,6 +154,20 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
         if "rng" in state:
             _restore_rng(state["rng"][str(world.rank)])
     return progress
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Read weights alone into a model that is neither sharded nor wrapped, in a process on its own.
+
+    Raises ValueError when the checkpoint cannot be read or is another model's.
+    """
+    state = {"model": model.state_dict()}
+    try:
+        _check_keys(path, state, dcp.FileSystemReader(path).read_metadata())
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
+    model.load_state_dict(state["model"])
 
 
 def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:

@@ -9,15 +9,27 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from modules.batch import with_candidates
 from tests.launching import TINY, python, run, torchrun, train
+from train import export, score
+from train.checkpoint import read_meta
+from train.config import from_dict
+from train.data import build_source
+from train.score import Scorer
 
 
-def test_evaluate_scores_a_checkpoint_again(tmp_path: Path) -> None:
-    run(train(2, tmp_path / "run", "runtime.steps=3"), cwd=tmp_path)
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_????????")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    run(train(2, folder / "run", "runtime.steps=3"), cwd=folder)
+    return folder / "run"
+
+
+def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> None:
+    (checkpoint,) = (trained / "checkpoints").glob("step_????????")
     run(torchrun(2, "-m", "train.evaluate", f"checkpoint={checkpoint}", "split=test", "out=scored"), cwd=tmp_path)
     metrics = json.loads((tmp_path / "scored" / "metrics.json").read_text())
-    expected = json.loads((tmp_path / "run" / "results.json").read_text())["test"]
+    expected = json.loads((trained / "results.json").read_text())["test"]
     assert metrics == expected
     table = pq.read_table(tmp_path / "scored" / "predictions")
     assert table.column_names[:2] == ["row", "group"]
@@ -27,6 +39,41 @@ def test_evaluate_scores_a_checkpoint_again(tmp_path: Path) -> None:
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
+
+
+def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_path: Path) -> None:
+    run(python("-m", "train.export", f"run_dir={trained}", "out=exported", "max_candidates=32"), cwd=tmp_path)
+    scorer = Scorer(tmp_path / "exported")
+    (path,) = (trained / "checkpoints").glob("step_????????")
+    source = build_source(from_dict(read_meta(path)["config"], []).data)
+    predictions = pq.read_table(trained / "predictions" / "test").to_pydict()
+    expected = dict(zip(predictions["row"], predictions["click_probability"], strict=True))
+    for number in range(8):
+        request = source.batch("test", np.array([number]))
+        scores = scorer(request)[:, scorer.spec.tasks.index("click")]
+        # Both in bfloat16, in batches that round elsewhere.
+        np.testing.assert_allclose(scores, [expected[row] for row in request.row.tolist()], rtol=2e-2)
+    one = with_candidates(source.batch("test", np.array([0])), 1)
+    assert scorer(one).shape == (1, len(scorer.spec.tasks))
+    with pytest.raises(ValueError, match="one request with 1 to 32 candidates, got 1 requests and 33 candidates"):
+        scorer(with_candidates(one, 33))
+    with pytest.raises(ValueError, match="holds no exported model"):
+        Scorer(tmp_path)
+    rows = score.main([f"export={tmp_path / 'exported'}", "candidates=2,32", "broadcast_limit=2"])
+    assert [set(row) for row in rows] == [{"candidates", "exported_ms", "broadcast_ms"}, {"candidates", "exported_ms"}]
+
+
+def test_export_names_what_is_wrong() -> None:
+    for arguments, message in (
+        (["out=x"], "name a run or one of its checkpoints"),
+        (["run_dir=nowhere"], "holds no whole checkpoint"),
+        (["run_dir"], "is not key=value"),
+        (["run_dir=x", "max_candidates=one"], "max_candidates=one must be a number of at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export.main(arguments)
+    with pytest.raises(ValueError, match="is not one of export="):
+        score.main(["run_dir=x"])
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Write a trained model for scoring: `python -m train.export run_dir=RUN_DIR out=DIR`.
+
+Exported is the architecture, which `torch.export` traces once for a request with any number of candidates and events.
+The lookup of embeddings and their assembly into tokens stay outside, in eager PyTorch: TorchRec's collections take
+KeyedJaggedTensors, and whoever serves tables usually has them elsewhere. `train.score` puts the two together.
+
+`run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
+arguments: `max_candidates=` of a request (10000), and `key=value` overrides of the run's configuration
+(`runtime.device=cpu`). Written to `out`, by default RUN_DIR/export:
+
+- `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere an exported program;
+- `embedding.pt`: the weights of tables and of the token assembly;
+- `export.json`: configuration, features, ranges, and which of the two `model.pt2` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram, export, save
+
+from kernels import dispatch
+from modules.batch import RequestBatch, with_candidates
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
+from modules.models.ranking import RankingModel
+from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
+from train import checkpoint
+from train.build import model_fields
+from train.config import Config, from_dict
+from train.data import build_source
+from train.data.source import Source
+from train.files import write_json
+
+
+def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
+    """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
+    checkpoint.check_data(path, source.fingerprint)
+    spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
+    arch = build_arch(config.model.name, spec, **model_fields(config.model))
+    model = RankingModel(FeatureEmbedding(spec, config.model.dim, device="cpu"), arch)
+    checkpoint.load_weights(path, model)
+    return model.eval().to(device)
+
+
+@torch.no_grad()
+def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int) -> ExportedProgram:
+    """The architecture as a program for one request; `batch` is an example with two candidates and events or more."""
+    arch = ScoringArch(model.arch, dtype).eval()
+    spec = model.embedding.assemble.spec
+    inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+    return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+
+
+def main(arguments: list[str]) -> Path:
+    options = _options(arguments)
+    path = _checkpoint(options)
+    config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
+    dispatch.force(config.runtime.kernels)
+    kind = (
+        config.runtime.device if config.runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    device, out = torch.device(kind), Path(options["out"] or path.parent.parent / "export")
+    out.mkdir(parents=True, exist_ok=True)
+    source = build_source(config.data)
+    model = load_model(path, config, source, options["max_candidates"], device)
+    program = export_arch(
+        model,
+        example(source).to(device),
+        torch.float32 if config.precision.name == "fp32" else torch.bfloat16,
+        options["max_candidates"],
+    )
+    if device.type == "cuda":
+        torch._inductor.aoti_compile_and_package(program, package_path=str(out / "model.pt2"))
+    else:
+        save(program, out / "model.pt2")
+    torch.save(model.embedding.state_dict(), out / "embedding.pt")
+    about = {
+        "compiled": device.type == "cuda",
+        "device": device.type,
+        "checkpoint": str(path),
+        "dim": config.model.dim,
+        "max_candidates": options["max_candidates"],
+        "spec": dataclasses.asdict(model.embedding.assemble.spec),
+    }
+    write_json(out / "export.json", about)
+    print(f"{config.model.name} of {path}: {out}")
+    return out
+
+
+def example(source: Source) -> RequestBatch:
+    """The training request with the most events of its rarest type, with two candidates or more.
+
+    An export is for sizes of 0 and 1 what it is for others, but has to be made from larger ones.
+    """
+    best, most = None, -1
+    for number in range(min(1000, source.num_requests("train"))):
+        request = source.batch("train", np.array([number]))
+        lengths = request.histories.lengths()
+        least = int(lengths.min()) if lengths.numel() else 0
+        if least > most:
+            best, most = request, least
+    assert best is not None
+    return with_candidates(best, max(2, best.num_candidates))
+
+
+def _checkpoint(options: dict[str, Any]) -> Path:
+    if options["checkpoint"]:
+        return Path(options["checkpoint"])
+    folder = Path(options["run_dir"]) / "checkpoints"
+    newest = checkpoint.checkpoints(folder)[-1:]
+    if not newest:
+        raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")
+    return checkpoint.best_checkpoint(folder) or newest[0]
+
+
+def _options(arguments: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "out": None}
+    options |= {"max_candidates": 10000, "overrides": []}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ValueError(f"{argument!r} is not key=value; e.g. run_dir=RUN_DIR out=DIR")
+        if key == "max_candidates":
+            if not value.isdecimal() or int(value) < 2:
+                raise ValueError(f"{argument} must be a number of at least 2, e.g. {key}={options[key]}")
+            options[key] = int(value)
+        elif key in ("run_dir", "checkpoint", "out"):
+            options[key] = value
+        else:
+            options["overrides"].append(argument)
+    if bool(options["run_dir"]) == bool(options["checkpoint"]):
+        raise ValueError("name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH")
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

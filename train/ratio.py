@@ -1,0 +1,129 @@
+"""What it saves not to copy requests: `python -m train.ratio out=DIR [candidates=2048] [ratios=1,8,64] [key=value]`.
+
+Times the architecture, without embedding tables, on synthetic batches of the same number of candidates with 1, 8 or 64
+of them to a request: forward, and a training step of forward and backward, with the memory that each takes at its peak.
+The rival is the same architecture on the same candidates with a copy of their request each, made outside the timing,
+whose logits are compared first. Overrides go to `model.*` (InterFormerConfig) and `data.*` (SyntheticConfig). Writes
+`ratio.json` and `ratio.png`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from modules.batch import RequestBatch
+from modules.embedding import FeatureEmbedding, Tokens
+from modules.models import build as build_arch
+from train.build import model_fields
+from train.config import InterFormerConfig, SyntheticConfig
+from train.data import SyntheticSource
+from train.files import write_json
+from train.plots import plot_ratios
+
+ROUNDS = 10
+
+
+def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ratio: int) -> list[dict[str, Any]]:
+    """A row for each arm: milliseconds and peak MiB of a forward and of a training step."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = dataclasses.replace(data, candidates=ratio, max_candidates=ratio, num_requests=max(candidates // ratio, 2))
+    source = SyntheticSource(data)
+    batch = source.batch("train", np.arange(candidates // ratio)).to(device)
+    embedding = FeatureEmbedding(source.spec, model.dim, device=device)
+    rows, logits = [], []
+    for arm, shown in (("operators", batch), ("copies", batch.expand())):
+        torch.manual_seed(0)
+        spec = dataclasses.replace(source.spec, max_candidates=ratio if arm == "operators" else 1)
+        with torch.device(device):
+            arch = build_arch(model.name, spec, **model_fields(model))
+        with torch.no_grad():
+            tokens = embedding(shown)
+            logits.append(_forward(arch, tokens, shown))
+        forward = _timed(partial(_without_gradients, arch, tokens, shown), device)
+        step = _timed(partial(_step, arch, tokens, shown), device)
+        rows.append({"ratio": ratio, "arm": arm, "forward": forward, "step": step})
+    # Roundings of bfloat16 in another order, on logits of the order of one.
+    torch.testing.assert_close(*logits, rtol=5e-2, atol=5e-2)
+    return rows
+
+
+def _forward(arch: nn.Module, tokens: Tokens, batch: RequestBatch) -> Tensor:
+    with torch.autocast(batch.labels.device.type, torch.bfloat16):
+        return arch(tokens, batch)
+
+
+def _without_gradients(arch: nn.Module, tokens: Tokens, batch: RequestBatch) -> None:
+    with torch.no_grad():
+        _forward(arch, tokens, batch)
+
+
+def _step(arch: nn.Module, tokens: Tokens, batch: RequestBatch) -> None:
+    arch.zero_grad()
+    logits = _forward(arch, tokens, batch)
+    binary_cross_entropy_with_logits(logits, batch.labels.nan_to_num()).backward()
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> dict[str, float | None]:
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) * 1e3
+
+    once()
+    once()
+    memory = None
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        once()
+        memory = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return {"ms": statistics.median(once() for _ in range(ROUNDS)), "peak_mib": memory}
+
+
+def main(arguments: list[str]) -> list[dict[str, Any]]:
+    options = {"out": "", "candidates": "2048", "ratios": "1,8,64"}
+    overrides = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in options and value:
+            options[key] = value
+        elif value and key.partition(".")[0] in ("model", "data"):
+            overrides.append(argument)
+        else:
+            raise ValueError(f"{argument!r} is neither of {', '.join(options)} nor model.* or data.*; e.g. out=DIR")
+    if not options["out"]:
+        raise ValueError("name a folder to write to, e.g. out=ratio")
+    config = OmegaConf.structured(
+        {"model": InterFormerConfig(dim=128, num_layers=3), "data": SyntheticConfig(max_history=500, mean_history=250)}
+    )
+    merged = OmegaConf.to_object(OmegaConf.merge(config, OmegaConf.from_dotlist(overrides)))
+    assert isinstance(merged, dict)
+    folder, rows = Path(options["out"]), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for ratio in map(int, options["ratios"].split(",")):
+        rows += measure(merged["model"], merged["data"], int(options["candidates"]), ratio)
+        for row in rows[-2:]:
+            parts = [f"{part} {row[part]['ms']:.2f} ms, {row[part]['peak_mib']} MiB" for part in ("forward", "step")]
+            print(f"ratio {ratio:>3} {row['arm']:<10} {'; '.join(parts)}")
+    write_json(folder / "ratio.json", {"overrides": overrides, "candidates": int(options["candidates"]), "rows": rows})
+    plot_ratios(rows, folder / "ratio.png")
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

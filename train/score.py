@@ -1,0 +1,134 @@
+"""Score requests with what `train.export` wrote; `python -m train.score export=DIR` measures latency.
+
+The command takes a request of the run's test split, gives it 10 to 10,000 candidates (`candidates=10,100,...`) by
+repeating its own, and prints the milliseconds that scoring them takes: with the exported model, and with the same
+architecture on a batch in which every candidate has a copy of the request, its history and its embeddings included
+(up to `broadcast_limit=1000` candidates: such a batch grows with every one). It writes them to DIR/latency.json.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modules.batch import RequestBatch, with_candidates
+from modules.embedding import FeatureEmbedding
+from modules.models.ranking import RankingModel
+from modules.models.scoring import ScoringArch, scoring_inputs
+from train import checkpoint
+from train.config import from_dict
+from train.data import build_source
+from train.data.source import spec_from_dict
+from train.export import load_model
+from train.files import write_json
+
+ROUNDS = 20
+
+
+class Scorer:
+    """Scores the candidates of requests: embeddings are looked up eagerly, the rest is the exported model.
+
+    ValueError when `folder` was not written by `train.export`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            about = json.loads((folder / "export.json").read_text())
+        except OSError as error:
+            raise ValueError(f"{folder} holds no exported model ({error}); write one with train.export") from error
+        longest = max((event["max_length"] for event in about["spec"]["histories"]), default=1)
+        self.spec = spec_from_dict(about["spec"], longest)
+        self.device = torch.device(about["device"])
+        self.max_candidates = about["max_candidates"]
+        self.embedding = FeatureEmbedding(self.spec, about["dim"], device="cpu").eval()
+        self.embedding.load_state_dict(torch.load(folder / "embedding.pt", map_location="cpu"))
+        self.embedding.to(self.device)
+        self._arch: Callable[..., Tensor]
+        if about["compiled"]:
+            self._arch = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
+        else:
+            self._arch = torch.export.load(folder / "model.pt2").module()
+
+    @torch.no_grad()
+    def __call__(self, batch: RequestBatch) -> Tensor:
+        """Probabilities [N, tasks] of the candidates of a batch of one request."""
+        count = batch.num_candidates
+        if batch.num_requests != 1 or not 1 <= count <= self.max_candidates:
+            raise ValueError(
+                f"a batch is one request with 1 to {self.max_candidates} candidates, got {batch.num_requests} requests "
+                f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
+            )
+        batch = batch.to(self.device)
+        return self._arch(*scoring_inputs(self.embedding(batch), batch.candidate_offsets)).sigmoid()
+
+
+def latencies(
+    scorer: Scorer,
+    model: RankingModel,
+    dtype: torch.dtype,
+    request: RequestBatch,
+    counts: list[int],
+    broadcast_limit: int,
+) -> list[dict[str, Any]]:
+    """Median milliseconds of a request for each number of candidates; copies are made outside the timing."""
+    arch = ScoringArch(model.arch, dtype).eval()
+
+    @torch.no_grad()
+    def broadcast(batch: RequestBatch) -> Tensor:
+        return arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)).sigmoid()
+
+    rows = []
+    for count in counts:
+        batch = with_candidates(request, count).to(scorer.device)
+        row: dict[str, Any] = {"candidates": count, "exported_ms": _milliseconds(scorer, batch)}
+        if count <= broadcast_limit:
+            expanded = batch.expand()
+            # The two differ by the roundings of bfloat16, if the run had them.
+            torch.testing.assert_close(scorer(batch), broadcast(expanded), rtol=2e-2, atol=2e-2)
+            row["broadcast_ms"] = _milliseconds(broadcast, expanded)
+        rows.append(row)
+    return rows
+
+
+def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) -> float:
+    times = []
+    for _ in range(3 + ROUNDS):
+        start = time.perf_counter()
+        score(batch).cpu()  # waits for the device, as whoever wants the scores does
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[3:])
+
+
+def main(arguments: list[str]) -> list[dict[str, Any]]:
+    options = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000"}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in options or not value:
+            raise ValueError(f"{argument!r} is not one of {', '.join(f'{name}=...' for name in options)}")
+        options[key] = value
+    folder = Path(options["export"])
+    scorer = Scorer(folder)
+    path = Path(json.loads((folder / "export.json").read_text())["checkpoint"])
+    config = from_dict(checkpoint.read_meta(path)["config"], [])
+    source = build_source(config.data)
+    model = load_model(path, config, source, 1, scorer.device)  # a request for every candidate
+    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    request = source.batch("test", torch.arange(1).numpy())
+    counts = [int(count) for count in options["candidates"].split(",")]
+    rows = latencies(scorer, model, dtype, request, counts, int(options["broadcast_limit"]))
+    for row in rows:
+        print("  ".join(f"{name} {value:g}" for name, value in row.items()))
+    write_json(folder / "latency.json", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Which layers run their GEMMs on MXFP8 operands: chosen by name, once, and printed.
+"""Which layers run their GEMMs on MXFP8 operands, and on which: chosen by name, once, and printed.
 
 Everything else follows the trainer's autocast. Parameters stay what they were (fp32 masters under their own names), so
 runs of either precision load each other's checkpoints.
@@ -17,12 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.mxfp8 import linear
+from kernels.mxfp8 import QUANTIZED, linear
 
 BLOCK = 32
 """Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
 
-HIGH_PRECISION = {"fp32": "fp32", "bf16": "bf16 autocast", "mxfp8": "bf16 autocast"}
+DESCRIPTIONS = {
+    "fp32": "float32",
+    "bf16": "BF16 compute over float32 masters",
+    "mxfp8": "MXFP8, E4M3 with an E8M0 scale for every 32 elements",
+    "mxfp8_g128": "MXFP8, E4M3 with an E8M0 scale for every 128 elements (128 x 128 of a weight), stored for every 32",
+}
+"""What a run's log calls its precision."""
+
+HIGH_PRECISION = {"fp32": "fp32", **dict.fromkeys(("bf16", *QUANTIZED), "bf16 autocast")}
 """What a layer that is not quantised runs as, by the run's precision."""
 
 
@@ -69,7 +77,7 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Ro
     that cannot be quantised, and the rows then say why they are not; a glob that is left with nothing is an error.
 
     Args:
-        recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" needs at least one.
+        recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
     Returns:
         One row for every module that holds parameters, in the model's order.
     Raises:
@@ -77,10 +85,10 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Ro
     """
     if recipe not in HIGH_PRECISION:
         raise ValueError(f"unknown precision {recipe!r}; choose one of {sorted(HIGH_PRECISION)}")
-    quantizing = recipe == "mxfp8"
+    quantizing = recipe in QUANTIZED
     if quantizing and not globs:
         raise ValueError(
-            "precision mxfp8 with an empty quantize list is bf16; name layers, e.g. quantize=['*.experts']"
+            f"precision {recipe} with an empty quantize list is bf16; name layers, e.g. quantize=['*.experts']"
         )
     if globs and not quantizing:
         raise ValueError(f"precision {recipe} quantises nothing, yet quantize={list(globs)}; use mxfp8 or quantize=[]")

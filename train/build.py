@@ -16,7 +16,7 @@ from kernels import dispatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.precision import apply_recipe, format_table
+from modules.precision import DESCRIPTIONS, apply_recipe, format_table
 from train.config import Config, ModelConfig
 from train.data import build_source
 from train.data.source import Source
@@ -59,11 +59,12 @@ def build(config: Config, world: World) -> Job:
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, rank=world.rank, barrier=world.barrier)
     with torch.device(world.device):
-        arch = build_arch(config.model.name, source.spec, **_fields(config.model))
+        arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, device="meta"), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
-    log.info("precision:\n%s", format_table(apply_recipe(model, config.precision.name, config.precision.quantize)))
+    table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
+    log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
     if config.runtime.compile:
         # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
         arch.compile(dynamic=True, options={"triton.coalesce_tiling_analysis": False})
@@ -72,7 +73,8 @@ def build(config: Config, world: World) -> Job:
     return Job(config, world, source, sharded, str(plan))
 
 
-def _fields(model: ModelConfig) -> dict[str, object]:
+def model_fields(model: ModelConfig) -> dict[str, object]:
+    """The arguments of the model's constructor."""
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "name"}
     if "moe" in fields:
         fields["moe"] = dataclasses.asdict(fields["moe"])

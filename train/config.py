@@ -171,7 +171,7 @@ class SyntheticConfig(DataConfig):
 
 @dataclass
 class PrecisionConfig:
-    name: str = MISSING  # fp32 | bf16 | mxfp8
+    name: str = MISSING  # fp32 | bf16 | mxfp8 | mxfp8_g128
     quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
 
 
@@ -277,7 +277,7 @@ CHOICES = {
     "model.moe.score": ("softmax", "sigmoid"),
     "data.id_map": ("vocabulary", "hash"),
     "data.bad_rows": ("raise", "skip"),
-    "precision.name": ("fp32", "bf16", "mxfp8"),
+    "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "tracking.progress": ("auto", "always", "never"),
@@ -352,9 +352,10 @@ def validate(config: Config) -> None:
             raise ValueError(
                 f"model.moe.top_k={model.moe.top_k} must lie in 1..model.moe.num_experts={model.moe.num_experts}"
             )
-    if precision.name == "mxfp8" and not precision.quantize:
+    if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(
-            'precision=mxfp8 quantises nothing: precision.quantize is empty; e.g. precision.quantize=["arch.*"]'
+            f"precision={precision.name} quantises nothing: precision.quantize is empty; "
+            'e.g. precision.quantize=["arch.*"]'
         )
     if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
         raise ValueError(

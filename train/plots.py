@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -146,6 +147,22 @@ def _cumulative_share(weight: Tensor) -> Floats:
     """[bins + 1]: share of the weight below each edge; zeros where there is none."""
     total = float(weight.sum())
     return np.concatenate([[0.0], weight.cumsum(0).numpy() / (total or 1.0)])
+
+
+def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Time and, where it was measured, memory of `train.ratio` over candidates a request, by arm."""
+    kinds = [("ms", "ms")] + [("peak_mib", "peak MiB")] * (rows[0]["step"]["peak_mib"] is not None)
+    figure, panels = _panels(2 * len(kinds))
+    panel = iter(panels)
+    for part, title in (("forward", "Forward"), ("step", "Forward and backward")):
+        for field, unit in kinds:
+            axes = next(panel)
+            for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS, strict=False):
+                points = [(row["ratio"], row[part][field]) for row in rows if row["arm"] == arm]
+                axes.plot(*zip(*points, strict=True), marker="o", color=color, label=arm)
+            axes.set(xscale="log", yscale="log")
+            _label(axes, title, "candidates a request", unit)
+    _save(figure, path)
 
 
 def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:

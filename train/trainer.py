@@ -258,7 +258,7 @@ class Trainer:
             results["test"], metrics = evaluate_split(self.job, "test", self.run_dir / "predictions" / "test")
             self.tracker.log(self.progress.step, "test", results["test"])
             histograms = metrics.histograms()
-        if "test" in results and self.config.precision.name == "mxfp8":
+        if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
         if self.world.is_first:
             plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")

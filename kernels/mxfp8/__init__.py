@@ -1,7 +1,8 @@
 """Linear layers and grouped products whose operands are MXFP8, and the format itself. See `reference` for both.
 
 Recipes: "none" multiplies in the operands' own dtype, "bf16" rounds them to bfloat16, "mxfp8" quantises the operands
-of all three products (forward, input gradient, weight gradient). All of them accumulate in float32 and return the
+of all three products (forward, input gradient, weight gradient), "mxfp8_g128" does so with scales that 128 elements
+share (128 x 128 of a weight). All of them accumulate in float32 and return the
 autocast dtype in an autocast region and the dtype of x elsewhere; gradients have the dtype of what they belong to.
 """
 
@@ -11,12 +12,21 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.mxfp8 import matmul, plain  # noqa: F401  importing them registers their backends
-from kernels.mxfp8.reference import MXTensor, swizzle_scales, unswizzle_scales
+from kernels.mxfp8 import (  # noqa: F401  importing them registers their backends
+    backends,
+    grouped,
+    grouped_backends,
+    matmul,
+    plain,
+)
+from kernels.mxfp8.reference import BLOCK, GROUPS, MXTensor, swizzle_scales, unswizzle_scales
 
-RECIPES = ("none", "bf16", "mxfp8")
+QUANTIZED = {"mxfp8": 32, "mxfp8_g128": 128}
+"""Elements that share a scale, by recipe."""
+RECIPES = ("none", "bf16", *QUANTIZED)
 
 __all__ = [
+    "QUANTIZED",
     "RECIPES",
     "MXTensor",
     "check_recipe",
@@ -29,11 +39,26 @@ __all__ = [
 ]
 
 
-def quantize(x: Tensor, axis: int = -1, *, backend: str | None = None) -> MXTensor:
-    """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable."""
+def quantize(
+    x: Tensor, axis: int = -1, *, group: int = BLOCK, square: bool = False, backend: str | None = None
+) -> MXTensor:
+    """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable.
+
+    With group 128 four neighbouring blocks share a scale, and with `square` 128 x 128 elements of the last two axes.
+    """
     if not x.is_floating_point() or x.dim() == 0:
         raise ValueError(f"quantize takes a floating tensor of at least one axis, got {x.dtype} {tuple(x.shape)}")
-    return dispatch.choose("mxfp8_quantize", backend, x)(x.detach(), axis)
+    if group not in GROUPS:
+        raise ValueError(f"group must be one of {GROUPS}, got {group}")
+    axis = axis % x.dim()
+    if square and (group == BLOCK or x.dim() < 2 or axis < x.dim() - 2):
+        raise ValueError(
+            f"square needs group=128 and one of the last two axes of a matrix, got group={group}, axis {axis} of "
+            f"{tuple(x.shape)}"
+        )
+    # Axes from the end, which is what a kernel is chosen by.
+    choice = dispatch.choose("mxfp8_quantize", backend, x, axis=axis - x.dim())
+    return choice(x.detach(), axis, group, square)
 
 
 def dequantize(quantized: MXTensor, dtype: torch.dtype = torch.float32, *, backend: str | None = None) -> Tensor:
@@ -45,11 +70,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str
     """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
     check_recipe(recipe)
     _check_features(x, weight)
-    out_dtype = _out_dtype(x)
+    out_dtype = dispatch.autocast_dtype(x)
     facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
-    if recipe == "mxfp8":
+    if recipe in QUANTIZED:
         product = dispatch.choose("mxfp8_linear", backend, x, **facts)
-        return product(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+        y = product(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype, QUANTIZED[recipe])
+        return y.reshape(*x.shape[:-1], weight.shape[0])
     if recipe == "bf16":
         x, weight, bias = x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
     return dispatch.choose("linear", backend, x, **facts)(x, weight, bias).to(out_dtype)
@@ -67,19 +93,16 @@ def grouped_mm(
     _check_features(x, weight)
     if offsets.shape != weight.shape[:1]:
         raise ValueError(f"offsets must be [{weight.shape[0]}], one end per expert, got {list(offsets.shape)}")
-    out_dtype = _out_dtype(x)
+    out_dtype = dispatch.autocast_dtype(x)
     facts = {"in_features": weight.shape[2], "out_features": weight.shape[1]}
-    if recipe == "mxfp8":
-        return dispatch.choose("mxfp8_grouped_mm", backend, x, **facts)(x, weight, offsets, out_dtype)
+    if recipe in QUANTIZED:
+        product = dispatch.choose("mxfp8_grouped_mm", backend, x, **facts)
+        return product(x, weight, offsets, out_dtype, QUANTIZED[recipe])
     if recipe == "bf16":
         x, weight = x.bfloat16(), weight.bfloat16()
     else:
         x, weight = dispatch.autocast_operands(x, weight)
     return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, offsets).to(out_dtype)
-
-
-def _out_dtype(x: Tensor) -> torch.dtype:
-    return dispatch.autocast_operands(x)[0].dtype
 
 
 def _check_features(x: Tensor, weight: Tensor) -> None:

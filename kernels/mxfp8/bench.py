@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import mxfp8
 from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.mxfp8 import bench_grouped
 
 # Routed rows M, features K; and M, output features N, K, experts.
 GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
@@ -34,6 +35,7 @@ def cases(device: torch.device) -> list[Case]:
             for m, n, k, experts in grouped
             for recipe in ("bf16", "mxfp8")
         ),
+        *bench_grouped.cases(device),
     ]
 
 

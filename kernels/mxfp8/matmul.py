@@ -17,9 +17,10 @@ from kernels import dispatch
 from kernels.mxfp8.reference import BLOCK
 
 
-def _operand(x: Tensor, axis: int) -> Tensor:
+def _operand(x: Tensor, axis: int, group: int, weight: bool = False) -> Tensor:
     """x rounded to MXFP8 with blocks along `axis`, in the dtype that its device multiplies."""
-    quantized = dispatch.choose("mxfp8_quantize", None, x)(x, axis)
+    choice = dispatch.choose("mxfp8_quantize", None, x, axis=axis - x.dim())
+    quantized = choice(x, axis, group, weight and group != BLOCK)
     dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
     return dispatch.choose("mxfp8_dequantize", None, quantized.codes)(quantized, dtype)
 
@@ -31,53 +32,58 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, group: int) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.group = group
         ctx.bias_dtype = None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
-            y = _multiply(_operand(x, 1), _operand(weight, 1).t())
+            y = _multiply(_operand(x, 1, group), _operand(weight, 1, group, weight=True).t())
         return (y if bias is None else y + bias).to(out_dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        group = ctx.group
         dx = dw = db = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx = _multiply(_operand(dy, 1), _operand(weight, 0)).to(x.dtype)
+                dx = _multiply(_operand(dy, 1, group), _operand(weight, 0, group, weight=True)).to(x.dtype)
             if ctx.needs_input_grad[1]:
-                dw = _multiply(_operand(dy, 0).t(), _operand(x, 0)).to(weight.dtype)
+                dw = _multiply(_operand(dy, 0, group).t(), _operand(x, 0, group)).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 @dispatch.register("mxfp8_linear", "reference")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, group: int) -> Tensor:
     """x [M, K], weight [N, K], bias [N] or None -> [M, N]."""
-    return _Linear.apply(x, weight, bias, out_dtype)
+    return _Linear.apply(x, weight, bias, out_dtype, group)
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype, group: int) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
+        ctx.group = group
         with torch.autocast(x.device.type, enabled=False):
-            return _grouped_mm(_operand(x, 1), _operand(weight, 2), offsets).to(out_dtype)
+            return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, weight=True), offsets).to(out_dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, offsets = ctx.saved_tensors
+        group = ctx.group
         dx = dw = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx = _grouped_mm(_operand(dy, 1), _operand(weight, 1).transpose(1, 2), offsets).to(x.dtype)
+                matrices = _operand(weight, 1, group, weight=True).transpose(1, 2)
+                dx = _grouped_mm(_operand(dy, 1, group), matrices, offsets).to(x.dtype)
             if ctx.needs_input_grad[1]:
                 # Blocks run along the rows here and must not straddle two experts.
-                target, capacity, ends = aligned_groups(offsets, x.shape[0])
-                dy_operand, x_operand = (_operand(_scatter(rows, target, capacity), 0) for rows in (dy, x))
-                dw = _grouped_wgrad(dy_operand, x_operand, ends).to(weight.dtype)
-        return dx, dw, None, None
+                target, capacity, ends = aligned_groups(offsets, x.shape[0], group)
+                dy_operand, x_operand = (_operand(_scatter(rows, target, capacity), 0, group) for rows in (dy, x))
+                dw = _grouped_wgrad(dy_operand, x_operand, ends, group).to(weight.dtype)
+        return dx, dw, None, None, None
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -85,22 +91,22 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return dispatch.choose("grouped_mm", None, x, **facts)(x, weight, offsets)
 
 
-def _grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+def _grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, multiple: int) -> Tensor:
     facts = {"in_features": x.shape[1], "out_features": dy.shape[1]}
-    return dispatch.choose("grouped_wgrad", None, x, **facts)(dy, x, offsets)
+    return dispatch.choose("grouped_wgrad", None, x, **facts, multiple=multiple)(dy, x, offsets)
 
 
-def aligned_groups(offsets: Tensor, num_rows: int) -> tuple[Tensor, int, Tensor]:
-    """(target, capacity, ends) of the same groups with every size rounded up to a whole number of blocks.
+def aligned_groups(offsets: Tensor, num_rows: int, multiple: int = BLOCK) -> tuple[Tensor, int, Tensor]:
+    """(target, capacity, ends) of the same groups with every size rounded up to a multiple of `multiple`.
 
     Row i moves to row target[i] of a buffer of `capacity` rows, or to `capacity` itself when it belongs to no group.
     The capacity is the worst case for any division of num_rows into groups, so that the host need not know the sizes.
     """
     num_groups = offsets.shape[0]
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
-    sizes = -(-(offsets - starts) // BLOCK) * BLOCK
+    sizes = -(-(offsets - starts) // multiple) * multiple
     ends = sizes.cumsum(0, dtype=offsets.dtype)
-    capacity = -(-(num_rows + num_groups * (BLOCK - 1)) // BLOCK) * BLOCK
+    capacity = -(-(num_rows + num_groups * (multiple - 1)) // multiple) * multiple
     rows = torch.arange(num_rows, device=offsets.device, dtype=offsets.dtype)
     group = torch.searchsorted(offsets, rows, right=True)
     shift = torch.cat([ends - sizes - starts, offsets.new_zeros(1)])[group]
@@ -112,6 +118,6 @@ def _scatter(rows: Tensor, target: Tensor, capacity: int) -> Tensor:
 
 
 @dispatch.register("mxfp8_grouped_mm", "reference")
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype, group: int) -> Tensor:
     """x [M, K], weight [E, N, K], offsets [E] cumulative ends -> [M, N]; zeros behind the last end."""
-    return _GroupedMM.apply(x, weight, offsets, out_dtype)
+    return _GroupedMM.apply(x, weight, offsets, out_dtype, group)

@@ -46,7 +46,7 @@ def _sizes(offsets: Tensor, total: int) -> list[int]:
 
 
 def _supports(
-    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, *CAPABILITIES):
         return reason

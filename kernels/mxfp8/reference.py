@@ -32,6 +32,13 @@ operand is quantised from the high-precision tensor. Weights stay float32 master
 **On a chip without block-scaled matrix instructions** the same numbers come from multiplying dequantised operands: an
 element times its scale has four significant bits, so bfloat16 holds it exactly, and accumulation is in float32.
 
+**Groups of 128** (`group=128`, recipe "mxfp8_g128"). Four neighbouring blocks take the scale of the largest of them, so
+that the tensor is MXFP8 like any other and a chip without block-scaled instructions needs to scale its sums only once
+per 128 terms. e4m3 is a floating format: a scale that is too large by a power of two costs nothing until an element
+becomes subnormal, 2^14 below the largest of its group. With `square`, for weights, one scale serves 128 x 128 elements
+(rows are those of the last two axes), except where the maxima of its rows differ by more than 2^10: there every row
+has its own, so that small rows do not lose what large ones do not need. Rows of zeros don't count.
+
 Blocks start at index 0 of the axis. When its length is not a multiple of 32 the last block is short, as if zeros
 followed; codes keep the length of the input and scales have ceil(length / 32) entries.
 """
@@ -47,6 +54,8 @@ from torch.nn.functional import pad
 from kernels import dispatch
 
 BLOCK = 32
+GROUPS = (32, 128)
+SPREAD = 10  # powers of two between the row maxima that may share a scale of a square
 SCALE_NAN = 255
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
@@ -72,15 +81,37 @@ def scale_bytes(amax: Tensor) -> Tensor:
 
 
 @dispatch.register("mxfp8_quantize", "reference")
-def quantize(x: Tensor, axis: int) -> MXTensor:
+def quantize(x: Tensor, axis: int, group: int = BLOCK, square: bool = False) -> MXTensor:
     axis = axis % x.dim()
     length = x.shape[axis]
     blocks = _blocks(x.float(), axis)
-    scales = scale_bytes(blocks.abs().amax(axis + 1))
+    amax = blocks.abs().amax(axis + 1)
+    if group != BLOCK:
+        # The other one of the last two axes.
+        amax = _group_maxima(amax, axis, group, 2 * x.dim() - 3 - axis if square else None)
+    scales = scale_bytes(amax)
     # 2^(127 - b) is the E8M0 byte 254 - b, and NaN's 255 maps to itself modulo 256. The product is exact, and at most
     # 448 by the choice of the scale, so that the cast (round to nearest even) never has to saturate.
     codes = (blocks * _power_of_two(254 - scales).unsqueeze(axis + 1)).to(torch.float8_e4m3fn)
     return MXTensor(codes.flatten(axis, axis + 1).narrow(axis, 0, length), scales, axis)
+
+
+def _group_maxima(amax: Tensor, axis: int, group: int, square_axis: int | None) -> Tensor:
+    """Block maxima -> those of their groups of `group` elements along `axis`, or of the squares, in the same shape."""
+    along = group // BLOCK
+    wide = _blocks(amax, axis, along).amax(axis + 1).repeat_interleave(along, axis).narrow(axis, 0, amax.shape[axis])
+    if square_axis is None:
+        return wide
+    rows = _blocks(wide, square_axis, group)
+    largest = rows.amax(square_axis + 1, keepdim=True)
+    smallest = rows.where(rows > 0, torch.inf).amin(square_axis + 1, keepdim=True)
+    spread = _exponent(largest) - _exponent(smallest)
+    shared = rows.where(spread > SPREAD, largest).flatten(square_axis, square_axis + 1)
+    return shared.narrow(square_axis, 0, amax.shape[square_axis])
+
+
+def _exponent(magnitude: Tensor) -> Tensor:
+    return magnitude.contiguous().view(torch.int32) >> 23 & 0xFF
 
 
 @dispatch.register("mxfp8_dequantize", "reference")
@@ -102,11 +133,11 @@ def _power_of_two(scales: Tensor) -> Tensor:
     return scales.view(torch.float8_e8m0fnu).float()
 
 
-def _blocks(x: Tensor, axis: int) -> Tensor:
-    """[..., K, ...] -> [..., ceil(K / 32), 32, ...], zeros behind the end."""
-    missing = -x.shape[axis] % BLOCK
+def _blocks(x: Tensor, axis: int, size: int = BLOCK) -> Tensor:
+    """[..., K, ...] -> [..., ceil(K / size), size, ...], zeros behind the end."""
+    missing = -x.shape[axis] % size
     after = x.dim() - 1 - axis
-    return pad(x, (0, 0) * after + (0, missing)).unflatten(axis, (-1, BLOCK))
+    return pad(x, (0, 0) * after + (0, missing)).unflatten(axis, (-1, size))
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:

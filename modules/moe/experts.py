@@ -10,14 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from kernels.moe import experts, swiglu
 from kernels.mxfp8 import grouped_mm
 from modules.precision import Quantizable
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2F] to [..., F]: silu(first half) * second half (arXiv 2002.05202); computed in fp32, then rounded."""
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-    return (nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 class Experts(Quantizable):
@@ -39,6 +34,10 @@ class Experts(Quantizable):
         for weight in (self.w_gate_up, self.w_down):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
+
+    def route(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [N, D] through its experts `chosen` [N, k], mixed by `weights` [N, k] -> [N, D], as one operator."""
+        return experts(x, chosen, weights, self.w_gate_up, self.w_down, recipe=self.recipe)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, D] in expert order, ends [E] int32 cumulative -> [M, D] in autocast's dtype, else in that of x."""

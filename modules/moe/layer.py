@@ -63,6 +63,9 @@ class MoE(nn.Module):
             self.aux_loss = self.aux_loss_weight * load_balancing_loss(routing.scores, routing.counts)
         else:
             self.aux_loss = routing.scores.new_zeros(())
-        rows, ends, handle = self.dispatcher.dispatch(x, routing)
-        y = self.dispatcher.combine(self.experts(rows, ends), routing, handle)
+        if type(self.dispatcher) is Dispatcher:
+            y = self.experts.route(x, routing.experts, routing.weights)
+        else:
+            rows, ends, handle = self.dispatcher.dispatch(x, routing)
+            y = self.dispatcher.combine(self.experts(rows, ends), routing, handle)
         return y if self.shared is None else y + self.shared(x)

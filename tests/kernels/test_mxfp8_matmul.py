@@ -23,9 +23,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def rounded(x: Tensor, axis: int) -> Tensor:
+def rounded(x: Tensor, axis: int, group: int = 32, square: bool = False) -> Tensor:
     """x rounded to MXFP8 with blocks along `axis`, as float64."""
-    return mxfp8.dequantize(mxfp8.quantize(x, axis)).double()
+    return mxfp8.dequantize(mxfp8.quantize(x, axis, group=group, square=square)).double()
 
 
 def ends_of(sizes: list[int]) -> Tensor:
@@ -119,8 +119,12 @@ def test_grouped_mm_recipes_against_a_loop(sizes: list[int], slack: int, feature
         for expert, end in enumerate(offsets.tolist()):
             x_rows, dy_rows, matrix = x[start:end].detach(), dy[start:end], weight[expert].detach()
             operands = (x_rows, matrix, dy_rows, matrix, dy_rows, x_rows)
-            if recipe == "mxfp8":
-                operands = [rounded(t, axis) for t, axis in zip(operands, (1, 1, 1, 0, 0, 0), strict=True)]
+            if recipe in mxfp8.QUANTIZED:
+                group = mxfp8.QUANTIZED[recipe]
+                operands = [
+                    rounded(t, axis, group, group == 128 and t is matrix)
+                    for t, axis in zip(operands, (1, 1, 1, 0, 0, 0), strict=True)
+                ]
             elif recipe == "bf16":
                 operands = [t.bfloat16() for t in operands]
             fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_dy, wgrad_x = (t.double() for t in operands)
@@ -242,7 +246,7 @@ def test_torch_grouped_mm_says_what_it_needs() -> None:
     facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "in_features": 64, "out_features": 12}
     text = dispatch.explain("grouped_mm", **facts)
     assert "no: needs rows of whole 16-byte units (features in multiples of 8), got 64 and 12" in text
-    assert "chosen" in dispatch.explain("grouped_mm", **facts | {"out_features": 16}).splitlines()[1]
+    assert "torch        priority  10  chosen" in dispatch.explain("grouped_mm", **facts | {"out_features": 16})
     assert "needs sm_90, sm_100" in dispatch.explain("grouped_mm", **facts | {"capability": (9, 9)})
 
 

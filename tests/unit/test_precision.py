@@ -90,7 +90,7 @@ def test_a_wide_glob_leaves_router_logits_and_odd_widths_alone_and_says_why():
 @pytest.mark.parametrize(
     ("recipe", "globs", "message"),
     [
-        ("fp8", [], r"unknown precision 'fp8'; choose one of \['bf16', 'fp32', 'mxfp8'\]"),
+        ("fp8", [], r"unknown precision 'fp8'; choose one of \['bf16', 'fp32', 'mxfp8', 'mxfp8_g128'\]"),
         ("mxfp8", [], r"name layers, e\.g\. quantize=\['\*\.experts'\]"),
         ("bf16", ["*.experts"], r"bf16 quantises nothing, yet quantize=\['\*\.experts'\]"),
         (
@@ -173,7 +173,8 @@ def gradients(moe: MoE, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": tokens.grad, **{name: p.grad.clone() for name, p in moe.named_parameters()}}
 
 
-def test_quantised_moe_keeps_the_signal():
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_g128"])
+def test_quantised_moe_keeps_the_signal(recipe):
     """Output and every gradient of an MXFP8 layer against the same layer in fp32.
 
     E4M3 rounds to an eighth of a binade's lower end: error power (1/8)^2 / 12 against a mean square near 2, 32 dB for a
@@ -185,7 +186,7 @@ def test_quantised_moe_keeps_the_signal():
     moe = MoE(128, 64, 4, 2, num_shared_experts=1)
     x, upstream = torch.randn(257, 128), torch.randn(257, 128)
     reference = gradients(moe, x, upstream)
-    apply_recipe(moe, "mxfp8", QUANTISED)
+    apply_recipe(moe, recipe, QUANTISED)
     for name, value in gradients(moe, x, upstream).items():
         signal_to_noise = 20 * torch.log10(reference[name].norm() / (value - reference[name]).norm())
         assert 22 < signal_to_noise < 30, name

@@ -1,0 +1,66 @@
+"""Routed SwiGLU experts, from tokens to tokens. See `reference` for the mathematics.
+
+N tokens of width D, k experts each, E experts of hidden width F. Nothing here waits for the device: no size depends on
+the routing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.moe import fused  # noqa: F401  importing it registers its backend
+from kernels.moe.reference import Order, Permutation, capacity_of, combine, gather, swiglu
+from kernels.mxfp8 import check_recipe
+
+__all__ = ["Order", "Permutation", "capacity_of", "combine", "experts", "gather", "swiglu"]
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    recipe: str,
+    backend: str | None = None,
+) -> Tensor:
+    """out_n = sum_j weights[n, j] * expert chosen[n, j] of x_n, an expert being W_down (silu(W_gate x) * (W_up x)).
+
+    Args:
+        x: [N, D]; chosen: [N, k] int64, 0..E - 1; weights: [N, k], usually float32.
+        gate_up: [E, 2F, D], W_gate in rows 0:F and W_up in rows F:2F; down: [E, D, F].
+        recipe: of the products, one of `kernels.mxfp8.RECIPES`.
+    Returns:
+        [N, D] in autocast's dtype in its regions, else in that of x. Gradients for all but `chosen`.
+    Raises:
+        ValueError: unknown recipe, or shapes that don't fit together.
+    """
+    check_recipe(recipe)
+    if gate_up.dim() != 3:
+        raise ValueError(f"gate_up must be [E, 2F, D], got {list(gate_up.shape)}")
+    num_experts, double, dim = gate_up.shape
+    if x.dim() != 2 or x.shape[1] != dim:
+        raise ValueError(f"x must be [N, {dim}], as wide as gate_up {list(gate_up.shape)}, got {list(x.shape)}")
+    if double % 2 or down.shape != (num_experts, dim, double // 2):
+        raise ValueError(
+            f"down must be [E, D, F] = [{num_experts}, {dim}, {double // 2}] for gate_up [E, 2F, D] = "
+            f"{list(gate_up.shape)}, got {list(down.shape)}"
+        )
+    if chosen.shape != weights.shape or chosen.dim() != 2 or chosen.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"chosen and weights must be [{x.shape[0]}, k], a row for each token, got {list(chosen.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    out_dtype = dispatch.autocast_dtype(x)
+    facts = {
+        # Without a recipe operands have the dtype of the result.
+        "operands": {torch.bfloat16: "bf16"}.get(out_dtype, str(out_dtype)) if recipe == "none" else recipe,
+        "out_dtype": out_dtype,
+        "dim": dim,
+        "expert_dim": double // 2,
+        "num_experts": num_experts,
+    }
+    return dispatch.choose("moe_experts", backend, x, **facts)(x, chosen, weights, gate_up, down, recipe)

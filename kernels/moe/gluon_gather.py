@@ -1,0 +1,117 @@
+"""Rows gathered into expert order and quantised on the way; Gluon."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.moe.reference import Permutation
+from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_origin
+from kernels.mxfp8.gluon_quantize import launch_options, scales_like
+
+
+@gluon.jit(do_not_specialize=["num_groups", "top_k"])
+def gather_kernel(
+    x,
+    x_stride,
+    selections,
+    ends,
+    num_groups,
+    top_k,
+    row_codes,
+    row_scales,
+    column_codes,
+    column_scales,
+    num_rows,
+    num_columns,
+    COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    EVEN: gl.constexpr,
+    R: gl.constexpr,
+):
+    """One tile of the gathered rows; with GROUP 0 `row_codes` are bfloat16 and nothing is quantised."""
+    first_row, first_column = tile_origin(num_rows // 128, (num_columns + 127) // 128)
+    if first_row >= gl.load(ends + num_groups - 1):
+        return
+    LAYOUT: gl.constexpr = tile_layout(R)
+    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    selection = gl.load(selections + first_row + row)
+    source = gl.expand_dims((selection // top_k).to(gl.int64) * x_stride, 1)
+    _, column, offset = tile_offsets(num_columns, R)
+    mask = gl.expand_dims(selection >= 0, 1)
+    if not EVEN:
+        mask = mask & (first_column + column < num_columns)
+    tile = gl.load(x + source + first_column + column, mask=mask, other=0.0)
+    if GROUP == 0:
+        at = row_codes + first_row.to(gl.int64) * num_columns + first_column + offset
+        if EVEN:
+            gl.store(at, tile.to(gl.bfloat16))
+        else:
+            gl.store(at, tile.to(gl.bfloat16), mask=(first_column + column < num_columns) & (row[:, None] >= 0))
+    else:
+        quantize_rows(
+            tile,
+            row_codes,
+            row_scales,
+            first_row,
+            first_column,
+            num_rows,
+            num_columns,
+            GROUP,
+            False,
+            False,
+            EVEN,
+            R,
+        )
+        if COLUMNS:
+            quantize_columns(
+                tile,
+                column_codes,
+                column_scales,
+                first_row,
+                first_column,
+                num_rows,
+                num_columns,
+                GROUP,
+                False,
+                False,
+                EVEN,
+                R,
+            )
+
+
+def gather(x: Tensor, permutation: Permutation, group: int, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, D] -> codes [M, D], scales [M, D / 32], codes [D, M], scales [D, M / 32] of the rows in expert order.
+
+    The last two are empty unless `columns`. With group 0 the first is bfloat16 and all others are empty. Padding rows
+    are zeros; rows behind the last end are not written.
+    """
+    num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    dtype = torch.float8_e4m3fn if group else torch.bfloat16
+    row_codes = x.new_empty(num_rows, num_columns, dtype=dtype)
+    column_codes = x.new_empty((num_columns, num_rows) if columns else (0, 0), dtype=torch.float8_e4m3fn)
+    row_scales = scales_like(row_codes if group else column_codes, False)
+    column_scales = scales_like(column_codes, False)
+    if row_codes.numel():
+        gather_kernel[(num_rows // TILE * -(-num_columns // TILE),)](
+            x,
+            x.stride(0),
+            permutation.selections,
+            permutation.ends,
+            permutation.ends.shape[0],
+            permutation.rows.shape[1],
+            row_codes,
+            row_scales,
+            column_codes,
+            column_scales,
+            num_rows,
+            num_columns,
+            COLUMNS=columns,
+            GROUP=group,
+            EVEN=num_columns % TILE == 0,
+            **launch_options(),
+        )
+    return row_codes, row_scales, column_codes, column_scales

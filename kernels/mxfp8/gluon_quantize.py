@@ -1,0 +1,138 @@
+"""MXFP8 quantisation of a tensor in one pass, along rows, along columns or both; Gluon."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.custom_op import custom_op
+from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_origin
+
+
+def launch_options() -> dict[str, int]:
+    """Rows of a tile that a thread holds, the warps that this makes, and their registers."""
+    # Two programs share a multiprocessor, so that one loads while the other stores.
+    return {"R": 8, "num_warps": 8, "maxnreg": 128}
+
+
+@gluon.jit(do_not_specialize=["row_scales_stride", "column_scales_stride"])
+def quantize_kernel(
+    x,
+    row_codes,
+    row_scales,
+    column_codes,
+    column_scales,
+    num_rows,
+    num_columns,
+    row_scales_stride,
+    column_scales_stride,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SQUARE: gl.constexpr,
+    SWIZZLE: gl.constexpr,
+    EVEN: gl.constexpr,
+    R: gl.constexpr,
+):
+    """One tile of one matrix of the batch."""
+    first_row, first_column = tile_origin((num_rows + 127) // 128, (num_columns + 127) // 128)
+    batch = gl.program_id(1).to(gl.int64)
+    matrix = batch * num_rows * num_columns
+    row, column, offset = tile_offsets(num_columns, R)
+    at = x + matrix + first_row.to(gl.int64) * num_columns + first_column + offset
+    if EVEN:
+        tile = gl.load(at)
+    else:
+        tile = gl.load(at, mask=(first_row + row < num_rows) & (first_column + column < num_columns), other=0.0)
+    if ROWS:
+        quantize_rows(
+            tile,
+            row_codes + matrix,
+            row_scales + batch * row_scales_stride,
+            first_row,
+            first_column,
+            num_rows,
+            num_columns,
+            GROUP,
+            SQUARE,
+            SWIZZLE,
+            EVEN,
+            R,
+        )
+    if COLUMNS:
+        quantize_columns(
+            tile,
+            column_codes + matrix,
+            column_scales + batch * column_scales_stride,
+            first_row,
+            first_column,
+            num_rows,
+            num_columns,
+            GROUP,
+            SQUARE,
+            SWIZZLE,
+            EVEN,
+            R,
+        )
+
+
+def scales_like(codes: Tensor, swizzle: bool) -> Tensor:
+    """Uninitialised scales of codes [..., rows, columns] with blocks along the last axis."""
+    *batch, rows, columns = codes.shape
+    blocks = -(-columns // 32)
+    if swizzle:
+        return codes.new_empty(*batch, -(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8)
+    return codes.new_empty(*batch, rows, blocks, dtype=torch.uint8)
+
+
+def _empty(x: Tensor, transpose: bool, swizzle: bool, wanted: bool) -> tuple[Tensor, Tensor]:
+    if not wanted:
+        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.uint8)
+    *batch, rows, columns = x.shape
+    shape = (*batch, columns, rows) if transpose else (*batch, rows, columns)
+    codes = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+    return codes, scales_like(codes, swizzle)
+
+
+@custom_op("gemsmith::mxfp8_quantize")
+def quantize_both(
+    x: Tensor, rows: bool, columns: bool, group: int, square: bool, swizzle: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [..., R, C] -> codes [..., R, C], scales [..., R, C / 32], codes [..., C, R], scales [..., C, R / 32].
+
+    What `rows` and `columns` do not ask for is empty. With `swizzle` scales are [..., bytes] in tiles of 128 x 4.
+    """
+    x = x.contiguous()
+    row_codes, row_scales = _empty(x, False, swizzle, rows)
+    column_codes, column_scales = _empty(x, True, swizzle, columns)
+    if x.numel() == 0:
+        return row_codes, row_scales.zero_(), column_codes, column_scales.zero_()
+    num_rows, num_columns = x.shape[-2:]
+    batch = x.numel() // (num_rows * num_columns)
+    tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
+    quantize_kernel[(tiles, batch)](
+        x,
+        row_codes,
+        row_scales,
+        column_codes,
+        column_scales,
+        num_rows,
+        num_columns,
+        row_scales.numel() // batch,
+        column_scales.numel() // batch,
+        ROWS=rows,
+        COLUMNS=columns,
+        GROUP=group,
+        SQUARE=square,
+        SWIZZLE=swizzle,
+        EVEN=num_rows % TILE == 0 and num_columns % TILE == 0,
+        **launch_options(),
+    )
+    return row_codes, row_scales, column_codes, column_scales
+
+
+@quantize_both.register_fake
+def _(x, rows, columns, group, square, swizzle):
+    return *_empty(x, False, swizzle, rows), *_empty(x, True, swizzle, columns)

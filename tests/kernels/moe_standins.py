@@ -1,0 +1,69 @@
+"""What each kernel of the fused experts computes, in plain PyTorch: their oracles, and their stand-ins on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import mxfp8
+from kernels.moe.reference import ROWS, Permutation, permutation
+
+__all__ = ["collect", "combine", "gather", "permutation", "quantize_both", "quantized", "swiglu", "swiglu_backward"]
+
+
+def quantized(x: Tensor, axis: int, group: int, square: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales with blocks along `axis`, which becomes the last one."""
+    codes, scales, _ = mxfp8.quantize(x, axis, group=group, square=square, backend="reference")
+    return (codes, scales) if axis % x.dim() == x.dim() - 1 else (codes.mT.contiguous(), scales.mT.contiguous())
+
+
+def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
+    return like.new_empty(0, 0, dtype=torch.float8_e4m3fn), like.new_empty(0, 0, dtype=torch.uint8)
+
+
+def quantize_both(x: Tensor, rows: bool, columns: bool, group: int, square: bool, swizzle: bool) -> tuple[Tensor, ...]:
+    assert not swizzle
+    return (
+        *(quantized(x, -1, group, square) if rows else _nothing(x)),
+        *(quantized(x, -2, group, square) if columns else _nothing(x)),
+    )
+
+
+def gather(x: Tensor, places: Permutation, group: int, columns: bool) -> tuple[Tensor, ...]:
+    selections = places.selections.long()
+    rows = x[selections.clamp(min=0) // places.rows.shape[1]].masked_fill((selections < 0)[:, None], 0.0)
+    if not group:
+        return rows.bfloat16(), *_nothing(x)[::-1], *_nothing(x)
+    return *quantized(rows, 1, group), *(quantized(rows, 0, group) if columns else _nothing(x))
+
+
+def swiglu(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.float().chunk(2, 1)
+    result = (torch.nn.functional.silu(gate) * up).bfloat16()
+    return quantized(result, 1, group) if group else (result, _nothing(result)[1])
+
+
+def swiglu_backward(
+    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, group: int
+) -> tuple[Tensor, ...]:
+    gate, up = gate_up.float().chunk(2, 1)
+    weight = (weights.flatten()[selections.long().clamp(min=0)] * (selections >= 0))[:, None]
+    sigmoid = torch.sigmoid(gate)
+    result = (gate * sigmoid * up).bfloat16().float()
+    partial = (result * grad.float()).unflatten(1, (-1, ROWS)).sum(2)
+    upstream = grad.float() * weight
+    d_gate = upstream * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
+    d_hidden = torch.cat([d_gate, upstream * gate * sigmoid], 1).bfloat16()
+    result = (result * weight).bfloat16()
+    if not group:
+        return d_hidden, *_nothing(grad)[::-1], _nothing(grad)[1], result, _nothing(grad)[1], partial
+    return *quantized(d_hidden, 1, group), *quantized(d_hidden, 0, group), *quantized(result, 0, group), partial
+
+
+def combine(values: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    picked = values[rows.long()].float()
+    return (picked if weights is None else picked * weights[..., None].float()).sum(1).to(dtype)
+
+
+def collect(partial: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return partial.sum(1)[rows.long()].to(dtype)

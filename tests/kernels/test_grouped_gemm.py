@@ -1,0 +1,362 @@
+"""Grouped products on the GPU: what compiles to what, and each product against float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels import dispatch
+from kernels.mxfp8 import (
+    gluon_grouped_bf16,
+    gluon_grouped_fp8,
+    gluon_grouped_strict,
+    grouped,
+    grouped_backends,
+    triton_grouped,
+    triton_grouped_blackwell,
+)
+from kernels.mxfp8.grouped import Quantized
+from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.grouped_sizes import ALIGNED, RAGGED
+from tests.kernels.interpreting import interpret
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+def _descriptor(dtype: str, *block: int) -> str:
+    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), types[dtype])
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], limit: int) -> Compiled:
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {"ends": "*i32"} | types
+    return compile_ahead(
+        kernel, signature, constants, target="sm_90", gluon=True, maxnreg=limit, divisible_by_16=["N", "K"]
+    )
+
+
+def _bf16() -> Compiled:
+    types = {
+        "a_desc": _descriptor("bf16", 64, 64),
+        "b_desc": _descriptor("bf16", 256, 64),
+        "out_desc": _descriptor("bf16", 64, 128),
+        "out": "*bf16",
+    }
+    constants = {"WGRAD": False, "B_T": False, "BLOCKS": 3, "STAGES": gluon_grouped_bf16._STAGES[3]}
+    return _compiled(gluon_grouped_bf16._kernel, types, constants, 168)
+
+
+def _strict() -> Compiled:
+    types = {
+        "a_desc": _descriptor("fp8e4nv", 64, 64),
+        "b_desc": _descriptor("bf16", 256, 64),
+        "out_desc": _descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "scales": "*i32",
+    }
+    blocks = gluon_grouped_strict.BLOCKS
+    constants = {"WGRAD": False, "BLOCKS": blocks, "STAGES": gluon_grouped_strict._STAGES[blocks]}
+    return _compiled(gluon_grouped_strict._kernel, types, constants, 168)
+
+
+def _fp8(wgrad: bool) -> Compiled:
+    rows = gluon_grouped_fp8.WGRAD_ROWS if wgrad else gluon_grouped_fp8.MM_ROWS
+    blocks, consumers, registers, limit = gluon_grouped_fp8.TILES[rows]
+    table = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    types = {
+        "a_desc": _descriptor("fp8e4nv", 64, 128),
+        "b_desc": _descriptor("fp8e4nv", 128, 128),
+        "table_desc": f"tensordesc<fp32[1, 128],{table!r}>",
+        "out_desc": _descriptor("bf16", 64, 128),
+        "out": "*bf16",
+        "a_scales": "*fp32" if wgrad else "*i32",
+        "table": "*fp32",
+        "differ": "*i32",
+    }
+    constants = {"WGRAD": wgrad, "BLOCKS": blocks, "CONSUMERS": consumers, "REGISTERS": registers}
+    return _compiled(gluon_grouped_fp8._kernel, types, constants, limit)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "products", "spill_bytes"),
+    [
+        (_bf16, "m64n256k16.f32.bf16", 0),
+        (_strict, "m64n256k16.f32.bf16", 0),
+        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 0),
+        (lambda: _fp8(True), "m64n128k32.f32.e4m3", 0),
+    ],
+    ids=["bf16", "mxfp8", "mxfp8_g128", "mxfp8_g128 wgrad"],
+)
+def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
+    kernel = compiled()
+    for instruction in (f"wgmma.mma_async.sync.aligned.{products}", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
+        assert instruction in kernel.ptx, instruction
+    assert kernel.spill_bytes <= spill_bytes
+    assert kernel.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", ["_mm", "_wgrad"])
+def test_compiles_to_block_scaled_products_on_blackwell(name: str) -> None:
+    kernel = getattr(triton_grouped_blackwell, name)
+    constants = {"TILE": 128, "BLOCK_K": 128} | ({"BAND": 8} if name == "_mm" else {})
+    signature = {argument: "i32" for argument in kernel.arg_names if argument not in constants}
+    signature |= {argument: "*fp8e4nv" for argument in ("a", "b", "dy", "x") if argument in signature}
+    signature |= {argument: "*u8" for argument in signature if argument.endswith("scales")}
+    signature |= {"out": "*bf16", "ends": "*i32"}
+    compiled = compile_ahead(
+        kernel, signature, constants, target="sm_100", num_warps=8, num_stages=4, divisible_by_16=["m", "n", "k"]
+    )
+    assert compiled.contains("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X")
+    assert compiled.spill_bytes == 0
+
+
+def codes_of(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).to(device)
+
+
+def scales_of(*shape: int, device: str = "cpu", group: int = 32, square: bool = False) -> Tensor:
+    """Scale bytes of `shape`, of elements or blocks of 32 as the last axis counts."""
+    across = 128 if square else 1
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = (*shape[:-2], shape[-2] // across, shape[-1] // (group // 32))
+    scales = torch.randint(115, 135, sizes, dtype=torch.uint8, generator=generator)
+    return scales.repeat_interleave(group // 32, -1).repeat_interleave(across, -2).to(device)
+
+
+def values_of(quantized: Quantized) -> Tensor:
+    """float64, exactly."""
+    scales = torch.exp2(quantized.scales.double() - 127)
+    return quantized.codes.to(torch.float32).double() * scales.repeat_interleave(32, -1)
+
+
+def test_scales_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    for square, rows in ((True, 256), (False, 200)):
+        scales = scales_of(rows, 72, group=128, square=square)
+        scales[0, :4] = scales[0, 0]
+        table, differ = triton_grouped.transposed_scales(scales)
+        assert torch.equal(table, torch.exp2(scales[:, ::4].t().float() - 127))
+        assert differ.tolist() == [int(not square)]
+
+
+def test_one_row_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    scales = scales_of(384, 72, group=128, square=True)
+    scales[130, 64:68] += 1
+    assert triton_grouped.transposed_scales(scales)[1].tolist() == [1]
+
+
+def test_codes_are_dequantised_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(40).view(torch.float8_e4m3fn).view(40, 256)
+    codes = torch.where(codes.float().isnan(), 0.0, codes.float()).to(torch.float8_e4m3fn)
+    # Smaller results are subnormal in bfloat16, which the interpreter makes zeros.
+    scales = torch.arange(12, 252, 6, dtype=torch.uint8)[:, None].repeat(1, 8)
+    values = triton_grouped.dequantize_rows(codes, scales)
+    assert torch.equal(values.double(), values_of(Quantized(codes, scales)))
+
+
+def test_a_scale_that_is_no_number_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    codes = codes_of(1, 64)
+    values = triton_grouped.dequantize_rows(codes, torch.tensor([[255, 127]], dtype=torch.uint8))
+    assert values[0, :32].isnan().all()
+    assert torch.equal(values[0, 32:].float(), codes[0, 32:].float())
+
+
+@pytest.mark.parametrize(("rows", "ends"), [(300, [0, 100, 130]), (5, [5]), (5, [0]), (0, [0])], ids=str)
+def test_rows_without_a_group_are_cleared(rows: int, ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    monkeypatch.setattr(triton_grouped, "_CLEAR_PROGRAMS", 2)
+    values = torch.full((rows, 24), math.nan)
+    values[: ends[-1]] = 1
+    triton_grouped.clear_rest(values, torch.tensor(ends, dtype=torch.int32))
+    assert torch.equal(values, (torch.arange(rows) < ends[-1]).float()[:, None].expand(rows, 24))
+
+
+def test_what_the_kernels_cannot_take_is_left_to_others() -> None:
+    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "in_features": 512, "out_features": 512}
+    assert "multiples of 32" in dispatch.explain("grouped_wgrad", **facts, multiple=32)
+    assert "features in multiples of 64" in dispatch.explain("grouped_mm", **facts | {"in_features": 520})
+    facts["dtype"] = torch.float8_e4m3fn
+    assert "features in multiples of 128" in dispatch.explain(
+        "mxfp8_grouped_fprop", **facts | {"out_features": 64}, group=128
+    )
+    blackwell = dispatch.explain("mxfp8_grouped_fprop", **facts | {"capability": (10, 0)}, group=32)
+    assert "needs sm_90" in blackwell
+    assert "triton       priority  -3  can serve" in blackwell
+
+
+def ends_of(sizes: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(sizes, device="cuda").cumsum(0).to(dtype)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape))).bfloat16()
+
+
+def _check(out: Tensor, oracle: Tensor, group: int) -> None:
+    if group == 32:
+        assert_close_to_oracle(out, oracle, ROUNDED)
+    else:
+        assert_close_to_oracle(out.bfloat16(), oracle, FP8_SUMS)
+
+
+def products(a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
+    """Each group's rows of a times its b, transposed, in float64."""
+    rows = zip(a.double().split(sizes), b.double(), strict=True)
+    return torch.cat([group @ matrix.t() for group, matrix in rows])
+
+
+def sums(dy: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
+    """Each group's dy^T x in float64."""
+    rows = zip(dy.double().split(sizes), x.double().split(sizes), strict=True)
+    return torch.stack([dy_group.t() @ x_group for dy_group, x_group in rows])
+
+
+BACKENDS = {32: "gluon_strict", 128: "gluon"}
+# Tensor cores truncate: twice the error of rounding.
+ROUNDED = Tolerance("one rounding of truncated float32 sums of up to 5121 exact products", reduction=4 * 5121)
+# FP8 instructions add up 32 products with 13 bits behind the point of the largest. Results are judged as bfloat16:
+# after four such roundings, before a float32 sum takes 128 products over, and the rounding of the result.
+FP8_SUMS = Tolerance(
+    "sums of 128 products in FP8 instructions, then in float32; one rounding of the result", roundings=5
+)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [*ALIGNED.values(), *RAGGED.values()], ids=str)
+def test_bf16_products_and_gradients(sizes: list[int], transposed: bool) -> None:
+    n, k, rows = 320, 192, sum(sizes)
+    weight = random(len(sizes), k, n).mT if transposed else random(len(sizes), n, k)
+    x, ends = random(rows + 40, k), ends_of(sizes)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return dispatch.choose("grouped_mm", "gluon", x, in_features=k, out_features=n)(x, weight, ends)
+
+    def oracle(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([products(x[:rows], weight, sizes), x.new_zeros(40, n)])
+
+    with poisoned_empty():
+        check_gradients(function, oracle, {"x": x, "weight": weight}, ROUNDED)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_either_height_of_tiles(blocks: int) -> None:
+    sizes = RAGGED["ragged"]
+    x, weight = random(sum(sizes), 192), random(len(sizes), 320, 192)
+    out = gluon_grouped_bf16.grouped_mm(x, weight, ends_of(sizes, torch.int64), blocks)
+    assert_close_to_oracle(out, products(x, weight, sizes), ROUNDED)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
+@pytest.mark.parametrize(("n", "k", "blocks"), [(320, 576, 3), (320, 576, 2), (1024, 2048, None), (64, 64, None)])
+def test_bf16_weight_gradients(sizes: list[int], n: int, k: int, blocks: int | None) -> None:
+    rows, ends = sum(sizes), ends_of(sizes)
+    dy, x = random(rows + 64, n), random(rows + 64, k)
+    dy[rows:] = x[rows:] = math.nan
+    oracle = sums(dy[:rows], x[:rows], sizes)
+    for dtype in (torch.bfloat16, torch.float32):
+        with poisoned_empty():
+            assert_close_to_oracle(gluon_grouped_bf16.grouped_wgrad(dy, x, ends, dtype, blocks), oracle, ROUNDED)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
+def test_quantised_products(sizes: list[int], group: int, square: bool) -> None:
+    n, k, rows, experts = 384, 640, sum(sizes), len(sizes)
+    a = Quantized(
+        codes_of(rows + 128, k, device="cuda"), scales_of(rows + 128, k // 32, device="cuda", group=group), group
+    )
+    b_scales = scales_of(experts, n, k // 32, device="cuda", group=group, square=square)
+    b = Quantized(codes_of(experts, n, k, device="cuda", seed=1), b_scales, group)
+    a.codes.view(torch.uint8)[rows:] = 0x7F
+    oracle = products(values_of(a)[:rows], values_of(b), sizes)
+    choice = dispatch.choose(
+        "mxfp8_grouped_fprop", BACKENDS[group], a.codes, group=group, in_features=k, out_features=n
+    )
+    with poisoned_empty():
+        out, again = (choice(a, b, ends_of(sizes))[:rows] for _ in range(2))
+    _check(out, oracle, group)
+    assert torch.equal(out, again)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
+def test_quantised_weight_gradients(sizes: list[int], group: int, dtype: torch.dtype) -> None:
+    n, k, rows = 640, 384, sum(sizes)
+    length = rows + 128
+
+    def operand(features: int, seed: int) -> Quantized:
+        codes = codes_of(features, length, device="cuda", seed=seed)
+        codes.view(torch.uint8)[:, rows:] = 0x7F
+        return Quantized(codes, scales_of(features, length // 32, device="cuda", group=group), group)
+
+    dy, x = operand(n, 0), operand(k, 1)
+    oracle = sums(values_of(dy)[:, :rows].t(), values_of(x)[:, :rows].t(), sizes)
+    choice = dispatch.choose(
+        "mxfp8_grouped_wgrad", BACKENDS[group], dy.codes, group=group, in_features=k, out_features=n
+    )
+    with poisoned_empty():
+        out, again = (choice(dy, x, ends_of(sizes), dtype) for _ in range(2))
+    _check(out, oracle, group)
+    assert torch.equal(out, again)
+
+
+@hopper
+@pytest.mark.gpu
+def test_operators_are_well_formed() -> None:
+    sizes = [128, 0, 64]
+    x, dy, weight, ends = random(200, 64), random(200, 128), random(3, 128, 64), ends_of(sizes)
+    x, dy, weight = (tensor.requires_grad_() for tensor in (x, dy, weight))
+    torch.library.opcheck(grouped_backends._grouped_mm.definition, (x, weight, ends))
+    torch.library.opcheck(grouped_backends._grouped_wgrad.definition, (dy, x, ends))
+
+
+@hopper
+@pytest.mark.gpu
+def test_operands_that_tma_cannot_address_are_copied() -> None:
+    ends = ends_of([100, 28])
+    memory = random(128 * 192 + 1)[1:]
+    x, weight = memory.view(128, 192), random(2, 64, 384)[:, :, ::2]
+    out = grouped.fprop(x, weight, ends)
+    choice = dispatch.choose("grouped_mm", "gluon", x, in_features=192, out_features=64)
+    assert_close_to_oracle(choice(x, weight, ends), products(x, weight, [100, 28]), ROUNDED)
+    assert out.shape == (128, 64)
+
+
+@hopper
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    sizes, n, k = [256, 0, 128], 128, 256
+    x, weight, ends = random(512, k).requires_grad_(), random(3, n, k).requires_grad_(), ends_of(sizes)
+    choice = dispatch.choose("grouped_mm", "gluon", x, in_features=k, out_features=n)
+    choice(x, weight, ends).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        choice(x, weight, ends).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

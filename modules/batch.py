@@ -7,7 +7,7 @@ the classical impression batch and no case of its own. Packing rows into a batch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -166,12 +166,12 @@ class RequestBatch(Pipelineable):
         """The same candidates with a request of their own each: the batch that a broadcasting model would train on."""
         owner = self.owner
         return RequestBatch(
-            request_sparse=_select_rows(self.request_sparse, owner),
+            request_sparse=select_rows(self.request_sparse, owner),
             candidate_sparse=self.candidate_sparse,
             request_dense=self.request_dense[owner],
             candidate_dense=self.candidate_dense,
-            histories=_select_rows(self.histories, owner),
-            history_times=_select_rows(self.history_times, owner),
+            histories=select_rows(self.histories, owner),
+            history_times=select_rows(self.history_times, owner),
             request_time=self.request_time[owner],
             candidate_offsets=torch.arange(self.num_candidates + 1, device=owner.device),
             labels=self.labels,
@@ -181,7 +181,19 @@ class RequestBatch(Pipelineable):
         )
 
 
-def _select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
+def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:
+    """A batch of one request with `count` candidates: its own, over and over."""
+    rows = torch.arange(count, device=batch.row.device) % batch.num_candidates
+    names = ("candidate_dense", "labels", "weights", "group", "row")
+    return replace(
+        batch,
+        candidate_sparse=select_rows(batch.candidate_sparse, rows),
+        candidate_offsets=torch.tensor([0, count], device=rows.device),
+        **{name: getattr(batch, name)[rows] for name in names},
+    )
+
+
+def select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
     """The given rows of every key, in order and with repetition."""
     num_keys, num_rows = len(features.keys()), features.stride()
     key = torch.arange(num_keys, device=rows.device).repeat_interleave(rows.numel())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kernels.bench.environment import slug
 from kernels.bench.timing import interleaved
 from kernels.gdpa import bench as gdpa_bench
 from kernels.gdpa import bench_peer
+from kernels.ikbo import bench_lce_peer
 
 CPU = torch.device("cpu")
 
@@ -143,19 +145,30 @@ def test_jagged_family_on_the_cpu(tmp_path: Path) -> None:
     assert_family_was_timed("jagged", tmp_path)
 
 
-def test_gdpa_family_on_the_cpu(tmp_path: Path) -> None:
-    assert main(["gdpa", *QUICK, str(tmp_path)]) == 0
-    assert_family_was_timed("gdpa", tmp_path)
+@pytest.mark.parametrize("family", ["gdpa", "ikbo", "moe"])
+def test_family_on_the_cpu(family: str, tmp_path: Path) -> None:
+    assert main([family, *QUICK, str(tmp_path)]) == 0
+    assert_family_was_timed(family, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "reason"), [(None, "does not name a checkout"), ("nowhere", "has no folder triton")])
-def test_gdpa_says_why_the_peer_is_missing(monkeypatch: pytest.MonkeyPatch, place: str | None, reason: str) -> None:
-    monkeypatch.delenv(bench_peer.VARIABLE, raising=False)
+@pytest.mark.parametrize(
+    ("peer", "place", "reason"),
+    [
+        (bench_peer, None, "does not name a checkout"),
+        (bench_peer, "nowhere", "has no folder triton"),
+        (bench_lce_peer, None, "does not name a checkout"),
+        (bench_lce_peer, "nowhere", "has no ops/triton_ikbo_lce.py"),
+    ],
+)
+def test_says_why_a_peer_is_missing(
+    monkeypatch: pytest.MonkeyPatch, peer: ModuleType, place: str | None, reason: str
+) -> None:
+    monkeypatch.delenv(peer.VARIABLE, raising=False)
     if place is not None:
-        monkeypatch.setenv(bench_peer.VARIABLE, place)
-    bench_peer.load_peer.cache_clear()
+        monkeypatch.setenv(peer.VARIABLE, place)
+    peer.load_peer.cache_clear()
     with pytest.raises(dispatch.UnsupportedError, match=reason):
-        bench_peer.load_peer()
+        peer.load_peer()
 
 
 def test_heavy_tailed_lengths_are_mostly_short() -> None:
@@ -173,7 +186,7 @@ def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert families() == ["gdpa", "jagged", "mxfp8"]
+    assert families() == ["gdpa", "ikbo", "jagged", "moe", "mxfp8"]
     with pytest.raises(SystemExit):
         main(["jaged"])
     assert "jagged" in capsys.readouterr().err

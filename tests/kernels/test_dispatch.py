@@ -171,4 +171,5 @@ def test_autocast_operands() -> None:
     assert dispatch.autocast_operands(single)[0] is single
     with torch.autocast("cpu", torch.bfloat16):
         half, kept = dispatch.autocast_operands(single, double)
-    assert (half.dtype, kept.dtype) == (torch.bfloat16, torch.float64)
+        dtypes = dispatch.autocast_dtype(single), dispatch.autocast_dtype(double)
+    assert (half.dtype, kept.dtype) == dtypes == (torch.bfloat16, torch.float64)

@@ -14,7 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+import kernels.ikbo.attention
+import kernels.ikbo.lce
 import kernels.jagged
+from kernels import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
@@ -194,7 +197,10 @@ def test_a_candidate_changes_its_own_logits_only_and_every_event_counts(variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant):
+def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monkeypatch):
+    # The counter does not see into operators, but into references.
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "linear_compression=reference")
+    monkeypatch.setattr(dispatch, "_chosen", {})
     spec = random_spec()
     model, batch = Ranking(variant, spec), random_batch(spec, (4, 4, 4), (6, 6, 6))
     tokens = model.embedding(batch)
@@ -239,7 +245,14 @@ class NoHostSync(TorchDispatchMode):
 @pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm"])
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
-    for package in (kernels.jagged, kernels.jagged.reference):
+    packages = (
+        kernels.jagged,
+        kernels.jagged.reference,
+        kernels.jagged.pointwise,
+        kernels.ikbo.lce,
+        kernels.ikbo.attention,
+    )
+    for package in packages:
         for check in ("check_offsets", "check_lengths"):
             monkeypatch.setattr(package, check, lambda *args: None, raising=False)
     spec = random_spec()

@@ -11,6 +11,7 @@ from modules.broadcast import CandidateRows
 from modules.lce import LCE
 from modules.mlp import MLP, TaskHeads, linear_flops
 from modules.norms import rms_norm
+from modules.precision import apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
 
 
@@ -112,6 +113,18 @@ def test_lce_with_request_tokens_equals_one_map_over_all_tokens():
     cotangent = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(y, inputs, cotangent) for y in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_lce_with_a_precision_recipe_multiplies_by_its_layers():
+    lce = LCE(num_candidate=32, num_out=32, num_request=64)
+    rows = CandidateRows(torch.tensor([0, 0, 2]), torch.tensor([0, 2, 2, 3]))
+    candidate, request = torch.randn(3, 32, 8), torch.randn(3, 64, 8)
+    expected = lce(candidate, request, rows)
+    apply_recipe(lce, "mxfp8", ["candidate", "request"])
+    quantised = lce(candidate, request, rows)
+    assert 0 < (quantised - expected).norm() / expected.norm() < 0.1
+    with in_high_precision(lce):
+        torch.testing.assert_close(lce(candidate, request, rows), expected)
 
 
 def test_lce_of_candidate_tokens_alone():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from modules.broadcast import CandidateRows
 from modules.interaction import CrossNet, DHENLayer, DotInteraction
 from modules.mlp import linear_flops
 
@@ -29,8 +31,44 @@ def test_dhen_layer_normalises_the_ensemble_plus_shortcut():
     layer = DHENLayer(3, 4, rank=2, hidden=[5], dropout=0.0).double()
     tokens = torch.randn(2, 3, 4, dtype=torch.float64)
     gram = tokens @ tokens.mT / 4**0.5
-    dot = layer.dot_output(torch.stack([gram[:, 0, 1], gram[:, 0, 2], gram[:, 1, 2]], dim=1)).view(2, 3, 4)
-    y = dot + layer.cross(tokens.flatten(1)).view(2, 3, 4) + tokens
+    pairs = torch.stack([gram[:, 0, 1], gram[:, 0, 2], gram[:, 1, 2]], dim=1)
+    dot = layer.dot_output(layer.dot_hidden.own(pairs)).view(2, 3, 4)
+    x = tokens.flatten(1)
+    y = dot + (x * layer.up(layer.down.own(x)) + x).view(2, 3, 4) + tokens
     torch.testing.assert_close(layer(tokens), y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     assert layer(tokens[:0]).shape == (0, 3, 4)
-    assert layer.flops() == 2 * 3 * 3 * 4 + linear_flops(layer.dot_output) + linear_flops(layer.cross)
+    products = linear_flops(layer.dot_hidden) + linear_flops(layer.dot_output)
+    assert layer.flops(2, 1) == 2 * (2 * 3 * 3 * 4 + products + linear_flops(layer.down) + linear_flops(layer.up))
+
+
+@pytest.mark.parametrize("hidden", [[5], []])
+@pytest.mark.parametrize("num_shared", [1, 3])
+def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared: int, hidden: list[int]):
+    torch.manual_seed(0)
+    num_own, dim = 2, 4
+    options = {"rank": 2, "hidden": hidden, "dropout": 0.0}
+    layer = DHENLayer(num_shared + num_own, dim, num_shared=num_shared, max_candidates=3, **options).double()
+    whole = DHENLayer(num_shared + num_own, dim, **options).double()
+    with torch.no_grad():
+        # The same maps in the order of one set of tokens: shared ones first, pairs i < j row by row.
+        own_first = torch.cat([layer.down.own.weight, layer.down.shared.weight], 1)
+        whole.down.own.weight.copy_(own_first.roll(num_shared * dim, 1))
+        whole.up.load_state_dict(layer.up.state_dict())
+        whole.dot_output.load_state_dict(layer.dot_output.state_dict())
+        whole.dot_hidden.own.bias.copy_(layer.dot_hidden.own.bias)
+        parts = [layer.dot_hidden.own, *filter(None, [layer.dot_hidden.shared])]
+        columns = torch.cat([part.weight for part in parts], 1)
+        names = [(i, j) for i in range(num_own) for j in range(i + 1, num_own)]
+        names = [(i + num_shared, j + num_shared) for i, j in names]
+        names += [(j, i + num_shared) for i in range(num_own) for j in range(num_shared)]
+        names += [(i, j) for i in range(num_shared) for j in range(i + 1, num_shared)]
+        whole.dot_hidden.own.weight.copy_(columns[:, [names.index(pair) for pair in sorted(names)]])
+    rows = CandidateRows(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 3, 4]))
+    own = torch.randn(4, num_own, dim, dtype=torch.float64, requires_grad=True)
+    shared = torch.randn(3, num_shared, dim, dtype=torch.float64, requires_grad=True)
+    actual = layer(own, shared, rows)
+    expected = whole(torch.cat([shared[rows.owner], own], 1))
+    torch.testing.assert_close(actual, expected)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, (own, shared), cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)

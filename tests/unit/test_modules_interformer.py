@@ -77,7 +77,7 @@ def test_pffn_branch_starts_near_the_identity():
     assert 0.02 < out.norm() / values.norm() < 0.3
 
 
-def test_sequence_summary_is_cls_then_pma_then_recent_events_without_cls():
+def test_sequence_summary_is_cls_then_recent_events_without_cls_then_pma():
     torch.manual_seed(0)
     num_cls, num_recent = 2, 3
     cross = SequenceSummary(
@@ -97,20 +97,21 @@ def test_sequence_summary_is_cls_then_pma_then_recent_events_without_cls():
     values = torch.randn(int(offsets[-1]), DIM, dtype=torch.float64)
     rows = CandidateRows(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3, 4]))
     x = torch.randn(4, 4, DIM, dtype=torch.float64)
-    summary = cross(x, None, values, offsets, rows)
+    shared, own = cross(x, None, values, offsets, rows)
 
     pooled = cross.pma(cross.condition(rms_norm(x)), rows.offsets, rms_norm(values), offsets)
+    torch.testing.assert_close(own, cross.gating(pooled))
     expected = []
-    for candidate, row in enumerate(rows.owner.tolist()):
+    for row in range(3):
         tokens = values[offsets[row] : offsets[row + 1]]
         cls, events = tokens[:num_cls], tokens[num_cls:]
         recent = torch.zeros(num_recent, DIM, dtype=torch.float64)
         if len(events):
             kept = events[-num_recent:]
             recent[num_recent - len(kept) :] = kept  # right-aligned: the newest event has a slot of its own
-        expected.append(cross.gating(torch.cat([cls, pooled[candidate], recent])))
-    torch.testing.assert_close(summary, torch.stack(expected))
-    assert summary.shape[1] == num_cls + 1 + num_recent
+        expected.append(cross.gating(torch.cat([cls, recent])))
+    torch.testing.assert_close(shared, torch.stack(expected))
+    assert shared.shape[1] + own.shape[1] == num_cls + 1 + num_recent
 
 
 def test_first_layer_condition_splits_into_request_and_candidate():
@@ -130,8 +131,9 @@ def test_first_layer_condition_splits_into_request_and_candidate():
     request, candidate = torch.randn(2, 2, DIM).double(), torch.randn(3, 3, DIM).double()
     values, offsets = torch.randn(4, DIM).double(), offsets_of([3, 1])
     each = CandidateRows.identity(3, candidate.device)
+    shared, own = cross(candidate, request, values, offsets, rows)
     expanded = cross(candidate, request[rows.owner], values[[0, 1, 2, 0, 1, 2, 3]], offsets_of([3, 3, 1]), each)
-    torch.testing.assert_close(cross(candidate, request, values, offsets, rows), expanded)
+    torch.testing.assert_close((shared[rows.owner], own), expanded)
 
 
 def test_summary_mixes_tokens_then_gates():
@@ -207,7 +209,9 @@ def test_compiles_into_one_graph_that_serves_other_lengths():
 
 def test_number_of_summary_tokens_is_the_papers():
     model = interformer(random_spec())
-    assert model.heads.trunks[0][0].in_features == (4 + 4 + 2 + 2) * DIM
+    first = model.heads.first[0]
+    # CLS of X and PMA of each candidate; CLS and recent events of its request.
+    assert (first.own.in_features, first.shared.in_features) == ((4 + 2) * DIM, (4 + 2) * DIM)
 
 
 @pytest.mark.parametrize(
@@ -230,5 +234,5 @@ def test_wrong_fields_are_errors_that_name_the_key(changes, message):
 def test_more_candidates_than_the_spec_allows_is_an_error():
     spec = random_spec()
     model, batch = interformer(spec), random_batch(spec, (5,), (2,))
-    with pytest.raises(ValueError, match="more than max_q=8"):
+    with pytest.raises(ValueError, match="more than max_candidates=4"):
         model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)

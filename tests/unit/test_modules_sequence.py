@@ -14,7 +14,7 @@ from modules.masknet import MaskNet
 from modules.norms import rms_norm
 from modules.pooling import PMA
 from modules.rotary import rotate, rotation
-from modules.target_attention import TargetAttention
+from modules.target_attention import SelfAndTargetAttention, TargetAttention
 from tests.unit.factories import random_spec
 
 DIM, HEADS, HEAD_DIM = 8, 2, 4
@@ -86,6 +86,31 @@ def test_target_attention_matches_attention_candidate_by_candidate():
         expected.append(attention.output(attended))
     actual = attention(queries, candidate_offsets, x, offsets)
     assert_same_gradients(actual, torch.stack(expected), (queries, x, *attention.parameters()))
+
+
+def test_self_and_target_attention_are_two_attentions_over_the_same_keys():
+    torch.manual_seed(0)
+    candidates, lengths = [2, 0, 3], [3, 2, 1]
+    both = SelfAndTargetAttention(DIM, HEADS, 2, max_candidates=3, max_length=3).double()
+    queries = torch.randn(sum(candidates), 2, DIM, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(sum(lengths), DIM, dtype=torch.float64, requires_grad=True)
+    candidate_offsets, offsets = offsets_of(candidates), offsets_of(lengths)
+    own, target = both(queries, candidate_offsets, x, offsets)
+    assert (own.shape, target.shape) == (x.shape, queries.shape)
+
+    expected_own, expected_target = [], []
+    for row in range(len(lengths)):
+        events = x[offsets[row] : offsets[row + 1]]
+        k, v = both.key_value(events).view(-1, 2, HEADS, HEAD_DIM).unbind(1)
+        expected_own.append(both.output(attend(both.query(events).view(-1, HEADS, HEAD_DIM), k, v)))
+        rows = queries[candidate_offsets[row] : candidate_offsets[row + 1]].flatten(0, 1)
+        attended = attend(both.target_query(rows).view(-1, HEADS, HEAD_DIM), k, v)
+        expected_target.append(both.target_output(attended))
+    actual = torch.cat([own, target.flatten(0, 1)])
+    assert_same_gradients(actual, torch.cat(expected_own + expected_target), (queries, x, *both.parameters()))
+    pairs = sum(n * c for n, c in zip(lengths, candidates, strict=True))
+    alone = TargetAttention(DIM, HEADS, 2, max_candidates=3, max_length=3).flops(5, 6, pairs)
+    assert both.flops(5, 6, 14, pairs) == alone + 6 * 2 * 2 * DIM**2 + 4 * DIM * 14
 
 
 def test_pma_asks_its_seeds_plus_the_condition_and_an_empty_sequence_gives_zeros():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from kernels.moe import experts, swiglu
 from kernels.mxfp8 import grouped_mm
+from modules.moe.dispatcher import Dispatcher
+from modules.moe.router import Routing
 from modules.precision import Quantizable
 
 
@@ -35,13 +37,19 @@ class Experts(Quantizable):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
 
-    def route(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [N, D] through its experts `chosen` [N, k], mixed by `weights` [N, k] -> [N, D], as one operator."""
-        return experts(x, chosen, weights, self.w_gate_up, self.w_down, recipe=self.recipe)
+    def forward(self, x: Tensor, routing: Routing, dispatcher: Dispatcher) -> Tensor:
+        """x [N, D] through the experts of its routing, mixed -> [N, D] in autocast's dtype, else in that of x.
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [M, D] in expert order, ends [E] int32 cumulative -> [M, D] in autocast's dtype, else in that of x."""
-        gate_up = grouped_mm(x, self.w_gate_up, ends, recipe=self.recipe)
+        With `Dispatcher` itself this is one operator. Another one brings the rows to the experts and back.
+        """
+        if type(dispatcher) is Dispatcher:
+            return experts(x, routing.experts, routing.weights, self.w_gate_up, self.w_down, recipe=self.recipe)
+        rows, ends, handle = dispatcher.dispatch(x, routing)
+        return dispatcher.combine(self.grouped(rows, ends), routing, handle)
+
+    def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [M, D] in expert order, ends [E] int32 cumulative -> [M, D] in the dtype of `forward`."""
+        gate_up = grouped_mm(rows, self.w_gate_up, ends, recipe=self.recipe)
         return grouped_mm(swiglu(gate_up), self.w_down, ends, recipe=self.recipe)
 
 

@@ -63,9 +63,6 @@ class MoE(nn.Module):
             self.aux_loss = self.aux_loss_weight * load_balancing_loss(routing.scores, routing.counts)
         else:
             self.aux_loss = routing.scores.new_zeros(())
-        if type(self.dispatcher) is Dispatcher:
-            y = self.experts.route(x, routing.experts, routing.weights)
-        else:
-            rows, ends, handle = self.dispatcher.dispatch(x, routing)
-            y = self.dispatcher.combine(self.experts(rows, ends), routing, handle)
+        # Dispatched inside, so that hooks and wrappers of the experts see every call.
+        y = self.experts(x, routing, self.dispatcher)
         return y if self.shared is None else y + self.shared(x)

@@ -143,6 +143,18 @@ def test_dispatcher_is_replaceable_and_both_agree():
     torch.testing.assert_close(moe(x), y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dispatcher", [Dispatcher, LoopDispatcher])
+def test_hooks_of_the_experts_run(dispatcher):
+    """On which fully_shard relies."""
+    moe, x = make_moe(4, 2), torch.randn(5, DIM, dtype=torch.float64)
+    moe.dispatcher = dispatcher()
+    y, seen = moe(x), []
+    moe.experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    moe.experts.register_forward_hook(lambda module, inputs, output: 2 * output)
+    torch.testing.assert_close(moe(x), 2 * y)
+    assert seen == [x]
+
+
 def test_two_runs_are_bitwise_equal():
     def run():
         torch.manual_seed(0)

@@ -112,9 +112,16 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
 
 @custom_op("gemsmith::moe_experts_backward")
 def _backward(
-    grad: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kept: list[Tensor], group: int, dtype: torch.dtype
+    grad: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    kept: list[Tensor],
+    group: int,
+    dtype: torch.dtype,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx in `dtype`, dweights, dgate_up, ddown)."""
+    """(dx in `dtype`, dweights, dgate_up, ddown), empty those that `needs` says nobody needs."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu_backward
@@ -122,7 +129,9 @@ def _backward(
     hidden, rows_t, rows_t_scales, *kept_weights = kept[:7]
     permutation = Permutation(*kept[7:])
     ends = permutation.ends
-    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, group > 0)
+    dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
+    needs_x, needs_weights, needs_gate_up, needs_down = needs
+    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, group > 0 and needs_down)
     d_result = fprop(
         Quantized(d_out, d_out_scales, group) if group else d_out, _transposed(down, kept_weights[2:], group), ends
     )
@@ -132,25 +141,34 @@ def _backward(
         hidden, d_result, permutation.selections, weights, ends, group
     )
     del d_result
-    d_weights = triton_route.collect(partial, permutation.rows, weights.dtype)
-    if group:
+    if needs_weights:
+        d_weights = triton_route.collect(partial, permutation.rows, weights.dtype)
+    if needs_down and group:
         d_down = wgrad(Quantized(*d_out_t, group), Quantized(result, result_scales, group), ends, down.dtype)
-    else:
+    elif needs_down:
         d_down = wgrad(d_out, result, ends, down.dtype)
     del d_out, d_out_t, result
-    if group:
-        d_gate_up = wgrad(Quantized(*d_hidden[2:], group), Quantized(rows_t, rows_t_scales, group), ends, gate_up.dtype)
-        d_hidden = Quantized(*d_hidden[:2], group)
-    else:
+    if needs_gate_up and group:
+        rows = Quantized(rows_t, rows_t_scales, group)
+        d_gate_up = wgrad(Quantized(*d_hidden[2:], group), rows, ends, gate_up.dtype)
+    elif needs_gate_up:
         d_gate_up = wgrad(d_hidden[0], rows_t, ends, gate_up.dtype)
-        d_hidden = d_hidden[0]
-    d_rows = fprop(d_hidden, _transposed(gate_up, kept_weights[:2], group), ends)
-    return triton_route.combine(d_rows, permutation.rows, None, dtype), d_weights, d_gate_up, d_down
+    if needs_x:
+        d_hidden = Quantized(*d_hidden[:2], group) if group else d_hidden[0]
+        d_rows = fprop(d_hidden, _transposed(gate_up, kept_weights[:2], group), ends)
+        dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
+    return dx, d_weights, d_gate_up, d_down
+
+
+def _unneeded(grad: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [grad.new_empty(0, dtype=dtype), *(t.new_empty(0) for t in (weights, gate_up, down))]
 
 
 @_backward.register_fake
-def _(grad, weights, gate_up, down, kept, group, dtype):
-    return grad.new_empty(grad.shape, dtype=dtype), *(t.new_empty(t.shape) for t in (weights, gate_up, down))
+def _(grad, weights, gate_up, down, kept, group, dtype, needs):
+    full = (grad.new_empty(grad.shape, dtype=dtype), *(t.new_empty(t.shape) for t in (weights, gate_up, down)))
+    empty = _unneeded(grad, weights, gate_up, down, dtype)
+    return tuple(full[i] if needed else empty[i] for i, needed in enumerate(needs))
 
 
 def _save(ctx, inputs, output):
@@ -165,8 +183,11 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, grad, *_):
     weights, gate_up, down, *kept = ctx.saved_tensors
-    dx, d_weights, d_gate_up, d_down = _backward(grad.contiguous(), weights, gate_up, down, kept, ctx.group, ctx.dtype)
-    return dx, None, d_weights, d_gate_up, d_down, None, None, None
+    needs_x, _, *needs_others = ctx.needs_input_grad[:5]
+    needs = [needs_x, *needs_others]
+    grads = _backward(grad.contiguous(), weights, gate_up, down, kept, ctx.group, ctx.dtype, needs)
+    dx, *others = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dx, None, *others, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -205,7 +205,63 @@ def test_results_have_the_strides_that_a_trace_says(on_cpu: None) -> None:
     forward = (x, chosen, weights, gate_up, down, 0, torch.float32, True)
     torch.library.opcheck(fused._forward.definition, forward, test_utils=tests)
     backward = (upstream, weights, gate_up, down, fused._forward(*forward)[1:], 0, torch.float32)
-    torch.library.opcheck(fused._backward.definition, backward, test_utils=tests)
+    for needs in ([True] * 4, [False, True, False, True], [True, False, True, False]):
+        torch.library.opcheck(fused._backward.definition, (*backward, needs), test_utils=tests)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_g128"])
+@pytest.mark.parametrize(
+    ("needed", "inputs", "weights"),
+    [
+        (("x", "weights"), 2, 0),
+        (("gate_up",), 1, 1),
+        (("weights", "down"), 1, 1),
+        (("weights", "gate_up", "down"), 1, 2),
+        (("x",), 2, 0),
+    ],
+)
+def test_what_needs_no_gradient_costs_none(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, needed: tuple[str, ...], inputs: int, weights: int, recipe: str
+) -> None:
+    """`inputs` and `weights` are how many gradients of the products' inputs and weights are computed."""
+    chosen, leaves, upstream = layer(40, 64, 128, 3, 2)
+    own = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    full = torch.autograd.grad(fused.experts(chosen=chosen, recipe=recipe, **own), list(own.values()), upstream)
+    expected = dict(zip(own, full, strict=True))
+    frozen = {name: value.clone().requires_grad_(name in needed) for name, value in leaves.items()}
+    y = fused.experts(chosen=chosen, recipe=recipe, **frozen)
+    calls = {"fprop": 0, "wgrad": 0}
+
+    def counted(name: str):
+        function = getattr(fused, name)
+
+        def call(*arguments):
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(fused, name, counted(name))
+    y.backward(upstream)
+    for name, value in frozen.items():
+        if name in needed:
+            assert torch.equal(value.grad, expected[name])
+        else:
+            assert value.grad is None
+    assert calls == {"fprop": inputs, "wgrad": weights}
+
+
+def test_a_graph_with_frozen_experts(on_cpu: None) -> None:
+    chosen, leaves, upstream = layer(20, 64, 128, 3, 2)
+    leaves["x"].requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(fused.experts, backend="aot_eager", fullgraph=True)
+    actual, expected = (
+        torch.autograd.grad(function(chosen=chosen, recipe="bf16", **leaves), leaves["x"], upstream)[0]
+        for function in (compiled, fused.experts)
+    )
+    assert torch.equal(actual, expected)
 
 
 def test_bad_shapes_say_what_fits() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import mxfp8
+from kernels import dispatch, mxfp8
 from kernels.mxfp8 import gluon_grouped_bf16, grouped_backends, plain, triton_grouped
 from kernels.testing import Tolerance, check_gradients
 
@@ -87,6 +87,21 @@ def test_nothing_to_multiply(shape: tuple[int, int]) -> None:
     assert torch.equal(grouped_backends.grouped_mm(x, weight, ends), torch.zeros(rows, 64, dtype=torch.bfloat16))
     gradient = grouped_backends.grouped_wgrad(random(rows, 64), x, ends)
     assert torch.equal(gradient, torch.zeros(experts, 64, 96, dtype=torch.bfloat16))
+
+
+def test_a_weight_gradient_that_cannot_be_served_is_refused_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
+    monkeypatch.setattr(dispatch, "_facts_of", lambda tensor: hopper)
+    x, weight, ends = random(130, 128).requires_grad_(), random(4, 64, 128), ends_of(SIZES)
+    dispatch.force("grouped_mm=gluon,grouped_wgrad=gluon")
+    try:
+        mxfp8.grouped_mm(x, weight, ends, recipe="bf16").sum().backward()
+        with pytest.raises(dispatch.UnsupportedError, match=r"'gluon' of grouped_wgrad.*only known as multiples of 1"):
+            mxfp8.grouped_mm(x, weight.requires_grad_(), ends, recipe="bf16")
+        with torch.no_grad():
+            mxfp8.grouped_mm(x, weight, ends, recipe="bf16")
+    finally:
+        dispatch.force("")
 
 
 def test_operators_are_well_formed() -> None:

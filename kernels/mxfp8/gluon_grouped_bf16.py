@@ -1,9 +1,9 @@
 """Grouped products of bfloat16 operands for Hopper, in Gluon: persistent, warp-specialised, TMA in and out.
 
 A tile has 192 rows and 256 columns. One warpgroup loads, two compute. Each of these two has 64 rows of the tile at its
-full width, and a half of the last 64 rows: the products of the full width read less shared memory per product, which
-tiles of 128 columns are bound by, and 192 rows load less from L2 than 128, whose bandwidth would be the next bound.
-One consumer starts two steps behind the other, so that its products fill the time of the other's epilogue.
+full width, and a half of the last 64 rows: products of the full width read less shared memory for each operation than
+those of 128 columns, and a tile of 192 rows loads less for each operation than one of 128. One consumer starts two
+steps behind the other, so that its products can fill the time of the other's epilogue.
 
 A tile with at most 128 rows, the last of its group, leaves the last 64 out. Where rounds of tiles of 192 rows would
 leave many programs without work in the last round, all tiles have 128.
@@ -37,7 +37,7 @@ _TILE_N = gl.constexpr(256)
 _BLOCK_K = gl.constexpr(64)
 _STAGES = {2: 4, 3: 3}  # by blocks of 64 rows in a tile: what fits into shared memory
 _LAG = gl.constexpr(2)  # steps between the consumers; fewer than there are stages
-_LARGER_IS_FASTER = 1.25  # tiles of 128 rows load that much more of what a product needs, and loads are the bound
+_LARGER_IS_FASTER = 1.25  # an estimate, not measured: tiles of 128 rows load 1.29 times as much for each operation
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
 _MAX_REGISTERS = 168

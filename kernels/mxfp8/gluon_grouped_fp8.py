@@ -3,8 +3,10 @@
 FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: two
 operations for each element of the result when both operands have scales of their own for each row, one when 128 rows
 of B share theirs, which weights do. Few elements are live at a time: a consumer has one partial result of 64 x 128
-beside its accumulators, and issues the next product when the last one is added up. The other consumers' products fill
-the tensor cores meanwhile.
+beside its accumulators, and issues the next product when the last one is added up. The other consumers' products can
+fill the tensor cores meanwhile.
+
+A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def grouped_mm(
 ) -> Tensor:
     """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3.
 
-    Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements; differ of 128 x 128 elements of b
-    that share theirs are faster. Rows of group e are ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from
-    ends[E - 1] on are not written.
+    Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
+    square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
+    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written.
     """
     groups, n, k = b.shape
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
@@ -122,7 +124,7 @@ def _launch(
 def _value(scale):
     """The float32 value of four equal E8M0 bytes in an int32, or of a float32.
 
-    Byte 0, beside which all codes are 0, gives 0, and byte 255, beside NaNs, infinity.
+    Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, beside NaNs, gives infinity.
     """
     if scale.dtype == gl.int32:
         scale = ((scale >> 1) & 0x7F800000).to(gl.float32, bitcast=True)

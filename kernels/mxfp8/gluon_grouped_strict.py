@@ -7,7 +7,9 @@ step while the tensor cores work on this one.
 
 An element is converted by moving its bits to their places in a bfloat16, which makes it too small by 2^120, and one
 multiplication that mends that and applies the scale. The factors are 2^32 smaller than they should be, so that scales
-up to 2^39 can be applied; the sums are multiplied by 2^32. Elements below 2^-101 lose bits.
+up to 2^39 can be applied; the sums are multiplied by 2^32. This bounds the operand of codes at both ends, unchecked: a
+scale of 2^40 or more, which a block has from a largest magnitude above 1.75 * 2^47 on, turns its elements into
+infinities and NaNs, and bits of an element below 2^-101 are rounded off. The dequantised operand has no such bounds.
 """
 
 from __future__ import annotations

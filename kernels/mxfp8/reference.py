@@ -75,7 +75,7 @@ def scale_bytes(amax: Tensor) -> Tensor:
     bits = amax.view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF  # a NaN may carry a sign
     above_1_75 = mantissa > 0x600000
-    # Subnormal maxima have exponent field 0 and end at the lower clamp like every amax below 1.75 * 2^-118.
+    # Subnormal maxima have exponent field 0 and end at the lower clamp like every amax up to 1.75 * 2^-119.
     rounded_up = (exponent - 8 + above_1_75).clamp(min=0)
     return torch.where(exponent == 255, SCALE_NAN, rounded_up).to(torch.uint8)
 

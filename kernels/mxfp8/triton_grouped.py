@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.jagged.triton_common import cdiv
+
 _BLOCKS_PER_PROGRAM = 128
 _CLEAR_PROGRAMS = 264
 
@@ -14,12 +16,13 @@ _CLEAR_PROGRAMS = 264
 def transposed_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of scales uint8 [R, C / 32], constant over four: (their values float32 [C / 128, R], int32 [1]).
 
+    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity.
     The second is 0 if the rows of every square of 128 x 128 elements share theirs, and 1 otherwise.
     """
     rows, columns = scales.shape[0], scales.shape[1] // 4
     table = torch.empty(columns, rows, dtype=torch.float32, device=scales.device)
     differ = torch.zeros(1, dtype=torch.int32, device=scales.device)
-    grid = (triton.cdiv(rows, 128), triton.cdiv(columns, 16))
+    grid = (cdiv(rows, 128), cdiv(columns, 16))
     _transpose[grid](scales, table, differ, rows, columns, scales.stride(0), COLUMNS=16, num_warps=4)
     return table, differ
 
@@ -27,7 +30,7 @@ def transposed_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """Codes e4m3 [..., C] with scales uint8 [..., C / 32], contiguous -> bfloat16 [..., C]; C in multiples of 32."""
     values = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    grid = (triton.cdiv(scales.numel(), _BLOCKS_PER_PROGRAM),)
+    grid = (cdiv(scales.numel(), _BLOCKS_PER_PROGRAM),)
     _dequantize[grid](codes.view(torch.uint8), scales, values, scales.numel(), BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=8)
     return values
 
@@ -45,7 +48,7 @@ def _transpose(scales, table, differ, rows, columns, stride, COLUMNS: tl.constex
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None]
     scale = tl.load(scales + row.to(tl.int64)[:, None] * stride + column[None] * 4, inside, 0).to(tl.int32)
-    # Byte 0, beside which all codes are 0, becomes 0, and 255, beside NaNs, infinity.
+    # Byte 0 becomes 0: 2^-127 is a subnormal float32. Byte 255 stands beside NaNs and becomes infinity.
     value = (scale << 23).to(tl.float32, bitcast=True)
     tl.store(table + column.to(tl.int64)[None] * rows + row[:, None], value, inside)
     largest = tl.max(tl.where(inside, scale, -1), 0)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.jagged.triton_common import cdiv
+
 _TILE = 128
 _BLOCK_K = 128
 _BAND = 8
@@ -24,7 +26,7 @@ def grouped_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: T
     groups, n, k = b.shape
     m = a.shape[0]
     out = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
-    grid = (triton.cdiv(m, _TILE) * (n // _TILE),)
+    grid = (cdiv(m, _TILE) * (n // _TILE),)
     _mm[grid](a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE=_TILE, BLOCK_K=_BLOCK_K, BAND=_BAND,
               num_warps=8, num_stages=4)  # fmt: skip
     return out

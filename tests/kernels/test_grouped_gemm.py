@@ -149,6 +149,13 @@ def test_scales_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert differ.tolist() == [int(not square)]
 
 
+def test_the_values_of_the_first_and_the_last_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_grouped)
+    scales = torch.tensor([[0] * 4 + [1] * 4 + [254] * 4 + [255] * 4], dtype=torch.uint8)
+    values = triton_grouped.transposed_scales(scales)[0].flatten().tolist()
+    assert values == [0, 2.0**-126, 2.0**127, math.inf]
+
+
 def test_one_row_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, triton_grouped)
     scales = scales_of(384, 72, group=128, square=True)

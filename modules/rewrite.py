@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram, export
 from torch.fx.node import map_arg
 from torch.nn.functional import pad
@@ -20,9 +21,11 @@ from modules.rewrite_graph import (
     Rows,
     Split,
     UnchangedError,
+    aliases,
     same_size,
     shape_of,
     value_of,
+    written,
 )
 from modules.rewrite_multihead import rows_first
 from modules.rewrite_products import PRODUCT_RULES
@@ -149,6 +152,7 @@ class _Rewriter:
         self.splits: dict[fx.Node, Split] = {}
         self.rules = Rules(ROW_RULES | PRODUCT_RULES, self.build, self.splits, max_candidates)
         self.report = Report()
+        self.written = written(graph)
 
     def run(self) -> Report:
         for node in list(self.graph.nodes):
@@ -158,18 +162,20 @@ class _Rewriter:
             try:
                 found = self.broadcast(node)
             except UnchangedError as reason:
-                self.report.kept.append(Kept(node.name, _name(node), str(reason)))
+                self.late(node, str(reason))
                 continue
             if found is not None:
                 self.splits[node] = found
                 self.report.broadcasts.append(node.name)
             elif any(x in self.splits for x in node.all_input_nodes):
                 self.rewrite(node)
+            elif isinstance(node.target, HigherOrderOperator):
+                self.late(node, "is a graph of its own (of autocast, no_grad or a branch), which is not looked into")
         # Whatever of this nothing reads goes, also operators that draw random numbers, which count as not dead.
         for node in reversed(self.splits):
             if not node.users:
                 self.graph.erase_node(node)
-        self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(aliases(node)[1]))
         self.graph.lint()
         return self.report
 
@@ -177,10 +183,19 @@ class _Rewriter:
         if node.target is aten.sym_size.int:
             self.size(node)
             return
+        if node.target is aten._assert_tensor_metadata.default:
+            # A check of what the export saw; reading the copy must not be what keeps it.
+            self.graph.erase_node(node)
+            return
         try:
             if node.op == "output":
                 raise UnchangedError("is the result")
-            result, operators = self.rules.apply(node)
+            self.refuse_written(*node.all_input_nodes)
+            # What the model writes is its own: no result that others read as well.
+            with self.build.afresh(node in self.written):
+                result, operators = self.rules.apply(node)
+            if isinstance(result, Split):
+                self.refuse_written(node)
         except UnchangedError as reason:
             self.late(node, str(reason))
             return
@@ -193,12 +208,18 @@ class _Rewriter:
             node.replace_all_uses_with(result)
             self.graph.erase_node(node)
 
+    def refuse_written(self, *nodes: fx.Node) -> None:
+        """A copy is made later than in the model, where what it reads may have been written."""
+        if not self.written.isdisjoint(nodes):
+            raise UnchangedError("shares memory that the model writes in place")
+
     def size(self, node: Node) -> None:
         """Asking a copy for its size must not be what keeps it."""
         parts, dim = self.splits[node.args[0]].parts, node.args[1]
         rows = next((part.rows for part in parts if part.rows is not None), None)
-        if dim == 0 and rows is not None and isinstance(rows.total, fx.Node):
-            node.replace_all_uses_with(rows.total)
+        size = self.build.size(parts[0].node, dim) if dim and len(parts) == 1 else rows.total if rows and not dim else 0
+        if isinstance(size, fx.Node):
+            node.replace_all_uses_with(size)
 
     def late(self, node: Node, reason: str) -> None:
         """Copy what was computed at requests here, if anything was; otherwise the copy that there is will do."""
@@ -216,6 +237,7 @@ class _Rewriter:
         if match is None:
             return None
         source, rows = match
+        self.refuse_written(node, source, *rows.offsets.all_input_nodes)
         outer = self.splits.get(source)
         if outer is None:
             return Split((Part(source, rows),), original=True)
@@ -230,8 +252,10 @@ class _Rewriter:
             source, index = node.args[0], node.args[1][0]
         else:
             return None
-        if len(shape_of(index)) != 1 or index.meta["val"].dtype is torch.bool:
+        if len(shape_of(index)) != 1 or index.meta["val"].dtype in (torch.bool, torch.uint8):
             return None
+        while index.target in (aten.to.dtype, aten.to.device, aten._to_copy.default, aten.clone.default):
+            index = index.args[0]
         num_rows = shape_of(source)[0]
         if index.op == "placeholder" and index.name in self.owners:
             offsets = self.offsets(num_rows, _offsets_of_owner, index, self.build.size(source, 0))
@@ -239,29 +263,28 @@ class _Rewriter:
         if index.target is aten.repeat_interleave.self_Tensor:
             base, counts = index.args[:2]
             arange = base.target is aten.arange.default and same_size(shape_of(base)[0], num_rows)
+            arange = arange and _one_each(counts, num_rows)
         elif index.target is aten.repeat_interleave.Tensor:
             (counts,), arange = index.args, same_size(shape_of(index.args[0])[0], num_rows)
         else:
             arange = False
         if not arange:
-            if index.op == "placeholder":
-                raise UnchangedError(
-                    f"reads rows in an order that is not known; owners=({index.name!r},) if it is sorted"
-                )
-            return None
+            hint = f"; owners=({index.name!r},) if it is sorted" if index.op == "placeholder" else ""
+            raise UnchangedError(f"reads rows in an order that is not known{hint}")
         return source, Rows(self.offsets(num_rows, _offsets_of, counts), self.total(index))
 
     def by_counts(self, node: Node) -> tuple[fx.Node, Rows] | None:
-        dim = node.args[2] if len(node.args) > 2 else None
-        if dim != 0:
+        if node.target not in (aten.repeat_interleave.self_Tensor, aten.repeat_interleave.self_int):
+            return None
+        source, counts, *dim = node.args
+        if not dim or dim[0] is None or dim[0] % len(shape_of(node)) != 0:
             return None
         if node.target is aten.repeat_interleave.self_Tensor:
-            source, counts = node.args[:2]
+            if not _one_each(counts, shape_of(source)[0]):
+                raise UnchangedError("repeats all rows by one count that is a tensor")
             offsets = self.offsets(shape_of(source)[0], _offsets_of, counts)
             return source, Rows(offsets, self.total(node))
-        if node.target is aten.repeat_interleave.self_int:
-            return self.uniform(node.args[0], node.args[1])
-        return None
+        return self.uniform(source, counts)
 
     def by_shape(self, node: Node) -> tuple[fx.Node, Rows] | None:
         """unsqueeze(1), expand or repeat along it, then both leading dimensions merged."""
@@ -273,16 +296,14 @@ class _Rewriter:
         if wide.target not in (aten.expand.default, aten.repeat.default):
             return None
         narrow = wide.args[0]
-        if narrow.target is not aten.unsqueeze.default or narrow.args[1] != 1:
+        if narrow.target is not aten.unsqueeze.default or narrow.args[1] % len(shape_of(narrow)) != 1:
             return None
         (source, _), merged, shape = narrow.args, shape_of(node), shape_of(wide)
-        if len(merged) != len(shape) - 1 or not all(map(same_size, merged[1:], shape[2:])):
+        # No other dimension is repeated, and the first two are merged.
+        rows, *rest = shape_of(source)
+        if not _same_shape(shape, (rows, shape[1], *rest)) or not _same_shape(merged[1:], rest):
             return None
-        if wide.target is aten.repeat.default and not all(
-            same_size(n, 1) for i, n in enumerate(wide.args[1]) if i != 1
-        ):
-            return None
-        return self.uniform(source, wide.args[1][1])
+        return self.uniform(source, 1 if same_size(shape[1], 1) else wide.args[1][1])
 
     def uniform(self, source: fx.Node, count: Any) -> tuple[fx.Node, Rows]:
         total = self.build.call(_product, self.build.size(source, 0), count)
@@ -314,6 +335,15 @@ class _Rewriter:
             return str(size)
         limits = self.ranges.get(size.node.expr)
         return f"{size}" if limits is None else f"{size} in {limits.lower}..{limits.upper}"
+
+
+def _same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def _one_each(counts: fx.Node, num_rows: Any) -> bool:
+    """Whether every row has a count of its own; one alone would be that of all."""
+    return _same_shape(shape_of(counts), (num_rows,))
 
 
 def _product(a: int, b: int) -> int:

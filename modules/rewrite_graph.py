@@ -7,19 +7,24 @@ rule computes with them there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch._ops import HigherOrderOperator
 from torch.fx.node import map_aggregate, map_arg
 
 from kernels.ikbo import expand_rows, nested_offsets
 
 aten = torch.ops.aten
+
+# Operators whose result may be memory of their first argument, though their schema does not say so.
+UNANNOTATED = (operator.getitem, aten._unsafe_view.default, aten.dropout.default, aten.einsum.default)
 
 Node = Any
 """A torch.fx.Node that is looked at: what fx says of the type of its arguments is too wide to be of use."""
@@ -83,8 +88,48 @@ def shape_of(argument: Any) -> tuple[Any, ...]:
     return tuple(value.shape)
 
 
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory an operator writes in place, be it through a view of it."""
+    memory: dict[fx.Node, list[fx.Node]] = {}  # the nodes that share it, of which there is one list
+    targets: list[fx.Node] = []
+    for node in graph.nodes:
+        shared = memory[node] = [node]
+        views, writes = aliases(node)
+        for x in views:
+            if memory[x] is not shared:
+                shared += memory[x]
+                memory.update(dict.fromkeys(memory[x], shared))
+        targets += writes
+    return {node for target in targets for node in memory[target]}
+
+
+def aliases(node: Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Arguments whose memory the node's result may be, and those that the node writes."""
+    inputs = node.all_input_nodes
+    if isinstance(node.target, HigherOrderOperator):
+        modules = dict(node.graph.owning_module.named_modules())
+        graphs = [modules[x.target].graph for x in inputs if x.op == "get_attr" and x.target in modules]
+        return inputs, inputs if any(aliases(inner)[1] for graph in graphs for inner in graph.nodes) else []
+    if node.target in UNANNOTATED:
+        return inputs, []
+    shared: list[fx.Node] = []
+    writes: list[fx.Node] = []
+    schema = getattr(node.target, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema else ()):
+        if argument.alias_info is not None:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(value, shared.append)
+            if argument.alias_info.is_write:
+                map_arg(value, writes.append)
+    return shared, writes
+
+
 def normal_dim(node: Any, dim: int) -> int:
     return dim % len(shape_of(node))
+
+
+def _typed(x: Any) -> Any:
+    return type(x), x
 
 
 class Builder:
@@ -100,7 +145,8 @@ class Builder:
     def call(self, target: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> fx.Node:
         """A call whose shapes come from running it on the shapes of its arguments; `like` is a value to use instead."""
         assert self.position is not None
-        key = (target, map_aggregate((args, tuple(sorted(kwargs.items()))), lambda x: x))  # lists become hashable
+        # Lists become hashable, and 2 is not 2.0.
+        key = (target, map_aggregate((args, tuple(sorted(kwargs.items()))), _typed))
         if key in self._known:
             return self._known[key]
         with self.graph.inserting_before(self.position):
@@ -111,6 +157,17 @@ class Builder:
         node.meta["val"] = like
         self._known[key] = node
         return node
+
+    @contextmanager
+    def afresh(self, wanted: bool) -> Iterator[None]:
+        """Within it, if `wanted`, no earlier call serves, and none of these serves later."""
+        known = self._known
+        if wanted:
+            self._known = {}
+        try:
+            yield
+        finally:
+            self._known = known
 
     def size(self, node: fx.Node, dim: int) -> fx.Node | int:
         size = shape_of(node)[dim]

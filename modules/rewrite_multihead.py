@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +30,8 @@ def rows_first(model: nn.Module) -> Iterator[None]:
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
     same_width = module.in_proj_weight is not None
+    if "forward" in vars(module):  # somebody else's
+        return False
     return module.batch_first and same_width and module.bias_k is None and not module.add_zero_attn
 
 
@@ -42,12 +43,14 @@ def _forward(
     key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
-    **options: Any,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     dropped = module.dropout if module.training else 0.0
-    if key_padding_mask is not None or attn_mask is not None or dropped or query.dim() != 3 or options:
+    masked = key_padding_mask is not None or attn_mask is not None or is_causal
+    if masked or dropped or query.dim() != 3 or not average_attn_weights:
         return nn.MultiheadAttention.forward(
-            module, query, key, value, key_padding_mask, need_weights, attn_mask, **options
+            module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
     width = module.embed_dim
     heads = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from kernels.ikbo import linear_compression, target_attention
-from modules.rewrite_graph import Node, Part, Rows, Split, UnchangedError, shape_of
+from modules.rewrite_graph import Node, Part, Rows, Split, UnchangedError, same_size, shape_of
 from modules.rewrite_rules import Rule, Rules
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def _matmul(rules: Rules, node: Node) -> Split | fx.Node:
     rules.only(*(x for x in (a, b) if x in rules.splits and len({a, b} & set(rules.splits)) == 2))
     if b in rules.splits:
         split, shape = rules.splits[b], shape_of(a)
-        if len(shape) == 3 and shape[0] == 1:
+        if len(shape) == 3 and same_size(shape[0], 1):
             a, shape = rules.build.call(aten.select.int, a, 0, 0), shape[1:]
         if len(shape) != 2 or len(shape_of(b)) != 3:
             raise UnchangedError("multiplies a request's value with a candidate's")
@@ -97,7 +97,8 @@ def _einsum(rules: Rules, node: Node) -> Split | fx.Node:
     rules.only(weight)
     row, token, feature = x_names if len(x_names) == 3 else ("", "", "")
     mixed = output.replace(row, "").replace(feature, "")
-    if len(weight_names) != 2 or set(weight_names) != {token, mixed} or output != row + mixed + feature:
+    distinct = all(len(set(some)) == len(some) for some in (weight_names, x_names))
+    if not distinct or len(weight_names) != 2 or set(weight_names) != {token, mixed} or output != row + mixed + feature:
         raise UnchangedError(f"einsum {equation!r} is not a product of a weight and tokens")
     if weight_names == token + mixed:
         weight = rules.build.call(aten.transpose.int, weight, 0, 1)
@@ -141,8 +142,11 @@ def _attention(rules: Rules, node: Node) -> Split | fx.Node:
     if query is not None and query.single is not None and query.single.rows == rows:
         return Split((rules.on_part(node, 0),))
     q = given["query"] if query is None else rules.build.materialise(query)
-    if len(shape_of(q)) != 4:
+    shapes = [shape_of(x) for x in (q, given["key"], given["value"])]
+    if any(len(shape) != 4 for shape in shapes):
         raise UnchangedError("attends without a dimension of heads")
+    if not all(map(same_size, shapes[0][:3], shape_of(node)[:3])):
+        raise UnchangedError("attends with one query for all candidates or all heads")
     most = rules.max_candidates if rows.most is None else rows.most
     arguments = (q, key.single.node, value.single.node, rows.offsets, most, given.get("scale"))
     return rules.operator("target_attention", attend, *arguments, like=node.meta["val"])

@@ -25,6 +25,7 @@ from modules.rewrite_graph import (
     normal_dim,
     same_size,
     shape_of,
+    value_of,
 )
 
 aten = torch.ops.aten
@@ -109,12 +110,16 @@ class Rules:
         first = next(iter(inputs.values()))
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: inputs[x].node if x in inputs else x)
         if node.target in RESHAPES:
-            count, shape = shape_of(node.args[0])[0], args[1]
-            leading = shape[0].meta["val"] if isinstance(shape[0], fx.Node) else shape[0]
-            if not same_size(leading, count):
-                raise UnchangedError("merges or splits the rows of candidates")
-            args = (args[0], [self.build.size(first.node, 0), *shape[1:]])
+            self.keeps_rows(node)
+            # What can be viewed after a copy may need a copy before it.
+            shape = [self.build.size(first.node, 0), *args[1][1:]]
+            return Part(self.build.call(aten.reshape.default, args[0], shape), first.rows)
         return Part(self.build.call(node.target, *args, **kwargs), first.rows)
+
+    def keeps_rows(self, reshape: Node) -> None:
+        """UnchangedError unless the first dimension stays the candidates'."""
+        if not same_size(shape_of(reshape)[0], shape_of(reshape.args[0])[0]):
+            raise UnchangedError("merges or splits the rows of candidates")
 
     def each(self, node: Node, split: Split, dim: int) -> Split:
         """The operator on every part by itself."""
@@ -179,7 +184,7 @@ def _along(rules: Rules, node: Node) -> Split:
     if node.target is aten.flatten.using_ints:
         end = node.args[2] if len(node.args) > 2 else -1
         dims |= set(range(min(dims), end % rank + 1))
-    if 0 in dims:
+    if 0 in dims or not dims:
         raise UnchangedError("works along the rows of candidates")
     if split.single is not None:
         return rules.each(node, split, 1)
@@ -187,7 +192,9 @@ def _along(rules: Rules, node: Node) -> Split:
         return rules.each(node, split, next(iter(dims - {split.dim})))
     if node.target is aten.flatten.using_ints and min(dims) == split.dim:
         return rules.each(node, split, split.dim)
-    reduced = node.target in (aten.mean.dim, aten.sum.dim_IntList, aten.select.int, aten.squeeze.dim)
+    reduced = node.target in (
+        *(aten.mean.dim, aten.sum.dim_IntList, aten.select.int, aten.squeeze.dim, aten.flatten.using_ints),
+    )
     if split.dim in dims or node.target is aten.unflatten.int or (reduced and min(dims) < split.dim):
         raise UnchangedError("works along parts of which some depend on requests and some on candidates")
     return rules.each(node, split, split.dim)
@@ -212,7 +219,7 @@ def _permute(rules: Rules, node: Node) -> Split:
     order = [d % len(node.args[1]) for d in node.args[1]]
     if order[0] != 0:
         raise UnchangedError("permutes the rows of candidates")
-    return rules.each(node, split, order.index(split.dim))
+    return rules.each(node, split, 1 if split.single is not None else order.index(split.dim))
 
 
 def _unsqueeze(rules: Rules, node: Node) -> Split:
@@ -226,6 +233,7 @@ def _reshape(rules: Rules, node: Node) -> Split:
     split = rules.splits[node.args[0]]
     if split.single is not None:
         return rules.each(node, split, 1)
+    rules.keeps_rows(node)
     # [C, n, ...] -> [C, n * ...] is a concatenation of each part's rows.
     if split.dim == 1 and len(shape_of(node)) == 2:
         parts = tuple(Part(rules.build.call(aten.flatten.using_ints, part.node, 1), part.rows) for part in split.parts)
@@ -253,8 +261,11 @@ def _cat(rules: Rules, node: Node) -> Split:
             parts += split.parts
         else:
             parts.append(Part(rules.build.materialise(split), None))
+    dtype = value_of(node).dtype
     merged: list[Part] = []
     for part in parts:
+        if value_of(part.node).dtype is not dtype:
+            part = Part(rules.build.call(aten.to.dtype, part.node, dtype), part.rows)
         if merged and merged[-1].rows == part.rows:
             merged[-1] = Part(rules.build.cat([merged[-1].node, part.node], dim), part.rows)
         else:

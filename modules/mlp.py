@@ -28,7 +28,7 @@ class MLP(nn.Sequential):
 class SharedLinear(nn.Module):
     """Linear layer over features of which the last `num_shared` are a request's, the same for all its candidates.
 
-    y[c] = W_own own[c] + (W_shared shared[owner(c)] + b): the second product runs at the request's rows, and adding it
+    y[c] = (W_own own[c] + b) + W_shared shared[owner(c)]: the second product runs at the request's rows, and adding it
     is the only broadcast. Both weights start as parts of one. Without shared features this is `layer` itself.
     """
 

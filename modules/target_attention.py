@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from kernels.ikbo import joint_attention, stacked_linear, target_attention
@@ -78,7 +79,11 @@ class SelfAndTargetAttention(nn.Module):
         -> (values attended [N, dim], queries attended [C, num_queries, dim])."""
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
-        projected = stacked_linear([values, queries.flatten(0, 1)], [self.query.weight, self.target_query.weight])
+        groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
+        if all(type(layer) is nn.Linear for layer in layers):
+            projected = stacked_linear(groups, [layer.weight for layer in layers])
+        else:  # one with a precision recipe of its own multiplies by itself
+            projected = torch.cat([layer(group) for layer, group in zip(layers, groups, strict=True)])
         attended = joint_attention(
             projected.unflatten(-1, (self.num_heads, self.head_dim)),
             key,

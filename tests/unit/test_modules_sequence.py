@@ -13,6 +13,7 @@ from modules.jagged_attention import JaggedSelfAttention
 from modules.masknet import MaskNet
 from modules.norms import rms_norm
 from modules.pooling import PMA
+from modules.precision import apply_recipe
 from modules.rotary import rotate, rotation
 from modules.target_attention import SelfAndTargetAttention, TargetAttention
 from tests.unit.factories import random_spec
@@ -178,3 +179,12 @@ def test_history_encoder_without_histories_gives_empty_rows():
     values, offsets = HistoryEncoder(random_spec(num_events=0), 4)(tokens)
     assert values.shape == (0, 4)
     assert offsets.tolist() == [0, 0, 0, 0]
+
+
+def test_projections_with_a_recipe_of_their_own_run_it():
+    both = torch.nn.ModuleDict({"a": SelfAndTargetAttention(64, 2, 2, max_candidates=3, max_length=5)})
+    apply_recipe(both, "mxfp8", ["a.target_query"])
+    called = []
+    both["a"].target_query.register_forward_hook(lambda *_: called.append(True))
+    both["a"](torch.randn(3, 2, 64), torch.tensor([0, 3]), torch.randn(5, 64), torch.tensor([0, 5]))
+    assert called == [True]

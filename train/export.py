@@ -6,7 +6,8 @@ KeyedJaggedTensors, and whoever serves tables usually has them elsewhere. `train
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
 arguments: `max_candidates=` of a request (10000), and `key=value` overrides of the run's configuration
-(`runtime.device=cpu`). Written to `out`, by default RUN_DIR/export:
+(`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
+Written to `out`, by default RUN_DIR/export:
 
 - `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere an exported program;
 - `embedding.pt`: the weights of tables and of the token assembly;
@@ -83,7 +84,8 @@ def main(arguments: list[str]) -> Path:
     about = {
         "compiled": device.type == "cuda",
         "device": device.type,
-        "checkpoint": str(path),
+        "checkpoint": str(path.resolve()),
+        "overrides": options["overrides"],
         "dim": config.model.dim,
         "max_candidates": options["max_candidates"],
         "spec": dataclasses.asdict(model.embedding.assemble.spec),
@@ -102,10 +104,14 @@ def example(source: Source) -> RequestBatch:
     for number in range(min(1000, source.num_requests("train"))):
         request = source.batch("train", np.array([number]))
         lengths = request.histories.lengths()
-        least = int(lengths.min()) if lengths.numel() else 0
-        if least > most:
+        least = int(lengths.min()) if lengths.numel() else 2
+        if request.num_candidates and least > most:
             best, most = request, least
-    assert best is not None
+    if best is None or most < 2:
+        raise ValueError(
+            "an export is made from a training request with a candidate and two events of every type; the first "
+            f"{number + 1} have none (the closest: {max(most, 0)} events of its rarest type)"
+        )
     return with_candidates(best, max(2, best.num_candidates))
 
 

@@ -108,6 +108,9 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{argument!r} is neither of {', '.join(options)} nor model.* or data.*; e.g. out=DIR")
     if not options["out"]:
         raise ValueError("name a folder to write to, e.g. out=ratio")
+    candidates, ratios = int(options["candidates"]), [int(ratio) for ratio in options["ratios"].split(",")]
+    if any(ratio < 1 or candidates < ratio or candidates % ratio for ratio in ratios):
+        raise ValueError(f"candidates={candidates} must be a multiple of each of ratios={ratios}, e.g. candidates=2048")
     config = OmegaConf.structured(
         {"model": InterFormerConfig(dim=128, num_layers=3), "data": SyntheticConfig(max_history=500, mean_history=250)}
     )
@@ -115,12 +118,12 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     assert isinstance(merged, dict)
     folder, rows = Path(options["out"]), []
     folder.mkdir(parents=True, exist_ok=True)
-    for ratio in map(int, options["ratios"].split(",")):
-        rows += measure(merged["model"], merged["data"], int(options["candidates"]), ratio)
+    for ratio in ratios:
+        rows += measure(merged["model"], merged["data"], candidates, ratio)
         for row in rows[-2:]:
             parts = [f"{part} {row[part]['ms']:.2f} ms, {row[part]['peak_mib']} MiB" for part in ("forward", "step")]
             print(f"ratio {ratio:>3} {row['arm']:<10} {'; '.join(parts)}")
-    write_json(folder / "ratio.json", {"overrides": overrides, "candidates": int(options["candidates"]), "rows": rows})
+    write_json(folder / "ratio.json", {"overrides": overrides, "candidates": candidates, "rows": rows})
     plot_ratios(rows, folder / "ratio.png")
     return rows
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
@@ -116,8 +117,10 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         options[key] = value
     folder = Path(options["export"])
     scorer = Scorer(folder)
-    path = Path(json.loads((folder / "export.json").read_text())["checkpoint"])
-    config = from_dict(checkpoint.read_meta(path)["config"], [])
+    about = json.loads((folder / "export.json").read_text())
+    path = Path(about["checkpoint"])
+    config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
+    dispatch.force(config.runtime.kernels)
     source = build_source(config.data)
     model = load_model(path, config, source, 1, scorer.device)  # a request for every candidate
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16

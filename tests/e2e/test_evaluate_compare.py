@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from modules.batch import with_candidates
 from tests.launching import TINY, python, run, torchrun, train
@@ -63,7 +66,20 @@ def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_pat
     assert [set(row) for row in rows] == [{"candidates", "exported_ms", "broadcast_ms"}, {"candidates", "exported_ms"}]
 
 
+class Short:
+    """A source whose requests have one event of a type."""
+
+    def num_requests(self, split: str) -> int:
+        return 3
+
+    def batch(self, split: str, requests: np.ndarray) -> SimpleNamespace:
+        histories = SimpleNamespace(lengths=lambda: torch.tensor([4, 1]))
+        return SimpleNamespace(histories=histories, num_candidates=2)
+
+
 def test_export_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"the first 3 have none \(the closest: 1 events"):
+        export.example(cast(Any, Short()))
     for arguments, message in (
         (["out=x"], "name a run or one of its checkpoints"),
         (["run_dir=nowhere"], "holds no whole checkpoint"),

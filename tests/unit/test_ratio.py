@@ -27,3 +27,5 @@ def test_what_is_wrong_is_named() -> None:
         ratio.main([])
     with pytest.raises(ValueError, match="'runtime.steps=3' is neither"):
         ratio.main(["runtime.steps=3"])
+    with pytest.raises(ValueError, match="must be a multiple of each of"):
+        ratio.main(["out=unused", "candidates=4", "ratios=1,8"])

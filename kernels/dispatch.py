@@ -96,7 +96,11 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
         # A trace must not have side effects: neither the cache nor the log.
         return _select(op, backend, _facts_of(like) | facts)[0].function
     key = (op, backend, like.device, like.dtype, *facts.items())
-    function = _chosen.get(key)
+    try:
+        function = _chosen.get(key)
+    except TypeError:  # sizes of a graph that is traced below Dynamo, which have no hash
+        fixed = {name: int(fact) if isinstance(fact, torch.SymInt) else fact for name, fact in facts.items()}
+        return choose(op, backend, like, **fixed)
     if function is None:
         chosen, refusals = _select(op, backend, _facts_of(like) | facts)
         _report(op, chosen, refusals)

@@ -368,9 +368,10 @@ def test_gpu_swiglu_and_its_gradients() -> None:
         plain = gluon_swiglu.swiglu_backward(*arguments, 0)
     assert_close_to_oracle(plain[0][:end].cpu(), d_hidden, ONE_ROUNDING, "d gate_up")
     assert_close_to_oracle(plain[4][:end].cpu(), (result * weight).detach(), ONE_ROUNDING, "weighted result")
-    products = (result * grad[:end].double()).detach().unflatten(1, (-1, ROWS)).sum(2)
-    terms = Tolerance("a sum of 128 terms, each with a result rounded to bfloat16", 1, 128, torch.bfloat16)
-    assert_close_to_oracle(plain[6][:end].cpu(), products, terms, "partial sums of the weights' gradient")
+    products = (result * grad[:end].double()).detach().unflatten(1, (-1, ROWS))
+    # Each term has a result that was rounded to bfloat16, twice where another exponential falls on the other side.
+    errors = (plain[6][:end].cpu() - products.sum(2)).abs()
+    assert (errors <= 2**-8 * products.abs().sum(2) + 1e-6).all()
     # What is quantised is what is written without quantisation.
     for group in (32, 128):
         with poisoned_empty():

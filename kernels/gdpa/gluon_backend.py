@@ -41,7 +41,6 @@ def _supports(
     return None
 
 
-# Below the reference, so only by name, until a committed benchmark of these very kernels says what they gain.
 gluon_gdpa = dispatch.register("gdpa", "gluon", supports=_supports, priority=20)(
     gdpa_operator("gluon", _forward, _backward)
 )

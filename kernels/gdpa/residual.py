@@ -90,6 +90,6 @@ _attach.register_autograd(_differentiate, setup_context=_save)
 
 
 # Below the reference, so only by name, until it has passed its tests on a GPU and a benchmark.
-@dispatch.register("add_rms_norm", "triton", supports=_supports, priority=10)
+@dispatch.register("add_rms_norm", "triton", supports=_supports, priority=-1)
 def _triton(x: Tensor, normed: Tensor, residual: Tensor) -> Tensor:
     return _attach(x, normed, residual)

@@ -163,8 +163,8 @@ def hopper_attention(
     return None if positive_scale else "needs a positive scale: it masks scores before they are scaled"
 
 
-@dispatch.register("joint_attention", "separate")
-def _separate(
+@dispatch.register("joint_attention", "reference")
+def _reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -120,6 +120,6 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-@dispatch.register("joint_attention", "gluon", supports=hopper_attention, priority=20)
+@dispatch.register("joint_attention", "gluon", supports=hopper_attention, priority=-1)
 def _gluon(*arguments: Any) -> Tensor:
     return _attend(*arguments)[0]

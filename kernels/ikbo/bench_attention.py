@@ -169,8 +169,8 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
     return Problem(
         # The one that joins them first, whatever the default is.
         contenders={"gluon": partial(prepare, "gluon"), "two launches": prepare_two_launches}
-        | {"separate": partial(prepare, "separate")},
-        check=check_relative_error(_wide(partial(attend, backend="separate"), inputs, grad, backward), LIMIT),
+        | {"separate": partial(prepare, "reference")},
+        check=check_relative_error(_wide(partial(attend, backend="reference"), inputs, grad, backward), LIMIT),
         flops=4.0 * queries * length * HEADS * HEAD_DIM * (2.5 if backward else 1),
         bytes=float(elements * HEADS * HEAD_DIM * inputs[0].element_size()),
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.ikbo import lce_torch
 from kernels.ikbo.lce_operator import Gradients, compression_operator
 from kernels.jagged import segment_sum
 
@@ -96,10 +97,14 @@ def _gluon_supports(
     return None
 
 
-# Below the reference, so only by name, until these very kernels have passed their tests on a GPU and a benchmark.
+# By name: both lose to torch's products somewhere, the first everywhere, the second with few candidates a request.
 triton_compression = dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
     compression_operator("triton", _triton_forward, _triton_backward)
 )
 gluon_compression = dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=-2)(
     compression_operator("gluon", _gluon_forward, _gluon_backward)
+)
+# What serves on Hopper. Nor does a program of its kernels wait for another, as in the forward of `gluon`.
+hopper_compression = dispatch.register("linear_compression", "hopper", supports=_gluon_supports, priority=20)(
+    compression_operator("hopper", lce_torch.forward, _gluon_backward)
 )

@@ -35,7 +35,7 @@ def batched(weight: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(aligned(weight).expand(x.shape[0], -1, -1), x)
 
 
-def _forward(
+def forward(
     candidate: Tensor,
     w_candidate: Tensor,
     users: Sequence[Tensor],
@@ -74,5 +74,5 @@ def _backward(
 
 
 torch_compression = dispatch.register("linear_compression", "torch", priority=10)(
-    compression_operator("torch", _forward, _backward)
+    compression_operator("torch", forward, _backward)
 )

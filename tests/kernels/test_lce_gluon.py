@@ -90,14 +90,19 @@ SHAPES = {
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [*((shape, torch.float16) for shape in SHAPES), ("one candidate each", torch.bfloat16)]
+    ("shape", "dtype", "backend"),
+    [
+        *((shape, torch.float16, "gluon") for shape in SHAPES),
+        ("one candidate each", torch.bfloat16, "gluon"),
+        ("published, unaligned", torch.float16, "hopper"),
+    ],
 )
-def test_against_the_reference(shape: str, dtype: torch.dtype) -> None:
+def test_against_the_reference(shape: str, dtype: torch.dtype, backend: str) -> None:
     # The gradient of the users rounds the sum over a request's candidates, and its own result.
     tolerance = Tolerance("products of sums rounded once more", roundings=2, reduction=150_000)
     with poisoned_empty():
         check_gradients(
-            lambda **tensors: call("gluon", **tensors),
+            lambda **tensors: call(backend, **tensors),
             lambda **tensors: call("reference", **tensors),
             SHAPES[shape].inputs("cuda", dtype),
             tolerance,

@@ -13,6 +13,7 @@ from kernels import dispatch
 from kernels.ikbo.attention import hopper_attention, nested_offsets
 from kernels.jagged.checks import check_lengths, check_offsets
 from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.remember import forgetting
 
 
 def tree_attention(
@@ -128,6 +129,8 @@ def _reference(
     return out
 
 
+# Of `kernels.custom_op`s autograd sees no tensors inside lists. As there, nothing is remembered of offsets, which
+# compiled code may write over without counting it.
 @torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
 def _attend(
     q: Tensor,
@@ -143,7 +146,7 @@ def _attend(
     from kernels.jagged.gluon_attention_forward import attention_forward
 
     results = [
-        attention_forward(q, *level, scale, False, (-1, -1))
+        forgetting(attention_forward)(q, *level, scale, False, (-1, -1))
         for level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
     ]
     # A level without keys has +inf, as the backward takes it; among levels it weighs nothing.
@@ -180,7 +183,7 @@ def _differentiate(
 
     # With the statistics of all levels, a level's weights are its part of the softmax, and so are its gradients.
     results = [
-        attention_backward(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
+        forgetting(attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
         for keys, values, *level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
     ]
     dq = torch.stack([dq for dq, _, _ in results]).sum(0, dtype=torch.float32).to(q.dtype)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_bmm import dense_backward, save_dense
 from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, steps_of
+from kernels.launch import processors
 
 COLUMNS = 8  # of the narrowest product of tensor cores
 VECTOR = 8  # elements of a copy of 16 bytes
@@ -136,11 +137,6 @@ def config(width: int) -> dict[str, int]:
     }
 
 
-@functools.cache
-def _num_programs(device: torch.device) -> int:
-    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @custom_op("gemsmith::jagged_dense_bmm_stream")
 def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, longest: int) -> Tensor:
     """x [N, W], y [B, W, T] of any strides -> [N, T], W from 64 to 256 in steps of 16, T up to 8."""
@@ -155,7 +151,7 @@ def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, longest: int) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
     constants = config(width)
     tiles = cdiv(total, constants["BLOCK_L"])
-    _stream_kernel[(min(tiles, _num_programs(x.device)),)](
+    _stream_kernel[(min(tiles, PROGRAMS * processors(x.device)),)](
         x,
         offsets.contiguous(),
         y,

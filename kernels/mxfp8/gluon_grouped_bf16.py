@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.launch import processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     ROWS,
     descriptor,
     load_tiles,
     locate,
-    programs,
     seek,
     store_rows,
 )
@@ -59,7 +59,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor, blocks: int | None = None) ->
     out = torch.empty(m, n, dtype=a.dtype, device=a.device)
     tiles_n = -(-n // _TILE_N.value)
     blocks = blocks or _blocks(m, tiles_n, a.device)
-    _kernel[(programs(a.device),)](
+    _kernel[(processors(a.device),)](
         descriptor(a, [ROWS.value, _BLOCK_K.value]),
         descriptor(matrices, [_BLOCK_K.value, _TILE_N.value] if transposed else [_TILE_N.value, _BLOCK_K.value]),
         descriptor(out, [ROWS.value, 128]),
@@ -90,7 +90,7 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, block
     out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
     tiles_n = -(-k // _TILE_N.value)
     blocks = blocks or _blocks(n, groups * tiles_n, dy.device)
-    _kernel[(programs(dy.device),)](
+    _kernel[(processors(dy.device),)](
         descriptor(dy, [_BLOCK_K.value, ROWS.value]),
         descriptor(x, [_BLOCK_K.value, _TILE_N.value]),
         descriptor(out.flatten(0, 1), [ROWS.value, 128 if dtype is torch.bfloat16 else 64]),
@@ -117,7 +117,7 @@ def _blocks(rows: int, columns: int, device: torch.device) -> int:
 
     def rounds(blocks: int) -> int:
         tiles = -(-rows // (blocks * ROWS.value)) * columns
-        return -(-tiles // programs(device))
+        return -(-tiles // processors(device))
 
     return 2 if 2 * _LARGER_IS_FASTER * rounds(2) < 3 * rounds(3) else 3
 

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mxfp8.gluon_grouped_tiles import ROWS, descriptor, load_tiles, locate, programs, seek, store_rows
+from kernels.launch import processors
+from kernels.mxfp8.gluon_grouped_tiles import ROWS, descriptor, load_tiles, locate, seek, store_rows
 from kernels.mxfp8.triton_grouped import transposed_scales
 
 _TILE_N = gl.constexpr(128)
@@ -98,7 +99,7 @@ def _launch(
     blocks, consumers, registers, limit = TILES[tile_rows]
     # One row of the table, which no matrix instruction reads.
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    _kernel[(programs(a.device),)](
+    _kernel[(processors(a.device),)](
         descriptor(a, [ROWS.value, _BLOCK_K.value]),
         descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
         TensorDescriptor(table, list(table.shape), list(table.stride()), [1, _TILE_N.value], plain),

@@ -26,12 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.launch import processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     ROWS,
     descriptor,
     load_tiles,
     locate,
-    programs,
     seek,
     store_rows,
 )
@@ -277,7 +277,7 @@ def _launch(
     blocks: int,
 ) -> None:
     words = scales.view(torch.int32)
-    _kernel[(programs(codes.device),)](
+    _kernel[(processors(codes.device),)](
         descriptor(codes, [ROWS.value, _BLOCK_K.value]),
         descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
         descriptor(rows, [ROWS.value, 64]),

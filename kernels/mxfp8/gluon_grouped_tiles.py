@@ -31,10 +31,6 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
-def programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @gluon.jit
 def _bounds(ends, group):
     """Begin and end of a group, read where they are used: MLIR takes a value that is carried around a loop only to

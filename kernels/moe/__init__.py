@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.moe import fused  # noqa: F401  importing it registers its backend
-from kernels.moe.reference import Order, Permutation, capacity_of, combine, gather, swiglu
+from kernels.moe.reference import Order, combine, gather, swiglu
 from kernels.mxfp8 import check_recipe
 
-__all__ = ["Order", "Permutation", "capacity_of", "combine", "experts", "gather", "swiglu"]
+__all__ = ["Order", "combine", "experts", "gather", "swiglu"]
 
 
 def experts(

@@ -32,14 +32,14 @@ _KEPT = 10  # tensors
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-def _weights(weight: Tensor, group: int, rows: bool, columns: bool) -> tuple[Operand | None, list[Tensor]]:
-    """(weight [E, N, K] as the forward takes it, what the backward needs of it)."""
+def _weights(weight: Tensor, group: int, columns: bool) -> tuple[Operand, list[Tensor]]:
+    """(weight [E, N, K] as the forward takes it, what the backward needs of it: quantised, only with `columns`)."""
     if group == 0:
         rounded = weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
         return rounded, [rounded if rounded is not weight else rounded.new_empty(0), rounded.new_empty(0)]
     from kernels.mxfp8.gluon_quantize import quantize_both
 
-    codes, scales, *transposed = quantize_both(weight, rows, columns, group, group == 128, False)
+    codes, scales, *transposed = quantize_both(weight, True, columns, group, group == 128, False)
     return Quantized(codes, scales, group), transposed
 
 
@@ -68,12 +68,12 @@ def _forward(
 
     permutation = triton_route.permutation(chosen, gate_up.shape[0])
     rows, row_scales, *kept_rows = gather(x, permutation, group, keep and group > 0)
-    first, first_kept = _weights(gate_up, group, True, keep)
+    first, first_kept = _weights(gate_up, group, keep)
     hidden = fprop(Quantized(rows, row_scales, group) if group else rows, first, permutation.ends)
     kept_rows = kept_rows if group else [rows, row_scales]
     del rows, row_scales, first
     result, scales = swiglu(hidden, permutation.ends, group)
-    second, second_kept = _weights(down, group, True, keep)
+    second, second_kept = _weights(down, group, keep)
     result = fprop(Quantized(result, scales, group) if group else result, second, permutation.ends)
     out = triton_route.combine(result, permutation.rows, weights, dtype)
     if not keep:

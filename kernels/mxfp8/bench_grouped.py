@@ -18,7 +18,7 @@ from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 
 # Routed rows, model width D, hidden width F, experts.
 GPU_LAYERS, CPU_LAYERS = [(65536, 1024, 2048, 32), (131072, 7168, 2048, 8), (131072, 512, 1024, 16)], [(256, 64, 32, 4)]
-RECIPES = {"bf16": 0, "mxfp8": 32, "mxfp8_g128": 128}
+RECIPES = {"bf16": 0, **mxfp8.QUANTIZED}
 # One rounding of bfloat16; and 27 dB, of which two operands of four significant bits leave 28.5.
 BF16_LIMIT, MXFP8_LIMIT = 1e-2, 10 ** (-27 / 20)
 

@@ -16,6 +16,7 @@ operator; the narrower entry wins. A request by name that cannot be served is a 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Hashable
@@ -142,6 +143,18 @@ def needs_capability(device: str, capability: Hashable, *allowed: tuple[int, int
     if capability not in allowed:
         return f"needs {names}, the device has capability {capability}"
     return None
+
+
+def needs_triton(device: str, capability: Hashable, *allowed: tuple[int, int]) -> str | None:
+    """As `needs_capability`, for a kernel in Triton or Gluon; with nothing `allowed` any chip from sm_80 on is."""
+    if allowed:
+        if reason := needs_capability(device, capability, *allowed):
+            return reason
+    elif device != "cuda":
+        return f"needs a CUDA device, the tensors are on {device}"
+    elif not isinstance(capability, tuple) or capability < (8, 0):
+        return f"needs sm_80 or newer, the device has capability {capability}"
+    return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed"
 
 
 def _facts_of(tensor: Tensor) -> dict[str, Hashable]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable
 from typing import Any
 
@@ -40,12 +39,8 @@ def _reference(x: Tensor, normed: Tensor, residual: Tensor) -> Tensor:
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: int) -> str | None:
-    if device != "cuda":
-        return f"needs a CUDA device, the tensors are on {device}"
-    if not isinstance(capability, tuple) or capability < (8, 0):
-        return f"needs sm_80 or newer, the device has capability {capability}"
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
+    if reason := dispatch.needs_triton(device, capability):
+        return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {dtype}"
     if width > MAX_WIDTH:

@@ -7,7 +7,6 @@ over all those queries, which the same kernels accumulate in float32 and in a fi
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Hashable, Sequence
 
@@ -18,8 +17,7 @@ from kernels import dispatch
 from kernels.gdpa import gdpa
 from kernels.jagged import jagged_attention
 from kernels.jagged.checks import check_lengths, check_offsets
-
-HEAD_DIMS = (64, 128)
+from kernels.jagged.gluon_attention import HEAD_DIMS
 
 
 def nested_offsets(*levels: Tensor) -> Tensor:
@@ -152,10 +150,8 @@ def hopper_attention(
     *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, positive_scale: bool
 ) -> str | None:
     """Why the Hopper kernels of jagged attention cannot serve a call without masks and biases, or None."""
-    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {dtype}"
     if head_dim != value_dim or head_dim not in HEAD_DIMS:

@@ -15,7 +15,6 @@ no size for one that is None.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -149,12 +148,8 @@ def _triton_supports(
     value_dim: int,
     **_: Hashable,
 ) -> str | None:
-    if device != "cuda":
-        return f"needs a CUDA device, the tensors are on {device}"
-    if not isinstance(capability, tuple) or capability < (8, 0):
-        return f"needs sm_80 or newer, the device has capability {capability}"
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
+    if reason := dispatch.needs_triton(device, capability):
+        return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {dtype}"
     if max(head_dim, value_dim) > 256:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable
 from typing import Any
 
@@ -40,10 +39,8 @@ def _supports(
     few_queries: bool,
     **_: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {dtype}"
     if head_dim != value_dim or head_dim not in HEAD_DIMS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable
 
 import torch
@@ -15,20 +14,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MOVED = (*FLOATS, torch.int32, torch.int64)
 
 
-def _refusal(device: str, capability: Hashable) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES):
-        return reason
-    return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed"
-
-
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    if reason := _refusal(device, capability):
+    if reason := dispatch.needs_triton(device, capability, *CAPABILITIES):
         return reason
     return None if dtype in FLOATS else f"takes float16, bfloat16 and float32, not {dtype}"
 
 
 def _supports_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    if reason := _refusal(device, capability):
+    if reason := dispatch.needs_triton(device, capability, *CAPABILITIES):
         return reason
     return None if dtype in MOVED else f"takes float16, bfloat16, float32, int32 and int64, not {dtype}"
 
@@ -121,10 +114,8 @@ def _jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) ->
 def _supports_stream(
     *, device: str, capability: Hashable, dtype: torch.dtype, width: int, columns: int, **facts: Hashable
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {dtype}"
     if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:

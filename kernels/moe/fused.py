@@ -14,7 +14,6 @@ input gradients take them. o is not kept: a row's weight is applied to y in the 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable
 
 import torch
@@ -204,10 +203,8 @@ def _supports(
     expert_dim: int,
     num_experts: int,
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
     if operands not in GROUPS:
         return f"multiplies operands of {', '.join(GROUPS)}, not {operands}"
     if dtype not in FLOATS or out_dtype not in FLOATS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable
 
 import torch
@@ -13,10 +12,8 @@ from kernels.mxfp8.reference import MXTensor
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int, **facts: Hashable) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (9, 0), (10, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)):
         return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {dtype}"
     if axis < -2:

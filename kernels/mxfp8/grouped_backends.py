@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Hashable
 
 import torch
@@ -13,18 +12,10 @@ from kernels.custom_op import custom_op
 from kernels.mxfp8.grouped import Quantized
 
 
-def _needs(device: str, capability: Hashable, target: tuple[int, int]) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, target):
-        return reason
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
-    return None
-
-
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 64
 ) -> str | None:
-    if reason := _needs(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
     if dtype is not torch.bfloat16:
         return f"takes bfloat16, not {dtype}"
@@ -41,7 +32,7 @@ def _supports_quantized(target: tuple[int, int], groups: tuple[int, ...]) -> dis
     def supports(
         *, device: str, capability: Hashable, dtype: torch.dtype, group: int, in_features: int, out_features: int
     ) -> str | None:
-        if reason := _needs(device, capability, target):
+        if reason := dispatch.needs_triton(device, capability, target):
             return reason
         if group not in groups:
             return f"takes scales over {groups[0]} elements, not over {group}"

@@ -55,9 +55,9 @@ class TargetAttention(nn.Module):
 class SelfAndTargetAttention(nn.Module):
     """Self-attention of a request's sequence, and attention of its candidates to it, over the same keys and values.
 
-    Keys and values are projected once and both groups of queries meet them in one launch. Each group has its own
-    projection of queries; the projections of both write into one tensor, and no position enters. `max_candidates` and
-    `max_length` are constants that no request exceeds.
+    Keys and values are projected once for both groups of queries. Each group has its own projection of queries; the
+    projections of both write into one tensor, and no position enters. `max_candidates` and `max_length` are constants
+    that no request exceeds.
     """
 
     def __init__(self, dim: int, num_heads: int, num_queries: int, *, max_candidates: int, max_length: int) -> None:

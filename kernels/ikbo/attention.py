@@ -105,7 +105,7 @@ def joint_attention(
     backend: str | None = None,
 ) -> Tensor:
     """Softmax attention of several groups of queries over the same keys, such as a user's own queries and those of
-    its candidates, in one launch: [sum of sizes, H, d] -> [sum of sizes, H, dv].
+    its candidates: [sum of sizes, H, d] -> [sum of sizes, H, dv].
 
     The groups lie one behind the other in q: group g has sizes[g] rows, of which rows q_offsets[g][r]:q_offsets[g][r +
     1] belong to request r and see the keys k_offsets[r]:k_offsets[r + 1] of k [N, Hkv, d] and v [N, Hkv, dv]. Each

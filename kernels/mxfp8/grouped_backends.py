@@ -123,7 +123,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _grouped_mm(x, weight, offsets)
 
 
-# Below torch._grouped_mm, so only by name, until a committed benchmark says where it is faster.
+# By name: of the two shapes of the benchmark torch._grouped_mm is 7 % slower at one and 4 % faster at the other.
 @dispatch.register("grouped_wgrad", "gluon", supports=_supports, priority=-1)
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return _grouped_wgrad(dy, x, offsets)

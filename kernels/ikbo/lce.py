@@ -37,8 +37,8 @@ def linear_compression(
     Differentiable in all four (groups of) operands; gradients of a row are sums over what is below it, accumulated in
     at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
 
-    ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not end at the number of rows
-    below.
+    ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not run from 0 to the number
+    of rows below.
     """
     users = [user] if isinstance(user, Tensor) else list(user)
     w_users = [w_user] if isinstance(w_user, Tensor) else list(w_user)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 def check_offsets(total: int, offsets: Tensor) -> None:
-    """ValueError unless offsets end at `total`. On a GPU looking would be a sync, so only the CPU looks."""
+    """ValueError unless offsets run from 0 to `total`. On a GPU looking would be a sync, so only the CPU looks."""
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    if offsets[0] != 0:
+        raise ValueError(f"offsets begin with {int(offsets[0])}; offsets[0], where the first row starts, must be 0")
     if offsets[-1] != total:
         raise ValueError(f"offsets end at {int(offsets[-1])} but there are {total} values")
 

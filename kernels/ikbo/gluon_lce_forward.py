@@ -126,7 +126,8 @@ def _prepare_kernel(
     """The row that each entry belongs to, and flags that are down."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(flags + place, 0, mask=place < num_flags)
-    row = row_of(offsets, num_rows, place, STEPS)
+    # Entries before offsets[0] belong to no row, but what is stored here becomes an index of flags.
+    row = tl.maximum(row_of(offsets, num_rows, place, STEPS), 0)
     tl.store(owners + place, row.to(tl.int32), mask=place < num_entries)
 
 

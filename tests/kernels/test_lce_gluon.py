@@ -11,7 +11,9 @@ from triton.experimental.gluon import language as gl
 from kernels.ikbo import gluon_lce_forward, gluon_lce_weight
 from kernels.ikbo.gluon_lce_forward import compress, num_tiles, tiling
 from kernels.ikbo.gluon_lce_weight import weight_gradient
+from kernels.jagged import triton_common
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.interpreting import interpret
 from tests.kernels.lce_cases import Case, call
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -63,6 +65,15 @@ def test_weight_gradient_compiles_to_asynchronous_hopper_instructions() -> None:
         assert compiled.contains(instruction), instruction
     assert compiled.spill_bytes <= 64  # a few addresses of the result, outside the loop
     assert compiled.shared_bytes <= SHARED_LIMIT
+
+
+def test_entries_before_the_first_request_are_given_a_row_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, gluon_lce_forward, triton_common)
+    offsets, owners = torch.tensor([2, 3, 5]), torch.full((5,), -7, dtype=torch.int32)
+    flags = torch.ones(3, dtype=torch.int32)
+    gluon_lce_forward._prepare_kernel[(1,)](offsets, owners, flags, 5, 2, 3, STEPS=1, BLOCK=8)
+    assert owners.tolist() == [0, 0, 0, 1, 1]
+    assert flags.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("num_rows", range(1, 1500, 37))

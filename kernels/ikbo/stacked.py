@@ -50,6 +50,8 @@ def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 
     All have one dtype; in an autocast region they take its dtype.
     """
+    if len(inputs) != len(weights):
+        raise ValueError(f"every input needs a weight, got {len(inputs)} inputs and {len(weights)} weights")
     shapes = [(tuple(x.shape), tuple(weight.shape)) for x, weight in zip(inputs, weights, strict=True)]
     if not shapes or any(
         len(x) != 2 or len(weight) != 2 or x[1] != weight[1] or weight[0] != shapes[0][1][0] for x, weight in shapes

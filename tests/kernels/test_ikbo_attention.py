@@ -97,6 +97,8 @@ def test_what_does_not_fit_is_named() -> None:
         joint_attention(rows, k, k, [keys], keys, max_q=[5, 5], max_k=5, sizes=[6])
     with pytest.raises(ValueError, match="one E"):
         stacked_linear([torch.zeros(2, 3), torch.zeros(2, 3)], [torch.zeros(4, 3), torch.zeros(5, 3)])
+    with pytest.raises(ValueError, match="2 inputs and 1 weights"):
+        stacked_linear([torch.zeros(2, 3), torch.zeros(2, 3)], [torch.zeros(4, 3)])
 
 
 def test_stacked_projections_are_those_of_each_input() -> None:

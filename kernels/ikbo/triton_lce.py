@@ -41,6 +41,7 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
     """
     num_entries, depth, width = x.shape
     num_rows = weight.shape[0]
+    x = narrow(x)
     out = torch.empty(num_entries, num_rows, width, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -70,6 +71,16 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
     return out
 
 
+def narrow(x: Tensor) -> Tensor:
+    """x [B, K, N], copied if an entry's elements are too far apart for addresses of 32 bits within it.
+
+    They are where another dimension is the outermost one of the storage: [K, B, N] puts the whole batch between two
+    rows of an entry.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x if span < 2**31 else x.clone(memory_format=torch.contiguous_format)
+
+
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """sum_b grad[b] x[b]^T: [M, K] of x's dtype, for grad [B, M, N] and x [B, K, N] of one dtype, any strides.
 
@@ -82,6 +93,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     block = 128 if x.element_size() == 2 else 64
     tiles = triton.cdiv(num_rows, block) * triton.cdiv(depth, block)
     slices = max(1, min(MIN_PROGRAMS // tiles, num_entries))
+    grad, x = narrow(grad), narrow(x)
     parts = torch.empty(slices, num_rows, depth, dtype=torch.float32, device=x.device)
     _weight_kernel[(slices * tiles,)](
         grad,
@@ -133,7 +145,7 @@ def _compress_kernel(
     m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Addresses of entries take 64 bits; within one, and within a weight, 32 are enough.
+    # Addresses of entries take 64 bits; within one, by `narrow`, and within a weight, 32 are enough.
     weights = m[:, None] * w_stride_m + k[None, :] * w_stride_k
     columns = k[:, None] * x_stride_k + n[None, :] * x_stride_n
     x += entry.to(tl.int64) * x_stride_b

@@ -58,6 +58,7 @@ def linear_compression(
         num_out=w_candidate.shape[0],
         width=candidate.shape[2],
         num_levels=len(users),
+        least_depth=min(x.shape[1] for x in (candidate, *users)),
     )
     return compress(candidate, w_candidate, rest[: len(users)], rest[len(users) :], offsets)
 

@@ -82,7 +82,14 @@ def _gluon_backward(*arguments: Any) -> Gradients:
 
 
 def _gluon_supports(
-    *, device: str, capability: Hashable, dtype: torch.dtype, num_out: int, width: int, num_levels: int, **_: Hashable
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    num_out: int,
+    width: int,
+    num_levels: int,
+    least_depth: int,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, (9, 0)):
         return reason
@@ -94,6 +101,8 @@ def _gluon_supports(
         return f"needs a width that is a multiple of 128, got {width}"
     if num_levels > 1:
         return f"has one level of requests, got {num_levels}"
+    if least_depth < 1:
+        return "needs a token at every level: TMA does not describe empty tensors"
     return None
 
 

@@ -68,7 +68,16 @@ class Scorer:
                 f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
             )
         batch = batch.to(self.device)
-        return self._arch(*scoring_inputs(self.embedding(batch), batch.candidate_offsets)).sigmoid()
+        tokens = self.embedding(batch)
+        for event in self.spec.histories:
+            # A shape is on the host; lengths of the batch may be on a GPU, where reading them would be a sync.
+            length = tokens.histories[event.name].values.shape[0]
+            if length > event.max_length:
+                raise ValueError(
+                    f"the request has {length} events of type {event.name!r}, more than the {event.max_length} that "
+                    "were exported; keep the newest ones, or train with a larger data.max_history"
+                )
+        return self._arch(*scoring_inputs(tokens, batch.candidate_offsets)).sigmoid()
 
 
 def latencies(

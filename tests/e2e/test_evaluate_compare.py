@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from modules.batch import with_candidates
+from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, torchrun, train
 from train import export, score
 from train.checkpoint import read_meta
@@ -60,10 +62,24 @@ def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_pat
     assert scorer(one).shape == (1, len(scorer.spec.tasks))
     with pytest.raises(ValueError, match="one request with 1 to 32 candidates, got 1 requests and 33 candidates"):
         scorer(with_candidates(one, 33))
+    event, short = scorer.spec.histories[0], export.example(source)
+    times = event.max_length + 1
+    long = replace(
+        short, histories=repeated(short.histories, times), history_times=repeated(short.history_times, times)
+    )
+    length = times * int(short.history_times.lengths()[0])
+    with pytest.raises(ValueError, match=f"{length} events of type '{event.name}', more than the {event.max_length}"):
+        scorer(long)
     with pytest.raises(ValueError, match="holds no exported model"):
         Scorer(tmp_path)
     rows = score.main([f"export={tmp_path / 'exported'}", "candidates=2,32", "broadcast_limit=2"])
     assert [set(row) for row in rows] == [{"candidates", "exported_ms", "broadcast_ms"}, {"candidates", "exported_ms"}]
+
+
+def repeated(features: KeyedJaggedTensor, times: int) -> KeyedJaggedTensor:
+    """The lists of one request, each so often behind itself."""
+    copies = select_rows(features, torch.zeros(times, dtype=torch.long))
+    return KeyedJaggedTensor(features.keys(), copies.values(), lengths=copies.lengths().view(-1, times).sum(1))
 
 
 class Short:

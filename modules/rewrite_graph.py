@@ -128,6 +128,11 @@ def normal_dim(node: Any, dim: int) -> int:
     return dim % len(shape_of(node))
 
 
+def key_of(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What two calls share if they are equal: lists become hashable, and 2 is not 2.0."""
+    return target, map_aggregate((args, tuple(sorted(kwargs.items()))), _typed)
+
+
 def _typed(x: Any) -> Any:
     return type(x), x
 
@@ -145,8 +150,7 @@ class Builder:
     def call(self, target: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> fx.Node:
         """A call whose shapes come from running it on the shapes of its arguments; `like` is a value to use instead."""
         assert self.position is not None
-        # Lists become hashable, and 2 is not 2.0.
-        key = (target, map_aggregate((args, tuple(sorted(kwargs.items()))), _typed))
+        key = key_of(target, args, kwargs)
         if key in self._known:
             return self._known[key]
         with self.graph.inserting_before(self.position):

@@ -136,6 +136,12 @@ def viewed_attention(self: Model, user: Tensor, candidate: Tensor, offsets: Tens
     return F.scaled_dot_product_attention(query, key, key)
 
 
+def attention_by_two_owner_maps(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    key = self.dense(user)[owner_of(offsets, candidate)]
+    value = user.exp()[owner_of(offsets, candidate)]
+    return F.scaled_dot_product_attention(candidate[:, None], key[:, None], value[:, None])
+
+
 PATTERNS = {
     product: "linear_compression",
     linear_over_tokens: "linear_compression",
@@ -148,6 +154,7 @@ PATTERNS = {
     gate: "jagged_dense_elementwise",
     attention: "target_attention",
     viewed_attention: "target_attention",
+    attention_by_two_owner_maps: "target_attention",
 }
 
 
@@ -352,6 +359,13 @@ def equal_results_of_which_one_is_written(self: Model, user: Tensor, candidate: 
     return torch.cat([first.relu_(), second], 1)
 
 
+def equal_calls_around_a_write(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    candidate = candidate.clone()
+    before = self.dense(candidate)
+    candidate.zero_()
+    return before - self.dense(candidate)
+
+
 def tokens_as_rows(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
     return tokens(user, candidate, offsets).reshape(-1, 8).mean(1)
 
@@ -402,9 +416,9 @@ def gathered_again(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor
 
 LOOKALIKES = (
     *(written_through_a_view, viewed_before_a_write, source_written, written_in_a_region),
-    *(equal_results_of_which_one_is_written, tokens_as_rows, flattened_before_the_split, scalars_of_two_types),
-    *(parts_of_two_dtypes, diagonal, one_query_for_all, one_count_for_all, tokens_expanded_too, mean_of_all),
-    *(counted_by_data, gathered_again),
+    *(equal_results_of_which_one_is_written, equal_calls_around_a_write, tokens_as_rows),
+    *(flattened_before_the_split, scalars_of_two_types, parts_of_two_dtypes, diagonal, one_query_for_all),
+    *(one_count_for_all, tokens_expanded_too, mean_of_all, counted_by_data, gathered_again),
 )
 
 
@@ -415,6 +429,14 @@ def test_what_only_looks_like_a_pattern_computes_the_same(body: Callable[..., Te
     several = (COUNTS, torch.tensor([1, 4]))
     for counts in (torch.tensor([1, 0, 1]),) if body is parts_of_two_dtypes else several:
         assert_same(model, graph, inputs(counts))
+
+
+def test_equal_calls_that_draw_random_numbers_stay_apart() -> None:
+    def body(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+        return F.dropout(candidate, 0.5) - F.dropout(candidate, 0.5)
+
+    _, graph, _ = rewritten(body)
+    assert graph(*inputs()).any()
 
 
 def rows_by_minus_one(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:

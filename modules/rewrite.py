@@ -28,7 +28,7 @@ from modules.rewrite_graph import (
     written,
 )
 from modules.rewrite_multihead import rows_first
-from modules.rewrite_prepare import merge_equal
+from modules.rewrite_prepare import merge_equal, write_elsewhere
 from modules.rewrite_products import PRODUCT_RULES
 from modules.rewrite_rules import RESHAPES, ROW_RULES, Rules
 
@@ -126,6 +126,7 @@ def ikbo_rewrite(
     inputs = {node.name for node in module.graph.nodes if node.op == "placeholder"}
     if unknown := sorted(set(owners) - inputs):
         raise ValueError(f"owners {unknown} are not inputs of the model; its inputs: {sorted(inputs)}")
+    write_elsewhere(module.graph)
     merge_equal(module.graph)
     report = _Rewriter(module.graph, owners, max_candidates, model.range_constraints).run()
     return fx.GraphModule(module, module.graph), report

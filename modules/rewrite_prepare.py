@@ -4,10 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from modules.rewrite_graph import Node, key_of, written
+from modules.rewrite_graph import Node, aliases, key_of, value_of, written
+
+aten = torch.ops.aten
+
+ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "hardtanh", "clamp", "dropout")
+# What writes its first argument, and what computes the same without writing.
+OUT_OF_PLACE = {getattr(aten, f"{name}_").default: getattr(aten, name).default for name in ACTIVATIONS} | {
+    getattr(aten, f"{name}_").Tensor: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")
+}
+
+
+def write_elsewhere(graph: fx.Graph) -> None:
+    """A write into memory that nothing else reads becomes a result of its own."""
+    for node in graph.nodes:
+        target = OUT_OF_PLACE.get(node.target)
+        if target is not None and _unshared(node.args[0]) and _of_one_dtype(node):
+            node.target = target
+
+
+def _unshared(node: Node) -> bool:
+    """Whether its one user alone reads its memory, also where that is another's: a view's, or what dropout passes."""
+    return node.op == "call_function" and len(node.users) == 1 and all(map(_unshared, aliases(node)[0]))
+
+
+def _of_one_dtype(node: Node) -> bool:
+    """A write keeps the dtype of what is written, where a result of its own would have that of the other operand."""
+    dtypes = {value.dtype for value in map(value_of, (node, *node.all_input_nodes)) if isinstance(value, torch.Tensor)}
+    return len(dtypes) == 1
 
 
 def merge_equal(graph: fx.Graph) -> None:

@@ -356,7 +356,8 @@ def written_in_a_region(self: Model, user: Tensor, candidate: Tensor, offsets: T
 def equal_results_of_which_one_is_written(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
     x = tokens(user, candidate, offsets)
     first, second = self.mix.weight @ x, self.mix.weight @ x
-    return torch.cat([first.relu_(), second], 1)
+    first.relu_()
+    return torch.cat([first, second], 1)
 
 
 def equal_calls_around_a_write(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
@@ -364,6 +365,15 @@ def equal_calls_around_a_write(self: Model, user: Tensor, candidate: Tensor, off
     before = self.dense(candidate)
     candidate.zero_()
     return before - self.dense(candidate)
+
+
+def written_and_read(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    user = user[owner_of(offsets, candidate)] + 1.0
+    return user.relu_()[:, :3] + user[:, 1:] * candidate
+
+
+def written_in_its_own_dtype(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    return candidate.float().neg().add_(self.dense.bias).double()
 
 
 def tokens_as_rows(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
@@ -416,7 +426,8 @@ def gathered_again(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor
 
 LOOKALIKES = (
     *(written_through_a_view, viewed_before_a_write, source_written, written_in_a_region),
-    *(equal_results_of_which_one_is_written, equal_calls_around_a_write, tokens_as_rows),
+    *(equal_results_of_which_one_is_written, equal_calls_around_a_write, written_and_read),
+    *(written_in_its_own_dtype, tokens_as_rows),
     *(flattened_before_the_split, scalars_of_two_types, parts_of_two_dtypes, diagonal, one_query_for_all),
     *(one_count_for_all, tokens_expanded_too, mean_of_all, counted_by_data, gathered_again),
 )
@@ -454,7 +465,18 @@ def negative_dimensions(self: Model, user: Tensor, candidate: Tensor, offsets: T
     return (self.mix.weight @ torch.cat([user, candidate], -2)).relu_()
 
 
-@pytest.mark.parametrize("body", [rows_by_minus_one, casts, negative_dimensions], ids=lambda body: body.__name__)
+def activated_in_place(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    user = self.dense(user[owner_of(offsets, candidate)])
+    user *= 2.0
+    user = F.dropout(F.relu(user, inplace=True) - 1.0, 0.5, training=False)
+    user = F.leaky_relu(user, inplace=True)
+    return self.mix.weight @ torch.cat([user, candidate], 1)
+
+
+COPIED_BY = (rows_by_minus_one, casts, negative_dimensions, activated_in_place)
+
+
+@pytest.mark.parametrize("body", COPIED_BY, ids=lambda body: body.__name__)
 def test_ways_to_write_a_copy_do_not_hide_it(body: Callable[..., Tensor]) -> None:
     model, graph, report = rewritten(body)
     assert [swap.after for swap in report.swapped] == ["linear_compression"]

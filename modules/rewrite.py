@@ -302,11 +302,13 @@ class _Rewriter:
         if narrow.target is not aten.unsqueeze.default or narrow.args[1] % len(shape_of(narrow)) != 1:
             return None
         (source, _), merged, shape = narrow.args, shape_of(node), shape_of(wide)
-        # No other dimension is repeated, and the first two are merged.
         rows, *rest = shape_of(source)
-        if not _same_shape(shape, (rows, shape[1], *rest)) or not _same_shape(merged[1:], rest):
+        if _same_shape(shape, (rows, shape[1], *rest)) and _same_shape(merged[1:], rest):
+            return self.uniform(source, 1 if same_size(shape[1], 1) else wide.args[1][1])
+        if same_size(shape[1], 1) or _same_shape(merged[:1], shape[:1]):
+            # Rows are not copied, or their copies are not rows.
             return None
-        return self.uniform(source, 1 if same_size(shape[1], 1) else wide.args[1][1])
+        raise UnchangedError("copies rows, and repeats or merges other dimensions as well")
 
     def uniform(self, source: fx.Node, count: Any) -> tuple[fx.Node, Rows]:
         total = self.build.call(_product, self.build.size(source, 0), count)

@@ -498,6 +498,22 @@ def test_regions_and_unknown_orders_are_named() -> None:
     assert "writes in place" in str(report)
 
 
+def merged_with_tokens(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    return self.dense(user.unsqueeze(1).expand(-1, 2, -1, -1).flatten(0, 2))
+
+
+def repeated_within_rows(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+    return self.dense(user.unsqueeze(1).repeat(1, 2, 1, 1).flatten(1, 2))
+
+
+@pytest.mark.parametrize("body", [tokens_expanded_too, merged_with_tokens], ids=lambda body: body.__name__)
+def test_copies_along_further_dimensions_are_named(body: Callable[..., Tensor]) -> None:
+    model, graph, report = rewritten(body)
+    assert [kept.reason for kept in report.kept] == ["copies rows, and repeats or merges other dimensions as well"]
+    assert_same(model, graph, inputs())
+    assert rewritten(repeated_within_rows)[2].kept == []
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_multihead_attention_is_followed_in_modules(need_weights: bool) -> None:
     def body(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:

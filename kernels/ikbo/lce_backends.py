@@ -53,10 +53,8 @@ def _triton_backward(*arguments: Any) -> Gradients:
 
 
 def _triton_supports(*, device: str, capability: Hashable, dtype: torch.dtype, **_: Hashable) -> str | None:
-    if device != "cuda":
-        return f"needs a CUDA device, the tensors are on {device}"
-    if not isinstance(capability, tuple) or capability < (8, 0):
-        return f"needs sm_80 or newer, the device has capability {capability}"
+    if reason := dispatch.needs_triton(device, capability):
+        return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {dtype}"
     return None
@@ -91,7 +89,7 @@ def _gluon_supports(
     num_levels: int,
     least_depth: int,
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {dtype}"

@@ -242,7 +242,7 @@ def test_bad_inputs_are_named() -> None:
     values, offsets = torch.zeros(5, 1, 4), torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match="offsets end at 5 but there are 4 values"):
         jagged.segment_sum(values[:4], offsets)
-    with pytest.raises(ValueError, match=r"offsets begin with 2;.*offsets\[0\] must be 0"):
+    with pytest.raises(ValueError, match=r"offsets begin with 2; offsets\[0\].*must be 0"):
         jagged.segment_sum(values, offsets[1:])
     with pytest.raises(ValueError, match="offsets end at 5 but there are 4 values"):
         jagged.padded_to_jagged(torch.zeros(2, 3), offsets, 4)

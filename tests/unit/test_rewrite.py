@@ -356,15 +356,15 @@ def written_in_a_region(self: Model, user: Tensor, candidate: Tensor, offsets: T
 def equal_results_of_which_one_is_written(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
     x = tokens(user, candidate, offsets)
     first, second = self.mix.weight @ x, self.mix.weight @ x
-    first.relu_()
+    first[:, 0] = 0.0
     return torch.cat([first, second], 1)
 
 
 def equal_calls_around_a_write(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
     candidate = candidate.clone()
-    before = self.dense(candidate)
-    candidate.zero_()
-    return before - self.dense(candidate)
+    before = candidate.neg()
+    candidate[:, 0] = 0.0
+    return before - candidate.neg()
 
 
 def written_and_read(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,34 +10,9 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.ikbo import lce_torch
-from kernels.ikbo.lce_operator import Gradients, compression_operator
-from kernels.jagged import segment_sum
+from kernels.ikbo.lce_operator import Gradients, compression_operator, gradients_with
 
 MIN_ROWS = 128
-
-
-def gradients_with(
-    product: Callable[[Tensor, Tensor], Tensor], weight_gradient: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[..., Gradients]:
-    """A backward made of product(weight [M, K], x [B, K, N]) and weight_gradient(grad [B, M, N], x [B, K, N])."""
-
-    def backward(
-        grad: Tensor,
-        candidate: Tensor,
-        w_candidate: Tensor,
-        users: Sequence[Tensor],
-        w_users: Sequence[Tensor],
-        offsets: Sequence[Tensor],
-    ) -> Gradients:
-        grads, w_grads = [], []
-        for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
-            if level:
-                grad = segment_sum(grad.contiguous(), offsets[level - 1])
-            grads.append(product(weight.mT, grad))
-            w_grads.append(weight_gradient(grad, x))
-        return grads[0], w_grads[0], grads[1:], w_grads[1:]
-
-    return backward
 
 
 def _triton_forward(*arguments: Any) -> Tensor:

@@ -3,12 +3,12 @@
 `compression_operator(name, forward, backward)` is where a backend plugs in:
 
     forward(candidate, w_candidate, users, w_users, offsets) -> out
-    backward(grad_out, candidate, w_candidate, users, w_users, offsets)
-        -> (d_candidate, d_w_candidate, d_users, d_w_users)
+    backward(grad_out, candidate, w_candidate, users, w_users, offsets, needs)
+        -> (d_candidate, d_w_candidate, d_user_0, d_w_user_0, ...), None where `needs` says that nobody needs it
 
 candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level from the one right above the candidates
 upwards, users [R, Ku, N], w_users [M, Ku] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written
-everywhere: rows that nothing belongs to get zero gradients.
+everywhere: rows that nothing belongs to get zero gradients. `gradients_with` makes a backward of two products.
 """
 
 from __future__ import annotations
@@ -21,10 +21,36 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.custom_op import Operator, custom_op
+from kernels.jagged import segment_sum
 
 MAX_LEVELS = 3
 
-Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor]]
+Gradients = list[Tensor | None]
+
+
+def gradients_with(
+    product: Callable[[Tensor, Tensor], Tensor], weight_gradient: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Gradients]:
+    """A backward made of product(weight [M, K], x [B, K, N]) and weight_gradient(grad [B, M, N], x [B, K, N])."""
+
+    def backward(
+        grad: Tensor,
+        candidate: Tensor,
+        w_candidate: Tensor,
+        users: Sequence[Tensor],
+        w_users: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> Gradients:
+        gradients: Gradients = []
+        for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
+            if level and any(needs[2 * level :]):
+                grad = segment_sum(grad.contiguous(), offsets[level - 1])
+            gradients.append(product(weight.mT, grad) if needs[2 * level] else None)
+            gradients.append(weight_gradient(grad, x) if needs[2 * level + 1] else None)
+        return gradients
+
+    return backward
 
 
 def compression_operator(
@@ -63,25 +89,25 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
 
     results = ", ".join(["Tensor"] * (2 + 2 * levels))
 
-    @custom_op(f"gemsmith::{name}_backward", schema=f"(Tensor grad, {arguments}) -> ({results})")
-    def compress_backward(grad: Tensor, candidate: Tensor, w_candidate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        d_candidate, d_weight, d_users, d_weights = backward(grad, candidate, w_candidate, *_by_kind(rest))
-        return d_candidate, d_weight, *(d for pair in zip(d_users, d_weights, strict=True) for d in pair)
+    # An operator returns tensors: an empty one stands for a gradient that nobody needs.
+    @custom_op(f"gemsmith::{name}_backward", schema=f"(bool[] needs, Tensor grad, {arguments}) -> ({results})")
+    def compress_backward(needs: Sequence[bool], grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        gradients = backward(grad, *operands[:2], *_by_kind(operands[2:]), needs)
+        return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     @compress_backward.register_fake
-    def _(grad: Tensor, candidate: Tensor, w_candidate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        floating = [x for i, x in enumerate(rest) if i % 3 < 2]
-        return tuple(x.new_empty(x.shape) for x in (candidate, w_candidate, *floating))
+    def _(needs: Sequence[bool], grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        floating = _without_offsets(operands)
+        return tuple(x.new_empty(x.shape if needed else 0) for x, needed in zip(floating, needs, strict=True))
 
     def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        d_candidate, d_weight, *rest = compress_backward(grad, *ctx.saved_tensors)
-        gradients: list[Tensor | None] = [d_candidate, d_weight]
-        for level in range(levels):
-            gradients += [*rest[2 * level : 2 * level + 2], None]
-        return tuple(gradients)
+        needs = ctx.needs_input_grad
+        made = iter(compress_backward(_without_offsets(needs), grad, *ctx.saved_tensors))
+        gradients = [None if _is_offsets(place) else next(made) for place in range(len(needs))]
+        return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
     compress.register_autograd(differentiate, setup_context=save)
 
@@ -91,10 +117,20 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
         return 2 * w_candidate[0] * sum(math.prod(x) for x in (candidate, *rest[0::3]))
 
     @register_flop_formula(compress_backward.definition.overloadpacket)
-    def _(grad: Sequence[int], *shapes: Sequence[int], **_: Any) -> int:
-        return 2 * count(*shapes)
+    def _(needs: Sequence[bool], grad: Sequence[int], *shapes: Sequence[int], **_: Any) -> int:
+        sizes = [math.prod(x) for x in _without_offsets(shapes)[0::2] for _ in range(2)]
+        return 2 * shapes[1][0] * sum(size for size, needed in zip(sizes, needs, strict=True) if needed)
 
     return compress
+
+
+def _is_offsets(place: int) -> bool:
+    """Whether the operator's argument at this place is offsets."""
+    return place > 2 and place % 3 == 1
+
+
+def _without_offsets(arguments: Sequence[Any]) -> list[Any]:
+    return [argument for place, argument in enumerate(arguments) if not _is_offsets(place)]
 
 
 def _by_kind(rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

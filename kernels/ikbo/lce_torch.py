@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.ikbo.lce_operator import Gradients, compression_operator
+from kernels.ikbo.lce_operator import compression_operator, gradients_with
 from kernels.ikbo.lce_reference import owners_of
-from kernels.jagged import segment_sum
 
 ALIGNMENT = 16  # bytes
 
@@ -56,23 +55,6 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mm(grad.transpose(0, 1).flatten(1), x.transpose(0, 1).flatten(1).mT)
 
 
-def _backward(
-    grad: Tensor,
-    candidate: Tensor,
-    w_candidate: Tensor,
-    users: Sequence[Tensor],
-    w_users: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-) -> Gradients:
-    grads, w_grads = [], []
-    for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
-        if level:
-            grad = segment_sum(grad.contiguous(), offsets[level - 1])
-        grads.append(batched(weight.mT, grad))
-        w_grads.append(weight_gradient(grad, x))
-    return grads[0], w_grads[0], grads[1:], w_grads[1:]
-
-
 torch_compression = dispatch.register("linear_compression", "torch", priority=10)(
-    compression_operator("torch", forward, _backward)
+    compression_operator("torch", forward, gradients_with(batched, weight_gradient))
 )

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import dispatch
 from kernels.ikbo import linear_compression
-from kernels.ikbo.lce_torch import aligned
+from kernels.ikbo.lce_operator import gradients_with
+from kernels.ikbo.lce_torch import aligned, batched, weight_gradient
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from tests.kernels.lce_cases import SHAPES, Case, call
 
@@ -85,13 +86,37 @@ def test_operands_may_be_views() -> None:
     )
 
 
+@pytest.mark.parametrize("needed", [("candidate",), ("w_candidate", "user_0"), ("w_user_1",)], ids=str)
+def test_gradients_that_nobody_needs_cost_nothing(needed: tuple[str, ...]) -> None:
+    tensors = SHAPES["two levels"].inputs("cpu", torch.float64)
+    leaves = [tensors[name].requires_grad_() for name in needed]
+    expected = torch.autograd.grad(call("reference", **tensors).square().sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(call("torch", **tensors).square().sum(), leaves), expected)
+    out = call("torch", **tensors).sum()
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(out, leaves)
+    sizes = {"candidate": 6 * 6, "w_candidate": 6 * 6, "user_0": 4 * 3, "w_user_1": 3 * 7}
+    assert counter.get_total_flops() == 2 * 5 * 4 * sum(sizes[name] for name in needed)
+
+
+def test_a_backward_stops_at_the_last_level_that_needs_it() -> None:
+    tensors = SHAPES["one request"].inputs("cpu", torch.float64)
+    grad, users, w_users = torch.ones(5, 5, 4, dtype=torch.float64), [tensors["user_0"]], [tensors["w_user_0"]]
+    needs = [False, True, False, False]
+    backward = gradients_with(batched, weight_gradient)
+    gradients = backward(grad, tensors["candidate"], tensors["w_candidate"], users, w_users, [], needs)
+    assert [gradient is not None for gradient in gradients] == needs
+
+
+@pytest.mark.parametrize("differentiated", ["all", "weights"])
 @pytest.mark.parametrize("shape", ["no requests", "uneven", "two levels"])
-def test_operator_is_sound_for_compilers(shape: str) -> None:
+def test_operator_is_sound_for_compilers(shape: str, differentiated: str) -> None:
     tensors = SHAPES[shape].inputs("cpu", torch.float64)
     levels = len(SHAPES[shape].counts)
     arguments = [tensors["candidate"], tensors["w_candidate"]]
     arguments += [tensors[f"{kind}_{level}"] for level in range(levels) for kind in ("user", "w_user", "offsets")]
-    arguments = [x.requires_grad_(x.is_floating_point()) for x in arguments]
+    dims = (2, 3) if differentiated == "all" else (2,)
+    arguments = [x.requires_grad_(x.is_floating_point() and x.dim() in dims) for x in arguments]
     torch.library.opcheck(getattr(torch.ops.gemsmith, f"lce_torch_{levels}").default, arguments)
 
 

@@ -3,85 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.export import Dim, export
+from torch import Tensor, nn
+from torch.export import export
 from torch.nn import functional as F
 
 from modules import ikbo_rewrite
-from modules.rewrite import Report
-
-COUNTS = torch.tensor([2, 0, 3])
-OFFSETS = torch.tensor([0, 2, 2, 5])
-OWNER = torch.tensor([0, 0, 2, 2, 2])
-REQUESTS, CANDIDATES = Dim("requests", min=1, max=64), Dim("candidates", min=1, max=4096)
-SIZES = {"user": {0: REQUESTS}, "candidate": {0: CANDIDATES}, "offsets": {0: REQUESTS + 1}}
-
-
-def owner_of(offsets: Tensor, candidate: Tensor) -> Tensor:
-    requests = torch.arange(offsets.shape[0] - 1)
-    return torch.repeat_interleave(requests, offsets.diff(), output_size=candidate.shape[0])
-
-
-class Model(nn.Module):
-    """A body on (user [R, 4, 8], candidate [C, 3, 8], offsets) with a few parameters to use."""
-
-    def __init__(self, body: Callable[..., Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = body
-        self.mix = nn.Linear(7, 5, bias=False)
-        self.biased = nn.Linear(7, 5)
-        self.flat = nn.Linear(56, 6)
-        self.dense = nn.Linear(8, 8)
-        self.key_value = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.double()
-
-    def forward(self, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-        return self.body(self, user, candidate, offsets)
-
-
-def inputs(counts: Tensor = COUNTS) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    candidates = int(counts.sum())
-    user, candidate = torch.randn(len(counts), 4, 8).double(), torch.randn(candidates, 3, 8).double()
-    return user.requires_grad_(), candidate.requires_grad_(), F.pad(counts.cumsum(0), (1, 0))
-
-
-def rewritten(body: Callable[..., Tensor], **options: Any) -> tuple[Model, fx.GraphModule, Report]:
-    model = Model(body)
-    exported = export(model, inputs(), dynamic_shapes=SIZES)
-    return model, *ikbo_rewrite(exported, **options)
-
-
-def assert_same(model: nn.Module, graph: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """Results and every gradient, but for the order of float64 sums."""
-    leaves = [x for x in (*example, *model.parameters()) if x.is_floating_point()]
-    results = []
-    for module in (model, graph):
-        out = module(*example)
-        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).double()
-        results.append((out, *torch.autograd.grad(out, leaves, cotangent, allow_unused=True)))
-    for a, b in zip(*results, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
-
-
-def copies(graph: fx.GraphModule) -> list[str]:
-    """Operators of a graph that copy rows."""
-    names = ("index.Tensor", "index_select", "expand", "repeat")
-    called = [str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes]
-    return [name for name in called if name.startswith(names)]
-
-
-def tokens(user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return torch.cat([user[owner_of(offsets, candidate)], candidate], dim=1)
+from tests.unit.rewrite_cases import (
+    OWNER,
+    REQUESTS,
+    SIZES,
+    Model,
+    assert_same,
+    copies,
+    inputs,
+    owner_of,
+    rewritten,
+    tokens,
+)
 
 
 def product(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
@@ -323,195 +264,6 @@ def test_what_cannot_be_swapped_is_kept_and_named(body: Callable[..., Tensor]) -
     assert "kept" in str(report)
     if body is not dropped:
         assert_same(model, graph, inputs())
-
-
-def written_through_a_view(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)] * 2.0
-    user[:, 0] = 0.0
-    return self.mix.weight @ torch.cat([user, candidate], 1)
-
-
-def viewed_before_a_write(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)]
-    view = torch.einsum("bnd->bdn", user).mT[:, :3]
-    user.mul_(2.0)
-    return view * candidate
-
-
-def source_written(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user.clone()
-    copied = user[owner_of(offsets, candidate)]
-    user.zero_()
-    return self.mix.weight @ torch.cat([copied, candidate], 1)
-
-
-def written_in_a_region(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)] * 2.0
-    view = user[:, :3]
-    with torch.no_grad():
-        user.clamp_(0.0)
-    return view + candidate
-
-
-def equal_results_of_which_one_is_written(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    x = tokens(user, candidate, offsets)
-    first, second = self.mix.weight @ x, self.mix.weight @ x
-    first[:, 0] = 0.0
-    return torch.cat([first, second], 1)
-
-
-def equal_calls_around_a_write(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    candidate = candidate.clone()
-    before = candidate.neg()
-    candidate[:, 0] = 0.0
-    return before - candidate.neg()
-
-
-def written_and_read(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)] + 1.0
-    return user.relu_()[:, :3] + user[:, 1:] * candidate
-
-
-def written_in_its_own_dtype(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return candidate.float().neg().add_(self.dense.bias).double()
-
-
-def tokens_as_rows(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return tokens(user, candidate, offsets).reshape(-1, 8).mean(1)
-
-
-def flattened_before_the_split(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)].unflatten(1, (2, 2))
-    return torch.cat([user, candidate[:, :1, None].expand(-1, 2, 2, -1)], 3).flatten(1, 2) * 2.0
-
-
-def scalars_of_two_types(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    numbers = (user * 3).long()[owner_of(offsets, candidate)]
-    return self.dense(torch.cat([numbers * 2, (numbers * 2.0).to(torch.float32) / 3], 1).double())
-
-
-def parts_of_two_dtypes(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return torch.cat([user.float()[owner_of(offsets, candidate)], candidate], 1).exp()
-
-
-def diagonal(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return torch.einsum("bnd,nn->bnd", tokens(user, candidate, offsets), self.dense.weight[:7, :7])
-
-
-def one_query_for_all(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate)][:, None]
-    return F.scaled_dot_product_attention(self.dense.weight[None, None, :2], user, user)
-
-
-def one_count_for_all(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return self.dense(torch.repeat_interleave(user, offsets[1:2], dim=0))
-
-
-def tokens_expanded_too(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return self.dense(user[:, :1].unsqueeze(1).expand(-1, 2, 4, -1).flatten(0, 1))
-
-
-def mean_of_all(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return user[owner_of(offsets, candidate)].mean(dim=[]) + candidate
-
-
-def counted_by_data(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    copied = torch.repeat_interleave(user, offsets.diff(), dim=0)
-    return copied.cumsum(0) @ copied.mT
-
-
-def gathered_again(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return self.dense(user[owner_of(offsets, candidate)])[candidate[:, 0, 0].argsort()]
-
-
-LOOKALIKES = (
-    *(written_through_a_view, viewed_before_a_write, source_written, written_in_a_region),
-    *(equal_results_of_which_one_is_written, equal_calls_around_a_write, written_and_read),
-    *(written_in_its_own_dtype, tokens_as_rows),
-    *(flattened_before_the_split, scalars_of_two_types, parts_of_two_dtypes, diagonal, one_query_for_all),
-    *(one_count_for_all, tokens_expanded_too, mean_of_all, counted_by_data, gathered_again),
-)
-
-
-@pytest.mark.parametrize("body", LOOKALIKES, ids=lambda body: body.__name__)
-def test_what_only_looks_like_a_pattern_computes_the_same(body: Callable[..., Tensor]) -> None:
-    model, graph, _ = rewritten(body)
-    # Sums over candidates are rounded elsewhere, which float64 alone hides.
-    several = (COUNTS, torch.tensor([1, 4]))
-    for counts in (torch.tensor([1, 0, 1]),) if body is parts_of_two_dtypes else several:
-        assert_same(model, graph, inputs(counts))
-
-
-def test_equal_calls_that_draw_random_numbers_stay_apart() -> None:
-    def body(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-        return F.dropout(candidate, 0.5) - F.dropout(candidate, 0.5)
-
-    _, graph, _ = rewritten(body)
-    assert graph(*inputs()).any()
-
-
-def rows_by_minus_one(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user.mT[owner_of(offsets, candidate)].reshape(-1, 32)
-    return self.mix.weight @ torch.cat([user.unflatten(1, (4, 8)), candidate], 1)
-
-
-def casts(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user[owner_of(offsets, candidate).to(torch.int32)].relu().to(torch.float64)
-    return self.mix.weight @ torch.cat([user, candidate], 1)
-
-
-def negative_dimensions(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = user.repeat_interleave(offsets.diff(), dim=-3, output_size=candidate.shape[0])
-    return (self.mix.weight @ torch.cat([user, candidate], -2)).relu_()
-
-
-def activated_in_place(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    user = self.dense(user[owner_of(offsets, candidate)])
-    user *= 2.0
-    user = F.dropout(F.relu(user, inplace=True) - 1.0, 0.5, training=False)
-    user = F.leaky_relu(user, inplace=True)
-    return self.mix.weight @ torch.cat([user, candidate], 1)
-
-
-COPIED_BY = (rows_by_minus_one, casts, negative_dimensions, activated_in_place)
-
-
-@pytest.mark.parametrize("body", COPIED_BY, ids=lambda body: body.__name__)
-def test_ways_to_write_a_copy_do_not_hide_it(body: Callable[..., Tensor]) -> None:
-    model, graph, report = rewritten(body)
-    assert [swap.after for swap in report.swapped] == ["linear_compression"]
-    assert report.kept == []
-    assert_same(model, graph, inputs())
-    assert [name for name in copies(graph) if name != "repeat_interleave.self_Tensor"] == []
-
-
-def test_regions_and_unknown_orders_are_named() -> None:
-    def region(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.mix.weight @ tokens(user, candidate, offsets)
-
-    _, _, report = rewritten(region)
-    assert "a graph of its own" in report.kept[0].reason
-    _, _, report = rewritten(gathered_again)
-    assert "order that is not known" in str(report)
-    _, _, report = rewritten(source_written)
-    assert "writes in place" in str(report)
-
-
-def merged_with_tokens(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return self.dense(user.unsqueeze(1).expand(-1, 2, -1, -1).flatten(0, 2))
-
-
-def repeated_within_rows(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
-    return self.dense(user.unsqueeze(1).repeat(1, 2, 1, 1).flatten(1, 2))
-
-
-@pytest.mark.parametrize("body", [tokens_expanded_too, merged_with_tokens], ids=lambda body: body.__name__)
-def test_copies_along_further_dimensions_are_named(body: Callable[..., Tensor]) -> None:
-    model, graph, report = rewritten(body)
-    assert [kept.reason for kept in report.kept] == ["copies rows, and repeats or merges other dimensions as well"]
-    assert_same(model, graph, inputs())
-    assert rewritten(repeated_within_rows)[2].kept == []
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

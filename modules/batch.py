@@ -166,12 +166,12 @@ class RequestBatch(Pipelineable):
         """The same candidates with a request of their own each: the batch that a broadcasting model would train on."""
         owner = self.owner
         return RequestBatch(
-            request_sparse=_select_rows(self.request_sparse, owner),
+            request_sparse=select_rows(self.request_sparse, owner),
             candidate_sparse=self.candidate_sparse,
             request_dense=self.request_dense[owner],
             candidate_dense=self.candidate_dense,
-            histories=_select_rows(self.histories, owner),
-            history_times=_select_rows(self.history_times, owner),
+            histories=select_rows(self.histories, owner),
+            history_times=select_rows(self.history_times, owner),
             request_time=self.request_time[owner],
             candidate_offsets=torch.arange(self.num_candidates + 1, device=owner.device),
             labels=self.labels,
@@ -187,13 +187,13 @@ def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:
     names = ("candidate_dense", "labels", "weights", "group", "row")
     return replace(
         batch,
-        candidate_sparse=_select_rows(batch.candidate_sparse, rows),
+        candidate_sparse=select_rows(batch.candidate_sparse, rows),
         candidate_offsets=torch.tensor([0, count], device=rows.device),
         **{name: getattr(batch, name)[rows] for name in names},
     )
 
 
-def _select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
+def select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
     """The given rows of every key, in order and with repetition."""
     num_keys, num_rows = len(features.keys()), features.stride()
     key = torch.arange(num_keys, device=rows.device).repeat_interleave(rows.numel())

@@ -17,7 +17,7 @@ def test_both_arms_are_timed_and_agree(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ratio, "ROUNDS", 1)
     rows = ratio.main([f"out={tmp_path / 'out'}", "candidates=4", "ratios=1,4", *TINY, *FEW])
     assert [(row["ratio"], row["arm"]) for row in rows] == [(r, arm) for r in (1, 4) for arm in ("operators", "copies")]
-    assert all(row["step"]["ms"] > row["forward"]["ms"] > 0 for row in rows)
+    assert all(row[phase]["ms"] > 0 for row in rows for phase in ("forward", "step"))
     assert json.loads((tmp_path / "out/ratio.json").read_text())["rows"] == rows
     assert (tmp_path / "out/ratio.png").stat().st_size > 0
 

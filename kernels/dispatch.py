@@ -99,7 +99,9 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     key = (op, backend, like.device, like.dtype, *facts.items())
     try:
         function = _chosen.get(key)
-    except TypeError:  # sizes of a graph that is traced below Dynamo, which have no hash
+    except TypeError:  # a size of a graph that is traced below Dynamo, which has no hash
+        if not any(isinstance(fact, torch.SymInt) for fact in facts.values()):
+            raise
         fixed = {name: int(fact) if isinstance(fact, torch.SymInt) else fact for name, fact in facts.items()}
         return choose(op, backend, like, **fixed)
     if function is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import dispatch
 
@@ -173,3 +174,16 @@ def test_autocast_operands() -> None:
         half, kept = dispatch.autocast_operands(single, double)
         dtypes = dispatch.autocast_dtype(single), dispatch.autocast_dtype(double)
     assert (half.dtype, kept.dtype) == dtypes == (torch.bfloat16, torch.float64)
+
+
+def test_sizes_of_a_symbolic_trace_are_facts_of_their_values() -> None:
+    served = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        served.append(dispatch.choose("grouped_mm", None, x, in_features=x.shape[1], out_features=8))
+        return x + 1
+
+    make_fx(step, tracing_mode="symbolic")(torch.zeros(3, 16))
+    assert served == [dispatch.choose("grouped_mm", "reference", torch.zeros(3, 16), in_features=16, out_features=8)]
+    with pytest.raises(TypeError, match="unhashable"):
+        dispatch.choose("grouped_mm", None, torch.zeros(3, 16), in_features=[16], out_features=8)

@@ -20,7 +20,7 @@ from kernels import jagged
 from kernels.bench import Case, Problem, Runner, check_relative_error
 
 # Rows, heads, features, lengths. A dense attention keeps matrices of rows * heads * L^2.
-GPU_SHAPE, GPU_LENGTHS = (128, 4, 128), (256, 512, 1024, 2048)
+GPU_SHAPE, GPU_LENGTHS = (128, 4, 128), (256, 512, 1024, 2048, 4096)
 CPU_SHAPE, CPU_LENGTHS = (4, 2, 16), (16,)
 PEERS = {
     "padded flash (FlashAttention 2)": SDPBackend.FLASH_ATTENTION,

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, jagged
-from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
 from kernels.jagged import bench_padded
 
 # Rows, maximum length, width, and the narrow width of products and softmax.
 GPU_SHAPE = (1024, 200, 256, 8)
 CPU_SHAPE = (8, 10, 16, 4)
+# About the bytes of a product or a segment sum, and of an elementwise operation or a gradient, in bf16 and in float32.
+COPIES_MB = (6, 58, 116, 232)
 
 # Relative errors that a correct result stays below: one rounding of the result, or tf32 products.
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -63,7 +65,14 @@ def cases(device: torch.device) -> list[Case]:
         for direction in ("fwd", "bwd")
         for precision in ("bf16", "tf32", "fp32")
         if precision == "fp32" or (on_gpu and (product or precision == "bf16"))
-    ]
+    ] + [Case(f"copy_{size}MB", partial(_copy, size * 1_000_000)) for size in (COPIES_MB if on_gpu else COPIES_MB[:1])]
+
+
+def _copy(size: int, device: torch.device) -> Problem:
+    """What moving so many bytes takes in practice, reading one half and writing the other."""
+    source = torch.arange(size // 2, device=device).to(torch.uint8)
+    target = torch.empty_like(source)
+    return Problem({"torch": lambda: Runner(lambda: target.copy_(source))}, check_equal((source,)), 0.0, float(size))
 
 
 # Operator -> whether it has products of matrices, whose float32 operands may be rounded to tf32.

@@ -157,7 +157,7 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]
             "BLOCK_E": _block(wide, 128),
             "BLOCK_L": 32,
             "num_warps": 2,
-            "num_stages": 4,
+            "num_stages": 2,
         }
     return {
         "PRECISION": precision_of(dtype),

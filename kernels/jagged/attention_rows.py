@@ -119,8 +119,7 @@ def _row_statistics_kernel(
     grad_ptr,
     lse_ptr,
     offsets_ptr,
-    lse2_ptr,
-    delta_ptr,
+    statistics_ptr,
     flags_ptr,
     num_queries,
     stride,
@@ -147,34 +146,30 @@ def _row_statistics_kernel(
     grad = tl.load(grad_ptr + query * grad_row + head * grad_head + column, inside[:, None], 0.0)
     lse = tl.load(lse_ptr + head * num_queries + start + position, inside, float("inf"))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(lse2_ptr + head * stride + target, lse * 1.4426950408889634)
-    tl.store(delta_ptr + head * stride + target, delta)
+    tl.store(statistics_ptr + head * stride + target, lse * 1.4426950408889634)
+    tl.store(statistics_ptr + (tl.num_programs(2) + head) * stride + target, delta)
     tl.store(flags_ptr + head * (stride // 64) + start // 64 + row + tile, 0)
 
 
-def row_statistics(
-    out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse in base 2, delta = sum over d of out * grad_out, zeros for the tiles).
+def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
+    """(lse in base 2 and delta = sum over d of out * grad_out, float32 [2, H, tiles * TILE]; zeros, int32 [H, tiles]).
 
-    The first two are float32 [H, tiles * TILE], the zeros int32 [H, tiles]. Places behind a row's end hold lse = +inf
-    and delta = 0, so that scores there exponentiate to zero.
+    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero.
     """
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1
-    stride = (num_queries // TILE + num_rows) * TILE
+    tiles = num_queries // TILE + num_rows
     device = out.device
-    lse2 = torch.empty(num_heads, stride, dtype=torch.float32, device=device)
-    delta = torch.empty(num_heads, stride, dtype=torch.float32, device=device)
-    flags = torch.empty(num_heads, stride // TILE, dtype=torch.int32, device=device)
+    statistics = torch.empty(2, num_heads, tiles * TILE, dtype=torch.float32, device=device)
+    flags = torch.empty(num_heads, tiles, dtype=torch.int32, device=device)
     strides = (*out.stride()[:2], *grad_out.stride()[:2])
     _launch_statistics(
         (num_rows, -(-min(max_q, num_queries) // TILE), num_heads),
         (device, out.dtype, grad_out.dtype, q_offsets.dtype, *aligned(out, grad_out, lse, q_offsets), *strides,
          head_dim),
-        out, grad_out, lse, q_offsets, lse2, delta, flags, num_queries, stride, *strides, head_dim,
+        out, grad_out, lse, q_offsets, statistics, flags, num_queries, tiles * TILE, *strides, head_dim,
     )  # fmt: skip
-    return lse2, delta, flags
+    return statistics, flags
 
 
 _launch_row_table = Launcher(_row_table_kernel, num_warps=4)

@@ -1,8 +1,8 @@
 """Backward of jagged softmax attention for Hopper: warp-specialised, asynchronous, deterministic (Gluon).
 
-Work is dealt out as tiles of 128 keys of one key head. Of a block's three warpgroups one loads tiles by TMA; two own 64
-of a tile's keys each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both
-leave in shared memory. dq is summed over key tiles in a float32 scratch: the first key tile stores it, others add to it
+Work is dealt out as tiles of 128 keys of one key head. One warp of a block loads tiles by TMA; two warpgroups own 64 of
+a tile's keys each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both leave
+in shared memory. dq is summed over key tiles in a float32 scratch: the first key tile stores it, others add to it
 by reductions that nothing waits for, the last one loads the sum and writes the result.
 
 The key tiles of a row are on several multiprocessors at about the same time, so that its queries, their gradients and
@@ -21,13 +21,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.jagged.attention_rows import LOG2_E, row_statistics, tile_table
 from kernels.jagged.gluon_attention_forward import effective_window
 from kernels.jagged.gluon_backward_consumer import differentiate
 from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
-from kernels.jagged.gluon_descriptor import head_descriptor, line_layout
+from kernels.jagged.gluon_descriptor import head_descriptor, line_descriptor
 from kernels.launch import Launcher, processors
 from kernels.remember import remembered
 
@@ -38,20 +37,21 @@ KEYS = 128
 TOKENS_IN_FLIGHT = 32768
 MAX_ROWS_IN_FLIGHT = 128
 HEAD_DIMS = (64, 128)
-# Three warpgroups of 128 threads share 512 x 128 registers: 240 for each of the first two, and 24.
+# Three warpgroups of 128 threads, the last of which has one warp, share 512 x 128 registers: 240 for each of the first
+# two, and 24. With 232 for the first two the kernel takes a fifth longer.
 MAX_REGISTERS = 168
 
 
 @gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward(
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr,
-    dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
+    q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table_ptr, flags_ptr, tiles_stride,
+    scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
-    LINE: gl.constexpr = lse_desc.layout
+    LINE: gl.constexpr = statistics_desc.layout
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     # Two tiles of keys, so that the next one's products can start before the last of this one are done.
     k_s = gl.allocate_shared_memory(dtype, [4, 64, D], k_desc.layout)
@@ -84,19 +84,19 @@ def _backward(
         mbarrier.init(dq_turn.index(i), count=1)
     mbarrier.init(done, count=2)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc)
+    descs = (q_desc, k_desc, v_desc, g_desc, statistics_desc)
     buffers = (k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s)
     bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done)
     gl.warp_specialize(
         [
-            (differentiate, (buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent,
-                             scale, left, right, HEADS, GROUP, LEFT, RIGHT, 0)),
-            (differentiate, (buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent,
-                             scale, left, right, HEADS, GROUP, LEFT, RIGHT, 1)),
+            (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, 0)),
+            (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
         ],
-        [4, 4],
+        [4, 1],
         [240, 24],
     )  # fmt: skip
 
@@ -147,7 +147,9 @@ def attention_backward(
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (max_q * num_heads)))
+    # max_q may be far above most rows, but those come first that are not.
+    length = min(max_q, max(2 * num_queries // (q_offsets.shape[0] - 1), max_q // 2))
+    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (length * num_heads)))
     members = 1 << (rows_in_flight.bit_length() - 1)
     table = remembered(
         lambda: tile_table(q_offsets, k_offsets, num_keys, members),
@@ -155,20 +157,22 @@ def attention_backward(
         q_offsets,
         k_offsets,
     )
-    lse2, delta, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
+    statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
     items = (table.shape[0] - 1) * kv_heads
     programs = min(items, processors(q.device))
-    scratch = torch.empty(lse2.numel() * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device)
-    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
+    sums = flags.numel() * QUERIES * head_dim if max_k > KEYS else 4
+    scratch = torch.empty(sums, dtype=torch.float32, device=q.device)
+    (q_desc, q_step), (v_desc, v_step), (g_desc, g_step), (dk_desc, _), (dv_desc, _) = (
+        head_descriptor(x, QUERIES) for x in (q, v, grad_out, dk, dv)
+    )
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
-    line = line_layout()
-    lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [QUERIES], line) for x in (lse2, delta))
+    statistics_desc = line_descriptor(statistics, QUERIES)
     constants = (q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
-        q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, table, flags, flags.shape[1], scratch, dq, dk, dv,
-        scale * LOG2_E, scale, left, right, *constants,
+        q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,
+        dq, dk, dv, scale * LOG2_E, scale, left, right, *constants,
     )  # fmt: skip
     return dq, dk, dv
 

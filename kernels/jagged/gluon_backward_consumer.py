@@ -7,7 +7,8 @@ dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and colu
 dq takes the ds of both warpgroups. It is made one step late, when the other's has long arrived, so that the two need
 not run in step: while one is at its exponentials, the other has the tensor cores. The scores of a step are made at the
 end of the one before, over the borders of key tiles and rows. What a step leaves is whole at the end of the loop's
-body: with a product in flight there the compiler would serialise all of them.
+body: with a product in flight there the compiler would serialise all of them. dk and dv leave by TMA, through the place
+of the tile's values: stores would hold up the loads of the next item that are behind them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -119,7 +121,8 @@ def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
 
 @gluon.jit
 def differentiate(
-    buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
+    buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
+    left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
@@ -158,8 +161,6 @@ def differentiate(
         steps = (high - low) * GROUP
         kv = tile & 1
         tile += (steps > 0).to(gl.int32)
-        # Asked for here, because the answer takes a while.
-        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
         i = low
         member = 0
         for n in range(steps):
@@ -193,7 +194,10 @@ def differentiate(
             dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
             put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
             mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-            mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
+            if left_tile:
+                # The place of that tile's values also held its dv.
+                tma.store_wait(0)
+                mbarrier.arrive(kv_empty.index(old_slot), count=1)
 
             left_tile = n == steps - 1
             step += 1
@@ -219,10 +223,22 @@ def differentiate(
                 member += 1
             s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
             mbarrier.arrive(stage_empty.index(stage), count=1)
-        position = (k_start + j * 128 + C * 64).to(gl.int64) * (HEADS * D) + head * D
-        if steps > 0:
-            # The values of this tile have had their last use.
-            buffer = v_s.index(kv * 2 + C)
+        # The answer takes a while, but there are no registers for it before.
+        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
+        row = k_start + j * 128 + C * 64
+        position = row.to(gl.int64) * (HEADS * D) + head * D
+        # The values of this tile have had their last use.
+        buffer = v_s.index(kv * 2 + C)
+        if (steps > 0) & (keys >= 64):
+            buffer.store((dk * scale).to(dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dk_desc, [row, head * D], buffer)
+            rounded = dv.to(dtype)
+            tma.store_wait(0)
+            buffer.store(rounded)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dv_desc, [row, head * D], buffer)
+        elif steps > 0:
             store_rows(through_shared(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
             store_rows(through_shared(buffer, dv), dv_ptr + position, keys, HEADS * D)
             fence_async_shared()
@@ -240,4 +256,5 @@ def differentiate(
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+    tma.store_wait(0)
     mbarrier.arrive(done, count=1)

@@ -86,12 +86,38 @@ def await_flag(flags_ptr, index, height, ds_empty, step, b):
 
 
 @gluon.jit
+def steps_of(item, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """How many key tiles the row of an item has, and the query tiles [low, high) that see the item's keys."""
+    _q_start, q_length, _k_start, k_length, _first_tile, j, _head = item
+    key_tiles = gl.maximum((k_length + 127) // 128, 1)
+    low, high = query_tiles_of(j, key_tiles, (q_length + 63) // 64, left, right, LEFT, RIGHT)
+    return key_tiles, low, high
+
+
+@gluon.jit
+def _load_keys(descs, buffers, bars, item, tile, K_STEP: gl.constexpr, V_STEP: gl.constexpr):
+    """Keys and values of an item, which is number `tile` of those that have steps."""
+    _q_desc, k_desc, v_desc, _g_desc, _statistics_desc = descs
+    k_s, v_s, _q_s, _g_s, _ds_s, _lse_s, _delta_s = buffers
+    _q_full, _g_full, _stage_empty, kv_full, kv_empty, _ds_full, _ds_empty, _dq_turn, _done = bars
+    _q_start, _q_length, k_start, _k_length, _first_tile, j, head = item
+    slot = tile & 1
+    full = kv_full.index(slot)
+    mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
+    mbarrier.expect(full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        key = k_start + j * 128 + half * 64
+        tma.async_copy_global_to_shared(k_desc, [key, head * K_STEP], full, k_s.index(slot * 2 + half))
+        tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + half))
+
+
+@gluon.jit
 def load_tiles(
     descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The TMA warpgroup. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
+    """The TMA warp. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
 
     It also keeps the order in which key tiles add to dq. A flag counts how many have added to a tile of dq. It is
     raised when both consumers are seen to be done with the step after, in which they do it; `a`, `b` and `c` are the
@@ -99,8 +125,8 @@ def load_tiles(
     has the height of the key tiles before. After the last step comes one more that carries no data: consumers look one
     step ahead.
     """
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc = descs
-    k_s, v_s, q_s, g_s, _ds_s, lse_s, delta_s = buffers
+    q_desc, _k_desc, _v_desc, g_desc, statistics_desc = descs
+    _k_s, _v_s, q_s, g_s, _ds_s, lse_s, delta_s = buffers
     q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, ds_empty, dq_turn, done = bars
     num_items = gl.load(table_ptr) * HEADS
     tile = 0
@@ -110,21 +136,21 @@ def load_tiles(
     c = -1
     index = 0
     height = 0
-    for turn in range(turns_of(num_items)):
-        q_start, q_length, k_start, k_length, first_tile, j, head = tile_of(table_ptr, turn, num_items, HEADS)
-        query_tiles = (q_length + 63) // 64
-        key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-        if high > low:
-            slot = tile & 1
-            full = kv_full.index(slot)
-            mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
-            mbarrier.expect(full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                key = k_start + j * 128 + half * 64
-                tma.async_copy_global_to_shared(k_desc, [key, head * K_STEP], full, k_s.index(slot * 2 + half))
-                tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + half))
+    deltas = HEADS * GROUP * tiles_stride * 64
+    turns = turns_of(num_items)
+    item = tile_of(table_ptr, 0, num_items, HEADS)
+    loaded = False
+    for turn in range(turns):
+        q_start, _q_length, _k_start, _k_length, first_tile, j, head = item
+        key_tiles, low, high = steps_of(item, left, right, LEFT, RIGHT)
+        # Asked for here, because the answer takes a while.
+        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
+        if (high > low) & (loaded == 0):
+            _load_keys(descs, buffers, bars, item, tile, K_STEP, V_STEP)
             tile += 1
+        loaded = False
+        # The place of the next item's keys is free once the consumers have done this item's first step.
+        countdown = gl.minimum((high - low) * GROUP - 1, 2)
         for member in range(GROUP):
             q_head = head * GROUP + member
             for i in range(low, high):
@@ -135,11 +161,11 @@ def load_tiles(
                 full = q_full.index(stage)
                 mbarrier.expect(full, q_desc.block_type.nbytes + 64 * 4)
                 tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
-                tma.async_copy_global_to_shared(lse_desc, [statistic], full, lse_s.index(stage))
+                tma.async_copy_global_to_shared(statistics_desc, [statistic], full, lse_s.index(stage))
                 full = g_full.index(stage)
                 mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
                 tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
-                tma.async_copy_global_to_shared(delta_desc, [statistic], full, delta_s.index(stage))
+                tma.async_copy_global_to_shared(statistics_desc, [deltas + statistic], full, delta_s.index(stage))
                 raise_flag(flags_ptr, c)
                 b = await_flag(flags_ptr, index, height, ds_empty, step, b)
                 mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
@@ -150,6 +176,14 @@ def load_tiles(
                 b = a
                 a = index if j < last else -1
                 step += 1
+                if countdown == 0:
+                    _key_tiles, next_low, next_high = steps_of(following, left, right, LEFT, RIGHT)
+                    if (turn + 1 < turns) & (next_high > next_low):
+                        _load_keys(descs, buffers, bars, following, tile, K_STEP, V_STEP)
+                        tile += 1
+                        loaded = True
+                countdown -= 1
+        item = following
     stage = step % STAGES
     mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
     mbarrier.arrive(q_full.index(stage), count=1)

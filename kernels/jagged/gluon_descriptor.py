@@ -49,7 +49,12 @@ def block_layout(rows: int, dim: int, dtype: torch.dtype, swizzle: int | None) -
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
 
 
+def line_descriptor(x: Tensor, length: int) -> TensorDescriptor:
+    """TMA descriptor of runs of `length` numbers of a contiguous float32 tensor, seen as one line."""
+    return _Checked(x, [x.numel()], [1], [length], _line_layout())
+
+
 @cache
-def line_layout() -> gl.NVMMASharedLayout:
+def _line_layout() -> gl.NVMMASharedLayout:
     """Where a run of float32 numbers lies in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

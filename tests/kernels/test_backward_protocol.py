@@ -1,9 +1,10 @@
-"""A model of the barriers and flags of the Hopper backward of GDPA: they deadlock on no order of events.
+"""A model of the barriers and flags of the Hopper backwards of GDPA and attention: they deadlock on no order of events.
 
 A kernel that waits for what never comes hangs the device, so its protocol is walked through here first: the loader and
 the two consumers of some programs as generators that yield what they wait for, resumed in random order. The shapes of
-the loops are those of `kernels.gdpa.gluon_backward_loader` and `gluon_backward_consumer`; arithmetic is left out, and
-what a buffer holds is a label, which is checked wherever the kernel would read it.
+the loops are those of `kernels.gdpa.gluon_backward_loader` and `gluon_backward_consumer`, and for attention those of
+`kernels.jagged.gluon_backward_steps` and `gluon_backward_consumer`; arithmetic is left out, and what a buffer holds is
+a label, which is checked wherever the kernel would read it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class Program:
         self.g: list[Any] = [None, None]
         self.kv: list[Any] = [None, None]
         self.ds: list[list[Any]] = [[None, None], [None, None]]
+
+    def flows(self) -> list[Iterator[Event]]:
+        return [self.loader(), self.consumer(0), self.consumer(1)]
 
     def wait(self, name: str, use: int, free: bool = False) -> Event:
         """For the `use`-th filling of a double buffer, or for its place to be free."""
@@ -182,8 +186,109 @@ class Program:
         added.append(j)
 
 
+class AttentionProgram(Program):
+    """One stage of q and g together, and keys of the next item during this one."""
+
+    def load_keys(self, item: Any, tile: int) -> Iterator[Event]:
+        row, _, j, head = item
+        yield self.wait("kv_empty", tile, free=True)
+        self.kv[tile % 2] = (row, j, head)
+        yield None
+        self.bars["kv_full"][tile % 2].arrive()
+
+    def loader(self) -> Iterator[Event]:
+        tile = step = height = 0
+        loaded = False
+        index = None
+        recent: list[Any] = [None, None, None]
+        for turn, item in enumerate(self.items):
+            row, (_, keys), j, head = item
+            steps = steps_of(item, self.group, self.window)
+            if steps and not loaded:
+                yield from self.load_keys(item, tile)
+                tile += 1
+            loaded = False
+            for n, (member, i) in enumerate(steps):
+                yield self.wait("g_empty", step, free=True)
+                for name, buffer in (("q", self.q), ("g", self.g)):
+                    buffer[step % 2] = (row, head, member, i)
+                    yield None
+                    self.bars[f"{name}_full"][step % 2].arrive()
+                yield from self.take_turn(step, index, height, recent)
+                first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
+                index, height = (row, head, member, i), j - first
+                recent.insert(0, index if j < last else None)
+                step += 1
+                following = self.items[turn + 1 : turn + 2]
+                if n == min(len(steps) - 1, 2) and following and steps_of(following[0], self.group, self.window):
+                    yield from self.load_keys(following[0], tile)
+                    tile += 1
+                    loaded = True
+        yield self.wait("g_empty", step, free=True)
+        self.bars["q_full"][step % 2].arrive()
+        yield self.wait("kv_empty", tile, free=True)
+        self.bars["kv_full"][tile % 2].arrive()
+        yield from self.take_turn(step, index, height, recent)
+        yield self.done.ready(0)
+        for flag in reversed(recent):
+            self.lift(flag)
+
+    def consumer(self, c: int) -> Iterator[Event]:
+        tile = step = old_slot = 0
+        previous: Any = None
+        left_tile = False
+        yield self.wait("q_full", 0)
+        yield self.wait("kv_full", 0)
+        for item in self.items:
+            row, (_, keys), j, head = item
+            steps = steps_of(item, self.group, self.window)
+            slot = tile % 2
+            tile += bool(steps)
+            for n, (member, i) in enumerate(steps):
+                own = (row, head, member, i)
+                yield self.wait("g_full", step)
+                assert self.g[step % 2] == self.q[step % 2] == own
+                assert self.kv[slot] == (row, j, head)
+                if step > 0:
+                    yield self.wait("dq_turn", step - 1)
+                yield self.wait("ds_empty", step, free=True)
+                self.ds[step % 2][c] = step
+                yield None
+                self.bars["ds_full"][step % 2].arrive()
+                if step > 0:
+                    yield self.wait("ds_full", step - 1)
+                    self.add(c, step, old_slot, previous)
+                    self.bars["ds_empty"][(step - 1) % 2].arrive()
+                if left_tile:
+                    self.bars["kv_empty"][old_slot].arrive()
+                left_tile = n == len(steps) - 1
+                yield self.wait("q_full", step + 1)
+                yield self.wait("kv_full", tile - 1 + left_tile)
+                previous = (own, j, key_tiles_of(i, max(count(keys, 128), 1), *self.window)[0])
+                old_slot = slot
+                yield None
+                assert self.g[step % 2] == self.q[step % 2] == own
+                self.bars["g_empty"][step % 2].arrive()
+                step += 1
+            yield None
+            if steps:  # its values have had their last use, and dk and dv go through their place
+                assert self.kv[slot] == (row, j, head)
+        if step > 0:
+            yield self.wait("dq_turn", step - 1)
+            yield self.wait("ds_full", step - 1)
+            self.add(c, step, old_slot, previous)
+        self.done.arrive()
+
+
 def walk(
-    rows: list[Row], members: int, heads: int, group: int, programs: int, window: Row, chance: random.Random
+    kind: type[Program],
+    rows: list[Row],
+    members: int,
+    heads: int,
+    group: int,
+    programs: int,
+    window: Row,
+    chance: random.Random,
 ) -> None:
     """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
     ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
@@ -196,8 +301,8 @@ def walk(
     sums: dict[Any, list[int]] = defaultdict(list)
     running: list[list[Any]] = []
     for place in range(min(programs, len(items))):
-        program = Program(items[place::programs], group, window, flags, sums)
-        running += [[flow, None] for flow in (program.loader(), program.consumer(0), program.consumer(1))]
+        program = kind(items[place::programs], group, window, flags, sums)
+        running += [[flow, None] for flow in program.flows()]
     while running:
         ready = [flow for flow in running if flow[1] is None or flow[1]()]
         assert ready, f"deadlock of {len(running)} warpgroups"
@@ -213,10 +318,12 @@ def walk(
                 assert sums[c, r, h, member, i] == list(range(first, last + 1))
 
 
+@pytest.mark.parametrize("kind", [Program, AttentionProgram])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int) -> None:
+def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program]) -> None:
     chance = random.Random(seed)
     most = chance.choice([1, 64, 100, 300, 600]), chance.choice([1, 128, 200, 500])
     rows = [tuple(chance.choice([0, chance.randint(0, side), side]) for side in most) for _ in range(12)]
     window = chance.choice([(-1, -1), (-1, -1), (50, -1), (-1, 0), (100, 30), (0, 0)])
-    walk(rows, chance.choice([1, 2, 4, 8]), 2, chance.choice([1, 3]), chance.choice([1, 2, 3, 5, 40]), window, chance)
+    members, group, programs = chance.choice([1, 2, 4, 8]), chance.choice([1, 3]), chance.choice([1, 2, 3, 5, 40])
+    walk(kind, rows, members, 2, group, programs, window, chance)

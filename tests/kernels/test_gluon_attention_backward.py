@@ -30,7 +30,7 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
 
     line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
     signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"}
-    signature |= {"lse_desc": line, "delta_desc": line}
+    signature |= {"statistics_desc": line, "dk_desc": tile(128), "dv_desc": tile(128)}
     signature |= {"table_ptr": "*i32", "flags_ptr": "*i32", "tiles_stride": "i32", "scratch_ptr": "*fp32"}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}
@@ -55,8 +55,8 @@ def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: boo
     # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
     assert built.contains("atom.global.gpu.relaxed.add.v4.f32")
     assert built.shared_bytes <= 227 * 1024
-    # At head dimension 128 mostly what only the outer loops need is spilled; how much depends on the compiler.
-    assert built.spill_bytes <= (0 if head_dim == 64 else 768)
+    # Mostly what only the outer loops need is spilled; how much depends on the compiler.
+    assert built.spill_bytes <= (16 if head_dim == 64 else 768)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -72,7 +72,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     sizes = ("num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
     statistics = compile_ahead(
         attention_rows._row_statistics_kernel,
-        pointers | {"lse2_ptr": "*fp32", "delta_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
+        pointers | {"statistics_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
         {"D": 128},
         target=target,
         divisible_by_16=sizes[2:],
@@ -114,7 +114,7 @@ def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     out, grad = (torch.randn(174, 2, 16) for _ in range(2))
     lse = torch.randn(2, 174)
     with poisoned_empty():
-        lse2, delta, flags = attention_rows.row_statistics(out, grad, lse, offsets, 100)
+        (lse2, delta), flags = attention_rows.row_statistics(out, grad, lse, offsets, 100)
     for row, length in enumerate(lengths):
         start = int(offsets[row])
         tile = start // 64 + row

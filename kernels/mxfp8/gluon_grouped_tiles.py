@@ -5,9 +5,10 @@ matrix B per group, and a group's rows are its rows of A and of the result. The 
 and a group's rows are what it sums over.
 
 Tiles are numbered group by group, so that a group's operands are read while they are in L2; within a group they run
-through bands of BAND rows of tiles, column by column, so that the tiles in flight at a time form a near-square region.
-A tile never crosses into the next group. Program p takes tiles p, p + P, ...; each role of a program walks the groups
-for itself, on the device, and only ever forward.
+through bands of BAND rows of tiles, column by column, so that the tiles in flight read as little as they can of both
+operands. A tile never crosses into the next group. Each of P programs starts with the tile of its own number, and takes
+the next free one whenever it has loaded one: groups differ in size, so tiles differ in work. Its loading warpgroup
+finds out where the tile is, walking the groups forward, and announces it to the consumers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BAND = gl.constexpr(8)
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
+COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
+SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
+PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
+
+_PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
@@ -31,10 +37,15 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
+def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
+    """TMA descriptor of a part of a row of a table, which no matrix instruction reads."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * table.element_size(), rank=2)
+    return TensorDescriptor(table, list(table.shape), list(table.stride()), [1, width], layout)
+
+
 @gluon.jit
 def _bounds(ends, group):
-    """Begin and end of a group, read where they are used: MLIR takes a value that is carried around a loop only to
-    bound a loop inside it for dead, and every tile would do as many steps as the first."""
+    """Begin and end of a group, read where they are used (see `accept_tile`)."""
     begin = gl.load(ends + gl.maximum(group - 1, 0)).to(gl.int32)
     return gl.where(group > 0, begin, 0), gl.load(ends + group).to(gl.int32)
 
@@ -51,7 +62,7 @@ def _count(ends, group, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.conste
 
 
 @gluon.jit
-def seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
+def _seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
     """(group that `tile` is in, number of that group's first tile), from those of an earlier tile.
 
     Start with group 0 and base 0. Behind the last tile the group is `num_groups`.
@@ -65,7 +76,8 @@ def seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.const
 
 
 @gluon.jit
-def locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
+def _locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M: gl.constexpr, BAND: gl.constexpr,
+            WGRAD: gl.constexpr):  # fmt: skip
     """Of a tile: (row of A, how many rows there are from it on, column of tiles, first r, end of r)."""
     begin, end = _bounds(ends, group)
     if not WGRAD:
@@ -82,6 +94,56 @@ def locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M: gl.constexpr
 
 
 @gluon.jit
+def announcements(CONSUMERS: gl.constexpr):
+    """(two places in shared memory for what consumers need to know of a tile, barriers of the written, of the read)."""
+    places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(written.index(i), count=1)
+        mbarrier.init(read.index(i), count=CONSUMERS)
+    return places, written, read
+
+
+@gluon.jit
+def _announce(places, written, read, announced, row, count, column, steps):
+    slot = announced % 2
+    mbarrier.wait(read.index(slot), ((announced // 2) & 1) ^ 1)
+    entry = gl.arange(0, 4, _PLACE)
+    place = gl.where(entry == 0, row, gl.where(entry == 1, count, gl.where(entry == 2, column, steps)))
+    places.index(slot).store(place)
+    _barrier()
+    mbarrier.arrive(written.index(slot), count=1)
+
+
+@gluon.jit
+def _entry(place, index: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 4, _PLACE) == index, place, 0), 0)
+
+
+@gluon.jit
+def await_tile(places, written, received):
+    """How many rows of the result a consumer's next tile has from its first on; 0 if there is none."""
+    slot = received % 2
+    mbarrier.wait(written.index(slot), (received // 2) & 1)
+    return _entry(places.index(slot).load(_PLACE), 1)
+
+
+@gluon.jit
+def accept_tile(places, read, received):
+    """Of the tile that was awaited: (first row of the result, first column, steps).
+
+    To be called where they are used: MLIR takes a value that is carried around a loop only to bound a loop inside it
+    for dead, and every tile would do as many steps as the first.
+    """
+    slot = received % 2
+    place = places.index(slot).load(_PLACE)
+    _barrier()
+    mbarrier.arrive(read.index(slot), count=1)
+    return _entry(place, 0), _entry(place, 2), _entry(place, 3)
+
+
+@gluon.jit
 def _block(desc, position, r, full, smem, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         tma.async_copy_global_to_shared(desc, [r, position], full, smem)
@@ -93,12 +155,18 @@ def _block(desc, position, r, full, smem, TRANSPOSED: gl.constexpr):
 def load_tiles(
     a_desc,
     b_desc,
-    table_desc,
+    rows_desc,
+    columns_desc,
     a_smem,
     b_smem,
-    table_smem,
+    rows_smem,
+    columns_smem,
     full,
     empty,
+    ticket,
+    places,
+    written,
+    read,
     ends,
     num_groups,
     tiles_m,
@@ -108,27 +176,36 @@ def load_tiles(
     K,
     TILE_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    BAND: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     WGRAD: gl.constexpr,
     A_T: gl.constexpr,
     B_T: gl.constexpr,
-    TABLE: gl.constexpr,
+    ROW_SCALES: gl.constexpr,
+    COLUMN_SCALES: gl.constexpr,
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
     A stage has BLOCKS blocks of ROWS rows of A, of which those behind 128 are left out when the tile has no such rows,
-    and TILE_N rows of B. A_T and B_T: the operand lies in memory with r along its rows. TABLE: a stage also has a row
-    of the table of the scales of B, whose rows are blocks of r.
+    and TILE_N rows of B. A_T and B_T: the operand lies in memory with r along its rows. ROW_SCALES and COLUMN_SCALES: a
+    stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r.
     """
-    FIXED: gl.constexpr = b_desc.block_type.nbytes + (table_desc.block_type.nbytes if TABLE else 0)
+    ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
+    COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
+    FIXED: gl.constexpr = b_desc.block_type.nbytes + ROW_BYTES + COLUMN_BYTES
     TILE_M: gl.constexpr = BLOCKS * ROWS
     tile = gl.program_id(0)
     zero = gl.to_tensor(0)
-    group, base = seek(tile, zero, zero, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+    group, base = _seek(tile, zero, zero, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     loaded = 0
+    announced = 0
     while group < num_groups:
-        row, count, column, first, last = locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, WGRAD)
+        row, count, column, first, last = _locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, BAND, WGRAD)
+        out_row = row + group * M if WGRAD else row
+        steps = gl.cdiv(last - first, BLOCK_K)
+        _announce(places, written, read, announced, out_row, count, column * TILE_N, steps)
+        announced += 1
         for r in range(first, last, BLOCK_K):
             stage = loaded % STAGES
             bar = full.index(stage)
@@ -145,15 +222,30 @@ def load_tiles(
                 position = column * TILE_N
             else:
                 position = group * N + column * TILE_N
-            if TABLE:
-                _block(table_desc, position, r // BLOCK_K, bar, table_smem.index(stage), True)
+            if ROW_SCALES:
+                _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), True)
+            if COLUMN_SCALES:
+                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), True)
             if B_T and not WGRAD:
                 _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), True)
             else:
                 _block(b_desc, position, r, bar, b_smem.index(stage), B_T)
             loaded += 1
-        tile += gl.num_programs(0)
-        group, base = seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+        tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+        group, base = _seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+    _announce(places, written, read, announced, zero, zero, zero, zero)
+
+
+@gluon.jit
+def clear_rest(out, ends, num_groups, num_rows, N):
+    """Zero the rows of the result that have no group."""
+    SIZE: gl.constexpr = 1024
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    begin = gl.load(ends + num_groups - 1).to(gl.int64) * N
+    end = num_rows.to(gl.int64) * N
+    for start in range(begin + gl.program_id(0) * SIZE, end, gl.num_programs(0) * SIZE):
+        position = start + gl.arange(0, SIZE, LAYOUT)
+        gl.store(out + position, gl.zeros((SIZE,), out.dtype.element_ty, LAYOUT), position < end)
 
 
 @gluon.jit
@@ -163,25 +255,28 @@ def halves(x):
 
 
 @gluon.jit
-def store_rows(out_desc, out, buffer, value, row, count, column, N):
-    """Write the first `count` of ROWS rows of the result: bfloat16 through shared memory, float32 from registers."""
+def store_rows(out_desc, out, pieces, value, row, count, column, N, FIRST: gl.constexpr, PIECE: gl.constexpr):
+    """Write the first `count` of ROWS rows of the result: bfloat16 through shared memory, float32 from registers.
+
+    A consumer's pieces in shared memory begin at FIRST. PIECE counts what it has stored of this tile.
+    """
+    WIDTH: gl.constexpr = value.shape[1]
     if out_desc.dtype == gl.float32:
         # Four threads of a matrix instruction's result have a whole sector of 32 bytes.
         _store_masked(out, value, row, count, column, N)
-    elif value.shape[1] > buffer.shape[1]:
+    elif WIDTH > COLUMNS:
         left, right = halves(value)
-        store_rows(out_desc, out, buffer, left, row, count, column, N)
-        store_rows(out_desc, out, buffer, right, row, count, column + value.shape[1] // 2, N)
-    else:
-        tma.store_wait(0)
-        buffer.store(value.to(out_desc.dtype))
-        if count >= ROWS:
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
-        elif count > 0:  # a whole block would write over the next group's rows
-            WIDTH: gl.constexpr = buffer.shape[1]
-            LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-            _store_masked(out, buffer.load(LAYOUT), row, count, column, N)
+        NEXT: gl.constexpr = PIECE + WIDTH // 2 // COLUMNS
+        store_rows(out_desc, out, pieces, left, row, count, column, N, FIRST, PIECE)
+        store_rows(out_desc, out, pieces, right, row, count, column + WIDTH // 2, N, FIRST, NEXT)
+    elif count >= ROWS:
+        tma.store_wait(PIECES - 1)
+        piece = pieces.index(FIRST + PIECE % PIECES)
+        piece.store(value.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column], piece)
+    elif count > 0:  # a whole block would write over the next group's rows
+        _store_masked(out, value.to(out_desc.dtype), row, count, column, N)
 
 
 @gluon.jit

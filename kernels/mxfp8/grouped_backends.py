@@ -57,10 +57,9 @@ def _matrices(weight: Tensor) -> Tensor:
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0 or weight.shape[0] == 0:
         return x.new_zeros(x.shape[0], weight.shape[1])
-    from kernels.mxfp8 import gluon_grouped_bf16, triton_grouped
+    from kernels.mxfp8 import gluon_grouped_bf16
 
-    ends = ends.contiguous()
-    return triton_grouped.clear_rest(gluon_grouped_bf16.grouped_mm(_addressable(x), _matrices(weight), ends), ends)
+    return gluon_grouped_bf16.grouped_mm(_addressable(x), _matrices(weight), ends.contiguous())
 
 
 @_grouped_mm.register_fake
@@ -165,7 +164,7 @@ def strict_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
     a_codes, a_scales, b_codes, b_scales = _operands(a, b)
-    b_values = triton_grouped.dequantize_rows(b_codes, b_scales)
+    b_values = triton_grouped.dequantize_interleaved(b_codes, b_scales)
     return gluon_grouped_strict.grouped_mm(a_codes, a_scales, b_values, ends.contiguous())
 
 
@@ -176,7 +175,7 @@ def strict_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) 
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
     dy_codes, dy_scales, x_codes, x_scales = _operands(dy, x)
-    x_values = triton_grouped.dequantize_rows(x_codes, x_scales)
+    x_values = triton_grouped.dequantize_interleaved(x_codes, x_scales)
     written = dtype if dtype is torch.bfloat16 else torch.float32
     return gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, x_values, ends.contiguous(), written).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Small Triton kernels around the grouped products: scales in the order that they read, and rows that have no group."""
+"""Small Triton kernels around the grouped products: scales and values in the order that they read them."""
 
 from __future__ import annotations
 
@@ -9,76 +9,112 @@ from torch import Tensor
 
 from kernels.jagged.triton_common import cdiv
 
-_BLOCKS_PER_PROGRAM = 128
-_CLEAR_PROGRAMS = 264
+_PAIRS_PER_PROGRAM = 128
 
 
-def transposed_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Of scales uint8 [R, C / 32], constant over four: (their values float32 [C / 128, R], int32 [1]).
+def transposed_scales(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of scales uint8 [R, L / 32] and [C, L / 32], constant over four: (uint8 [L / 128, R], bfloat16 [L / 128, C] with
+    the values of the second, int32 [2]). Rows of the first begin at multiples of 16 bytes, as TMA wants.
 
-    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity.
-    The second is 0 if the rows of every square of 128 x 128 elements share theirs, and 1 otherwise.
+    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity. Of the last, the first is 0 if in every
+    square of 128 x 128 elements of the second operand all rows share their scales, and 1 otherwise; the other is 0.
     """
-    rows, columns = scales.shape[0], scales.shape[1] // 4
-    table = torch.empty(columns, rows, dtype=torch.float32, device=scales.device)
-    differ = torch.zeros(1, dtype=torch.int32, device=scales.device)
-    grid = (cdiv(rows, 128), cdiv(columns, 16))
-    _transpose[grid](scales, table, differ, rows, columns, scales.stride(0), COLUMNS=16, num_warps=4)
-    return table, differ
+    length = rows.shape[1] // 4
+    stride = 16 * cdiv(rows.shape[0], 16)
+    row_table = torch.empty(length, stride, dtype=torch.uint8, device=rows.device)[:, : rows.shape[0]]
+    column_table = torch.empty(length, columns.shape[0], dtype=torch.bfloat16, device=rows.device)
+    differ = torch.zeros(2, dtype=torch.int32, device=rows.device)
+    width = 16 if length > 8 else 8
+    across, row_tiles, column_tiles = cdiv(length, width), cdiv(rows.shape[0], 128), cdiv(columns.shape[0], 128)
+    _transpose[((row_tiles + column_tiles) * across,)](
+        rows.view(torch.int32), row_table, rows.shape[0], stride, columns.view(torch.int32), column_table,
+        columns.shape[0], differ, length, across, row_tiles, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return row_table, column_table, differ
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes e4m3 [..., C] with scales uint8 [..., C / 32], contiguous -> bfloat16 [..., C]; C in multiples of 32."""
+def transposed_words(scales: Tensor) -> Tensor:
+    """Scales uint8 [R, L / 32] -> int32 [L / 128, R]: those of 128 elements in a word.
+
+    Rows of the result begin at multiples of 16 bytes, as TMA wants.
+    """
+    length = scales.shape[1] // 4
+    stride = 4 * cdiv(scales.shape[0], 4)
+    table = torch.empty(length, stride, dtype=torch.int32, device=scales.device)[:, : scales.shape[0]]
+    width = 16 if length > 8 else 8
+    across = cdiv(length, width)
+    words = scales.view(torch.int32)
+    tiles = cdiv(scales.shape[0], 128)
+    _transpose[(tiles * across,)](
+        words, table, scales.shape[0], stride, words, table, 0, table, length, across, tiles, WIDTH=width, num_warps=4
+    )
+    return table
+
+
+def dequantize_interleaved(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes e4m3 [..., C] with scales uint8 [..., C / 32], contiguous -> bfloat16 [..., C]; C in multiples of 64.
+
+    64 neighbouring elements come in the order in which threads that have 16 neighbouring codes hold an operand of a
+    matrix instruction: element 16 a + 4 b + 2 c + d at 16 b + 8 c + 2 a + d.
+    """
     values = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    grid = (cdiv(scales.numel(), _BLOCKS_PER_PROGRAM),)
-    _dequantize[grid](codes.view(torch.uint8), scales, values, scales.numel(), BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=8)
+    grid = (cdiv(scales.numel() // 2, _PAIRS_PER_PROGRAM),)
+    _dequantize[grid](
+        codes.view(torch.uint8), scales, values, scales.numel() // 2, PAIRS=_PAIRS_PER_PROGRAM, num_warps=8
+    )
     return values
 
 
-def clear_rest(rows: Tensor, ends: Tensor) -> Tensor:
-    """Zero, in place, the rows of a contiguous matrix from the last of `ends` on."""
-    if rows.numel():
-        _clear[(_CLEAR_PROGRAMS,)](rows, ends, ends.shape[0], rows.shape[0], rows.shape[1], BLOCK=2048, num_warps=4)
-    return rows
+@triton.jit
+def _transpose_tile(words, table, size, stride, tile, length, across, WIDTH: tl.constexpr):
+    """Transpose 128 x WIDTH words into the type of the table; returns them and which of them there are."""
+    row = tile // across * 128 + tl.arange(0, 128)
+    column = tile % across * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < size)[:, None] & (column < length)[None]
+    word = tl.load(words + row.to(tl.int64)[:, None] * length + column[None], inside, 0)
+    kind: tl.constexpr = table.dtype.element_ty
+    if kind == tl.int32:
+        value = word
+    elif kind == tl.uint8:
+        value = word.to(tl.uint8)
+    else:
+        # Byte 0 becomes 0: 2^-127 is a subnormal number. Byte 255 stands beside NaNs and becomes infinity.
+        value = ((word & 0xFF) << 7).to(tl.int16).to(kind, bitcast=True)
+    tl.store(table + column.to(tl.int64)[None] * stride + row[:, None], value, inside)
+    return word & 0xFF, inside
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride"])
-def _transpose(scales, table, differ, rows, columns, stride, COLUMNS: tl.constexpr):
-    row = tl.program_id(0) * 128 + tl.arange(0, 128)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None]
-    scale = tl.load(scales + row.to(tl.int64)[:, None] * stride + column[None] * 4, inside, 0).to(tl.int32)
-    # Byte 0 becomes 0: 2^-127 is a subnormal float32. Byte 255 stands beside NaNs and becomes infinity.
-    value = (scale << 23).to(tl.float32, bitcast=True)
-    tl.store(table + column.to(tl.int64)[None] * rows + row[:, None], value, inside)
-    largest = tl.max(tl.where(inside, scale, -1), 0)
-    smallest = tl.min(tl.where(inside, scale, 256), 0)
-    if tl.max(largest - smallest, 0) > 0:
-        tl.store(differ, 1)
+@triton.jit(do_not_specialize=["num_rows", "stride", "num_columns", "length", "across", "row_tiles"])
+def _transpose(
+    rows, row_table, num_rows, stride, columns, column_table, num_columns, differ, length, across, row_tiles,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    if tile < row_tiles * across:
+        _transpose_tile(rows, row_table, num_rows, stride, tile, length, across, WIDTH)
+    else:
+        tile -= row_tiles * across
+        scale, inside = _transpose_tile(columns, column_table, num_columns, num_columns, tile, length, across, WIDTH)
+        largest = tl.max(tl.where(inside, scale, -1), 0)
+        smallest = tl.min(tl.where(inside, scale, 256), 0)
+        if tl.max(largest - smallest, 0) > 0:
+            tl.store(differ, 1)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _dequantize(codes, scales, values, blocks, BLOCKS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
-    block = tl.arange(0, BLOCKS)
-    inside = first + block < blocks
-    element = block[:, None] * 32 + tl.arange(0, 32)[None]
-    code = tl.load(codes + first * 32 + element, inside[:, None], 0).to(tl.int32)
-    scale = tl.load(scales + first + block, inside, 0).to(tl.int32)
+@triton.jit(do_not_specialize=["pairs"])
+def _dequantize(codes, scales, values, pairs, PAIRS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * PAIRS
+    pair = tl.arange(0, PAIRS)
+    inside = first + pair < pairs
+    element = pair[:, None] * 64 + tl.arange(0, 64)[None]
+    code = tl.load(codes + first * 64 + element, inside[:, None], 0).to(tl.int32)
+    scale = tl.load(scales + first * 2 + pair[:, None] * 2 + tl.arange(0, 2)[None], inside[:, None], 0).to(tl.int32)
     # s eeee mmm -> s 0000eeee mmm0.. of a float32, which is the value times 2^-120, subnormals too; then the exact
     # products with 2^120 and with the scale, of which 2^-127 is a subnormal.
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
     power = tl.where(scale == 255, float("nan"), power)
-    tl.store(values + first * 32 + element, (value * power[:, None]).to(tl.bfloat16), inside[:, None])
-
-
-@triton.jit(do_not_specialize=["num_groups", "total"])
-def _clear(rows, ends, num_groups, total, columns, BLOCK: tl.constexpr):
-    begin = tl.load(ends + num_groups - 1).to(tl.int64) * columns
-    end = total.to(tl.int64) * columns
-    zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
-    for start in range(begin + tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        tl.store(rows + position, zeros, position < end)
+    value = (value.reshape(PAIRS, 2, 32) * power[:, :, None]).to(tl.bfloat16)
+    value = value.reshape(PAIRS, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(PAIRS, 64)
+    tl.store(values + first * 64 + element, value, inside[:, None])

@@ -41,8 +41,8 @@ def plain_tiles() -> SimpleNamespace:
         where=lambda condition, a, b: a if condition else b,
         load=lambda pointer: Loaded(pointer.values[pointer.position]),
     )
-    names: dict[str, Any] = {"gl": language, "BAND": gluon_grouped_tiles.BAND.value}
-    for name in ("_bounds", "_count", "seek", "locate"):
+    names: dict[str, Any] = {"gl": language}
+    for name in ("_bounds", "_count", "_seek", "_locate"):
         function = getattr(gluon_grouped_tiles, name).fn
         names[name] = FunctionType(function.__code__, names, name)
     return SimpleNamespace(**names)
@@ -52,11 +52,11 @@ def walk(sizes: list[int], tiles_m: int, tiles_n: int, program: int, programs: i
     """(group, row, rows left, column, first, last) of the tiles of a program, in order."""
     tiles, ends = plain_tiles(), Pointer(torch.tensor(sizes).cumsum(0).tolist())
     tile = program
-    group, base = tiles.seek(tile, 0, 0, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
+    group, base = tiles._seek(tile, 0, 0, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
     while group < len(sizes):
-        yield group, *tiles.locate(tile, group, base, ends, tiles_m, tiles_n, 1000, 320, 192, wgrad)
+        yield group, *tiles._locate(tile, group, base, ends, tiles_m, tiles_n, 1000, 320, 192, 8, wgrad)
         tile += programs
-        group, base = tiles.seek(tile, group, base, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
+        group, base = tiles._seek(tile, group, base, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
 
 
 @pytest.mark.parametrize("sizes", [*ALIGNED.values(), *RAGGED.values()], ids=str)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.gdpa import gluon_backend, reference, triton_backend  # noqa: F401  register their backends
+from kernels.gdpa import gluon_backend, padded, reference, triton_backend  # noqa: F401  register their backends
 from kernels.gdpa.activations import ACTIVATIONS, unknown
 from kernels.gdpa.residual import add_rms_norm
 from kernels.jagged.checks import check_lengths, check_offsets

@@ -30,17 +30,31 @@ def gdpa(
         jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
     )
-    i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k, device=q.device)
+    attended = attend(q_padded, k_padded, v_padded, activations, score_scale, out_scale, window)
+    return padded_to_jagged(attended.transpose(1, 2), q_offsets, q.shape[0])
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """q [B, H, Lq, d], k [B, H, Lk, d], v [B, H, Lk, dv] -> [B, H, Lq, dv]; rows are filled up with zeros."""
+    i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
     left, right = window
     # Padding needs no mask: its scores are 0 and so are the activations of 0.
     seen = j >= i - left if left >= 0 else torch.ones_like(i == j)
     seen = seen & (j <= i + right) if right >= 0 else seen
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q_padded @ k_padded.mT).to(wide) * score_scale
+    scores = (q @ k.mT).to(wide) * score_scale
     if len(set(activations)) == 1:
         weights = activate(activations[0], scores)
     else:
         per_head = zip(activations, scores.unbind(1), strict=True)
         weights = torch.stack([activate(name, head) for name, head in per_head], 1)
     weights = torch.where(seen, weights * out_scale, 0.0)
-    return padded_to_jagged((weights.to(v.dtype) @ v_padded).transpose(1, 2), q_offsets, q.shape[0])
+    return weights.to(v.dtype) @ v

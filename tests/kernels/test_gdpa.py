@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.gdpa import ACTIVATIONS, activations, gdpa, plot, reference
+from kernels.gdpa import ACTIVATIONS, activations, gdpa, padded, plot, reference
 from kernels.gdpa.operator import gdpa_operator
 from kernels.jagged.reference import place_in_row
 from kernels.testing import check_gradients, poisoned_empty
@@ -100,6 +100,15 @@ def test_training_dtypes(name: str, dtype: torch.dtype) -> None:
         outputs(20),
         gradients(300),
     )
+
+
+def test_padded_is_the_reference_between_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the compiler, which is asked for on GPUs only."""
+    monkeypatch.setattr(padded, "_compiled", lambda: reference.attend)
+    offsets = {"q_offsets": offsets_of([0, 7, 1, 4]), "k_offsets": offsets_of([4, 5, 0, 6])}
+    inputs = inputs_of(**offsets, heads=(4, 2), widths=(8, 6))
+    arguments = *inputs.values(), *offsets.values(), 7, 8, ("silu", "gelu", "relu", "gelu"), 0.2, 0.5, (2, 1)
+    assert torch.equal(padded.gdpa(*arguments), reference.gdpa(*arguments))
 
 
 def test_rows_without_keys_or_queries_give_zeros() -> None:

@@ -1,0 +1,52 @@
+"""`gdpa` as it is written without kernels for it: pad, run the reference under torch.compile, take out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.gdpa import reference
+from kernels.jagged.reference import repeat_heads
+
+
+def _supports(*, device: str, **_: Hashable) -> str | None:
+    return None if device == "cuda" else f"is compiled for CUDA devices, the tensors are on {device}"
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled when first called: torch.compile takes seconds to import."""
+    return torch.compile(reference.attend, dynamic=False)
+
+
+# Never by itself: it is what the other backends are measured against in training.
+@dispatch.register("gdpa", "padded", supports=_supports, priority=-1)
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    # Whatever converts fastest.
+    from kernels.jagged import jagged_to_padded, padded_to_jagged
+
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    # Matrix products are slow where rows of scores do not start at multiples of 16 bytes.
+    max_q, max_k = (-(-length // 8) * 8 for length in (max_q, max_k))
+    q_padded, k_padded, v_padded = (
+        jagged_to_padded(values, offsets, length).transpose(1, 2)
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
+    )
+    attended = _compiled()(q_padded, k_padded, v_padded, activations, score_scale, out_scale, window)
+    return padded_to_jagged(attended.transpose(1, 2), q_offsets, q.shape[0])

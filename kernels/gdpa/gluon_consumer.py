@@ -5,6 +5,10 @@ end of the row. Two products are issued together: the scores of the next block, 
 values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
 nothing drains between tiles, which is what decides the speed on short rows.
 
+The product with the values is complete before the activations of the next block are. So a consumer waits for it when it
+has half of them: the place of the values is free for the loader that much earlier, and the other consumer waits for
+what is loaded there.
+
 Compilers move the wait for a product up, or the activation down behind it, until the two no longer overlap. So the
 activations are volatile assembly, and between them and the wait is one more look at a barrier that is known to be
 complete: no arithmetic moves over its branch.
@@ -83,6 +87,17 @@ def _crossed(
     if LEFT:
         crossed |= start < position + (ROWS - 1) - left
     return crossed
+
+
+@gluon.jit
+def _halves(s):
+    """The left and the right half of the columns; no register moves."""
+    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _joined(left, right):
+    return gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.jit
@@ -174,12 +189,14 @@ def attend(
                 start = (first_block + num_blocks - 2 - i) * BLOCK_K
                 if _crossed(start, position + C * ROWS, k_length, left, right, BLOCK_K, LEFT, RIGHT, False):
                     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
-            y = activated(s, score_scale, kind, KINDS, dtype)
+            left_scores, right_scores = _halves(s)
+            y = activated(left_scores, score_scale, kind, KINDS, dtype)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             # The activations are an operand in registers of the product in flight: they live until it is complete.
             acc, p, y = warpgroup_mma_wait(0, deps=(acc_token, p, y))
             mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
-            p = gl.convert_layout(rounded(y, dtype), LP)
+            z = activated(right_scores, score_scale, kind, KINDS, dtype)
+            p = gl.convert_layout(_joined(rounded(y, dtype), rounded(z, dtype)), LP)
             step += 1
 
         # The last block's values, with the scores of the next tile's first block.
@@ -212,11 +229,13 @@ def attend(
         start = (next_first + next_blocks - 1) * BLOCK_K
         if _crossed(start, next_position + C * ROWS, next_length, left, right, BLOCK_K, LEFT, RIGHT, True):
             s = _masked(s, columns_smem, start, next_position + C * ROWS, next_length, left, right, LEFT, RIGHT)
-        p_next = rounded(activated(s, score_scale, next_kind, KINDS, dtype), dtype)
+        left_scores, right_scores = _halves(s)
+        y = rounded(activated(left_scores, score_scale, next_kind, KINDS, dtype), dtype)
         mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
-        acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+        acc, p, y = warpgroup_mma_wait(0, deps=(acc_token, p, y))
         mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
-        p = gl.convert_layout(p_next, LP)
+        z = rounded(activated(right_scores, score_scale, next_kind, KINDS, dtype), dtype)
+        p = gl.convert_layout(_joined(y, z), LP)
         step += 1
 
         buffer = o_smem.index(C)

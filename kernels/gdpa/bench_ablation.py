@@ -5,7 +5,8 @@
     sorted and dealt      the tiles with the most keys first, there and back (`kernels.scheduling`)
     keys shared by tiles  neighbouring tiles of a row on one program, which keeps short keys where they are
 
-The last one is the backend as it is. Lists of tiles are made outside the timing here, in all lines alike.
+The backend is the last one where `max_k` keys fit into shared memory, and the one before elsewhere. Lists of tiles are
+made outside the timing here, in all lines alike.
 """
 
 from __future__ import annotations

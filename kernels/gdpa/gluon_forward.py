@@ -66,8 +66,10 @@ def forward(
         return out.zero_()
     left, right = min(window[0], 2**30), min(window[1], 2**30)
     most = processors(q.device)
-    # Under a window the tiles of a row see different blocks; and few tiles had better be spread over all processors.
-    run = RUN if left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
+    # Only rows that fit into shared memory gain from neighbouring tiles. Under a window these see different blocks, and
+    # few tiles had better be spread over all processors.
+    kept = max_k <= BLOCK_K * (_STAGE_FEATURES // (head_dim + value_dim))
+    run = RUN if kept and left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
     schedule = scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right))
     programs = min(most, (schedule.shape[0] - 1) * num_heads)
     launch(out, q, k, v, schedule, programs, run, activations, score_scale, out_scale, (left, right))

@@ -91,8 +91,8 @@ def _fp8(wgrad: bool) -> Compiled:
         (_bf16, "m64n256k16.f32.bf16", 0),
         (_strict, "m64n256k16.f32.bf16", 0),
         # Outside of the loops over the sums.
-        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 48),
-        (lambda: _fp8(True), "m64n128k32.f32.e4m3", 16),
+        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
+        (lambda: _fp8(True), "m64n128k32.f32.e4m3", 64),
     ],
     ids=["bf16", "mxfp8", "mxfp8_g128", "mxfp8_g128 wgrad"],
 )

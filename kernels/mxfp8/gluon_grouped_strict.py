@@ -41,6 +41,7 @@ from kernels.mxfp8.gluon_grouped_tiles import (
     descriptor,
     load_tiles,
     store_rows,
+    store_transposed,
     table_descriptor,
 )
 from kernels.mxfp8.triton_grouped import transposed_words
@@ -142,8 +143,8 @@ def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps
 
 
 @gluon.jit
-def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, order, places, written, read, N,
-              C: gl.constexpr):  # fmt: skip
+def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, order, places, written, read, M, N,
+              OUT_T: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C."""
     done = 0
     received = 0
@@ -155,7 +156,11 @@ def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, 
         acc, done = _products(a_smem, b_smem, words_smem, full, empty, order, received == 0, done, steps, C)
         if C == 0:  # the loader goes on only when both have accepted the tile
             mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
-        store_rows(out_desc, out, out_smem, acc, row + C * ROWS, count - C * ROWS, column, N, C * PIECES, 0)
+        row += C * ROWS
+        if OUT_T:
+            store_transposed(out_desc, out, out_smem, acc, row, column, count, M, C * PIECES, 0)
+        else:
+            store_rows(out_desc, out, out_smem, acc, row, count - C * ROWS, column, N, C * PIECES, 0)
         received += 1
         count = await_tile(places, written, received)
     if C == 0:
@@ -179,6 +184,7 @@ def _kernel(
     N,
     K,
     WGRAD: gl.constexpr,
+    OUT_T: gl.constexpr,
 ):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -197,12 +203,12 @@ def _kernel(
     gl.warp_specialize(
         [
             (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
-                         N, 0)),
+                         M, N, OUT_T, 0)),
             (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
-                         N, 1)),
+                         M, N, OUT_T, 1)),
             (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
                           places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
-                          _BAND, 2, _STAGES, WGRAD, False, False, True, False)),
+                          _BAND, 2, _STAGES, WGRAD, False, False, True, False, OUT_T)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
@@ -213,16 +219,22 @@ def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor) -> Tensor
     """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16."""
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
-    _launch(codes, scales, b.flatten(0, 1), out, out, ends, (groups, 0, -(-n // _TILE_N.value), 0, n, k), False)
+    _launch(codes, scales, b.flatten(0, 1), out, out, ends, (groups, 0, -(-n // _TILE_N.value), 0, n, k))
     return out
 
 
-def grouped_wgrad(codes: Tensor, scales: Tensor, x_t: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, N, K]: codes [N, M] with scales [N, M / 32], times x_t [K, M] bfloat16, over each group's columns."""
-    n, k, groups = codes.shape[0], x_t.shape[0], ends.shape[0]
-    out = torch.empty(groups, n, k, dtype=dtype, device=codes.device)
-    sizes = (groups, -(-n // _TILE_M.value), -(-k // _TILE_N.value), n, k, 0)
-    _launch(codes, scales, x_t, out, out.flatten(0, 1), ends, sizes, True)
+def grouped_wgrad(
+    codes: Tensor, scales: Tensor, values: Tensor, ends: Tensor, dtype: torch.dtype, *, transposed: bool = False
+) -> Tensor:
+    """[E, R, C]: codes [R, M] with scales [R, M / 32], times values [C, M] bfloat16, over each group's columns.
+
+    [E, C, R] if `transposed`. R and C are multiples of 128.
+    """
+    rows, columns, groups = codes.shape[0], values.shape[0], ends.shape[0]
+    shape = (columns, rows) if transposed else (rows, columns)
+    out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
+    sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
+    _launch(codes, scales, values, out, out.flatten(0, 1), ends, sizes, wgrad=True, transposed=transposed)
     return out
 
 
@@ -234,7 +246,9 @@ def _launch(
     rows: Tensor,
     ends: Tensor,
     sizes: tuple[int, ...],
-    wgrad: bool,
+    *,
+    wgrad: bool = False,
+    transposed: bool = False,
 ) -> None:
     _kernel[(processors(codes.device),)](
         descriptor(codes, [ROWS.value, _BLOCK_K.value]),
@@ -246,6 +260,7 @@ def _launch(
         ends,
         *sizes,
         WGRAD=wgrad,
+        OUT_T=transposed,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )

@@ -184,12 +184,14 @@ def load_tiles(
     B_T: gl.constexpr,
     ROW_SCALES: gl.constexpr,
     COLUMN_SCALES: gl.constexpr,
+    OUT_T: gl.constexpr,
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
     A stage has BLOCKS blocks of ROWS rows of A, of which those behind 128 are left out when the tile has no such rows,
     and TILE_N rows of B. A_T and B_T: the operand lies in memory with r along its rows. ROW_SCALES and COLUMN_SCALES: a
-    stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r.
+    stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
+    weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
@@ -202,9 +204,13 @@ def load_tiles(
     announced = 0
     while group < num_groups:
         row, count, column, first, last = _locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, BAND, WGRAD)
-        out_row = row + group * M if WGRAD else row
         steps = gl.cdiv(last - first, BLOCK_K)
-        _announce(places, written, read, announced, out_row, count, column * TILE_N, steps)
+        if OUT_T:
+            left = N - column * TILE_N
+            _announce(places, written, read, announced, row, left, group * N + column * TILE_N, steps)
+        else:
+            out_row = row + group * M if WGRAD else row
+            _announce(places, written, read, announced, out_row, count, column * TILE_N, steps)
         announced += 1
         for r in range(first, last, BLOCK_K):
             stage = loaded % STAGES
@@ -277,6 +283,32 @@ def store_rows(out_desc, out, pieces, value, row, count, column, N, FIRST: gl.co
         tma.async_copy_shared_to_global(out_desc, [row, column], piece)
     elif count > 0:  # a whole block would write over the next group's rows
         _store_masked(out, value.to(out_desc.dtype), row, count, column, N)
+
+
+@gluon.jit
+def store_transposed(out_desc, out, pieces, value, row, column, count, N, FIRST: gl.constexpr, PIECE: gl.constexpr):
+    """Write the first `count` columns of ROWS whole rows as rows of the result from `column` of it on.
+
+    As `store_rows`; `count` is a multiple of COLUMNS, and N the length of the result's rows.
+    """
+    WIDTH: gl.constexpr = value.shape[1]
+    if WIDTH > COLUMNS:
+        left, right = halves(value)
+        NEXT: gl.constexpr = PIECE + WIDTH // 2 // COLUMNS
+        store_transposed(out_desc, out, pieces, left, row, column, count, N, FIRST, PIECE)
+        store_transposed(out_desc, out, pieces, right, row, column + WIDTH // 2, count - WIDTH // 2, N, FIRST, NEXT)
+    elif count > 0:
+        if out_desc.dtype == gl.float32:
+            LAYOUT: gl.constexpr = value.type.layout
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+            gl.store(out + (gl.expand_dims(columns.to(gl.int64) * N, 0) + gl.expand_dims(rows, 1)), value)
+        else:
+            tma.store_wait(PIECES - 1)
+            piece = pieces.index(FIRST + PIECE % PIECES)
+            piece.permute((1, 0)).store(value.to(out_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [column, row], piece)
 
 
 @gluon.jit

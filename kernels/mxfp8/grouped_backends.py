@@ -174,9 +174,16 @@ def strict_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) 
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
     dy_codes, dy_scales, x_codes, x_scales = _operands(dy, x)
-    x_values = triton_grouped.dequantize_interleaved(x_codes, x_scales)
     written = dtype if dtype is torch.bfloat16 else torch.float32
-    return gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, x_values, ends.contiguous(), written).to(dtype)
+    ends = ends.contiguous()
+    # The smaller operand is dequantised beforehand.
+    if dy_codes.shape[0] < x_codes.shape[0]:
+        values = triton_grouped.dequantize_interleaved(dy_codes, dy_scales)
+        dw = gluon_grouped_strict.grouped_wgrad(x_codes, x_scales, values, ends, written, transposed=True)
+    else:
+        values = triton_grouped.dequantize_interleaved(x_codes, x_scales)
+        dw = gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, values, ends, written)
+    return dw.to(dtype)
 
 
 @dispatch.register("mxfp8_grouped_fprop", "triton", supports=_blackwell, priority=-3)

@@ -60,7 +60,7 @@ def _bf16() -> Compiled:
     return _compiled(gluon_grouped_bf16._kernel, types, {"WGRAD": False, "B_T": False})
 
 
-def _strict() -> Compiled:
+def _strict(wgrad: bool) -> Compiled:
     types = {
         "a_desc": _descriptor("fp8e4nv", 64, 64),
         "b_desc": _descriptor("bf16", 256, 64),
@@ -69,7 +69,7 @@ def _strict() -> Compiled:
         "out": "*bf16",
         "ticket": "*i32",
     }
-    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": False})
+    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": wgrad, "OUT_T": wgrad})
 
 
 def _fp8(wgrad: bool) -> Compiled:
@@ -89,12 +89,13 @@ def _fp8(wgrad: bool) -> Compiled:
     ("compiled", "products", "spill_bytes"),
     [
         (_bf16, "m64n256k16.f32.bf16", 0),
-        (_strict, "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
         # Outside of the loops over the sums.
         (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
         (lambda: _fp8(True), "m64n128k32.f32.e4m3", 64),
     ],
-    ids=["bf16", "mxfp8", "mxfp8_g128", "mxfp8_g128 wgrad"],
+    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8_g128", "mxfp8_g128 wgrad"],
 )
 def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
     kernel = compiled()
@@ -307,9 +308,10 @@ def test_quantised_products(sizes: list[int], group: int, square: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(640, 384), (384, 640)])
 @pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
-def test_quantised_weight_gradients(sizes: list[int], group: int, dtype: torch.dtype) -> None:
-    n, k, rows = 640, 384, sum(sizes)
+def test_quantised_weight_gradients(sizes: list[int], n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    rows = sum(sizes)
     length = rows + 128
 
     def operand(features: int, seed: int) -> Quantized:

@@ -54,11 +54,19 @@ def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 def _quantize(group: int, rows: int, features: int, device: torch.device) -> Problem:
     x = _random(device, rows, features).bfloat16()
 
-    def one_pass() -> Runner:
+    def one_pass(tiled: bool) -> Runner:
+        """With scales as matrices, or in the tiles of 128 x 4 that tcgen05 instructions read."""
         dispatch.choose("mxfp8_quantize", "gluon", x, axis=-1)  # or it says why not
         from kernels.mxfp8.gluon_quantize import quantize_both
 
-        return Runner(lambda: quantize_both(x, True, True, group, False, False), lambda outputs: outputs)
+        def outputs(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if not tiled:
+                return results
+            codes, scales, codes_t, scales_t = results
+            unswizzle = mxfp8.unswizzle_scales
+            return codes, unswizzle(scales, rows, features // 32), codes_t, unswizzle(scales_t, features, rows // 32)
+
+        return Runner(lambda: quantize_both(x, True, True, group, False, tiled), outputs)
 
     def two_passes() -> Runner:
         def step() -> tuple[Tensor, ...]:
@@ -69,7 +77,11 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
 
     expected = two_passes().step()
     return Problem(
-        contenders={"gluon": one_pass, "reference": two_passes},
+        contenders={
+            "gluon": partial(one_pass, False),
+            "gluon, tiled scales": partial(one_pass, True),
+            "reference": two_passes,
+        },
         check=check_equal(expected),
         flops=0,
         bytes=x.nbytes + sum(tensor.nbytes for tensor in expected),

@@ -65,7 +65,7 @@ def _magnitude_bits(x):
 
 
 @gluon.jit
-def _scale_bytes(bits):
+def scale_bytes_of(bits):
     """The RCEIL rule of `reference.scale_bytes` on magnitude bits."""
     exponent = bits >> 23
     rounded_up = gl.maximum(exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32), 0)
@@ -80,7 +80,7 @@ def _reciprocal(scale_bytes):
 
 
 @gluon.jit
-def _widen(bits, AXIS: gl.constexpr, SQUARE: gl.constexpr):
+def widen(bits, AXIS: gl.constexpr, SQUARE: gl.constexpr):
     """Maxima of blocks of 32 [128, 4] or [4, 128] (AXIS says where the 4 are) -> those of the groups of 128."""
     line = gl.max(bits, AXIS)
     if SQUARE:
@@ -102,7 +102,7 @@ def _scales_at(line, first_line, first_block, num_blocks, SWIZZLE: gl.constexpr)
 
 
 @gluon.jit
-def _store_scales(
+def store_scales(
     scales,
     scale_bytes,
     AXIS: gl.constexpr,
@@ -149,8 +149,8 @@ def quantize_rows(
     blocks = gl.reshape(x.to(gl.float32), [128, 4, 32])
     bits = gl.max(_magnitude_bits(blocks), 2)
     if GROUP == 128:
-        bits = _widen(bits, 1, SQUARE)
-    scale_bytes = _scale_bytes(bits)
+        bits = widen(bits, 1, SQUARE)
+    scale_bytes = scale_bytes_of(bits)
     quantized = (blocks * gl.expand_dims(_reciprocal(scale_bytes), 2)).to(gl.float8e4nv)
     # A row of the tile is a whole line of memory, which a warp writes at once after this exchange.
     LINES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [64 // R, 1], [1, 0])
@@ -161,7 +161,7 @@ def quantize_rows(
         gl.store(at, quantized)
     else:
         gl.store(at, quantized, mask=(first_row + row < num_rows) & (first_column + column < num_columns))
-    _store_scales(
+    store_scales(
         scales, scale_bytes, 1, first_row, first_column // 32, num_rows, (num_columns + 31) // 32, SWIZZLE, EVEN
     )
 
@@ -186,8 +186,8 @@ def quantize_columns(
     blocks = gl.reshape(gl.convert_layout(x.to(gl.float32), LAYOUT), [4, 32, 128])
     bits = gl.max(_magnitude_bits(blocks), 1)
     if GROUP == 128:
-        bits = _widen(bits, 0, SQUARE)
-    scale_bytes = _scale_bytes(bits)
+        bits = widen(bits, 0, SQUARE)
+    scale_bytes = scale_bytes_of(bits)
     quantized = (blocks * gl.expand_dims(_reciprocal(scale_bytes), 1)).to(gl.float8e4nv)
     quantized = gl.convert_layout(gl.reshape(quantized, [128, 128]), LAYOUT)
     row = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)), 1)
@@ -197,6 +197,6 @@ def quantize_columns(
         gl.store(at, quantized)
     else:
         gl.store(at, quantized, mask=(first_row + row < num_rows) & (first_column + column < num_columns))
-    _store_scales(
+    store_scales(
         scales, scale_bytes, 0, first_column, first_row // 32, num_columns, (num_rows + 31) // 32, SWIZZLE, EVEN
     )

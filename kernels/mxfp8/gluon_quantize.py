@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.custom_op import custom_op
 from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_origin
+from kernels.mxfp8.gluon_quantize_tiles import has_whole_tiles, quantize_tiles
 
 
 def launch_options() -> dict[str, int]:
@@ -109,6 +110,9 @@ def quantize_both(
     column_codes, column_scales = _empty(x, True, swizzle, columns)
     if x.numel() == 0:
         return row_codes, row_scales.zero_(), column_codes, column_scales.zero_()
+    if has_whole_tiles(x):
+        quantize_tiles(x, row_codes, row_scales, column_codes, column_scales, group, square, swizzle)
+        return row_codes, row_scales, column_codes, column_scales
     num_rows, num_columns = x.shape[-2:]
     batch = x.numel() // (num_rows * num_columns)
     tiles = -(-num_rows // TILE) * -(-num_columns // TILE)

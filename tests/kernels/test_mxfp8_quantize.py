@@ -111,7 +111,17 @@ def of_every_kind(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 SHAPES = {
-    torch.bfloat16: [(128, 256), (1, 32), (300, 260), (5, 7), (3, 130, 160), (0, 64), (3, 0, 32)],
+    torch.bfloat16: [
+        (128, 256),
+        (2, 256, 384),
+        (2304, 128),
+        (1, 32),
+        (300, 260),
+        (5, 7),
+        (3, 130, 160),
+        (0, 64),
+        (3, 0, 32),
+    ],
     torch.float32: [(256, 128), (2, 3, 70, 96)],
     torch.float16: [(129, 64)],
 }
@@ -142,10 +152,11 @@ def test_gpu_takes_transposed_and_sliced_tensors() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_writes_both_orientations_and_tensor_core_tiles_of_scales() -> None:
+@pytest.mark.parametrize("shape", [(2, 300, 260), (2, 256, 384)])
+def test_gpu_writes_both_orientations_and_tensor_core_tiles_of_scales(shape: tuple[int, ...]) -> None:
     from kernels.mxfp8.gluon_quantize import quantize_both
 
-    x = uneven(2, 300, 260).bfloat16()
+    x = uneven(*shape).bfloat16()
     with poisoned_empty():
         codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, 32, False, True)
     along, across = (mxfp8.quantize(x, axis, backend="reference") for axis in (2, 1))
@@ -201,3 +212,31 @@ def test_quantiser_compiles_within_its_registers(target: str, dtype: str, square
     assert compiled.contains("cvt.rn.satfinite.e4m3x2.f32")
     # Rows of the tile come in whole 16-byte units.
     assert compiled.contains("ld.global.v4.b32")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(("group", "square"), [(32, False), (128, True)])
+def test_quantiser_of_whole_tiles_compiles_to_pairs_and_tiles(target: str, group: int, square: bool) -> None:
+    pytest.importorskip("triton")
+    from kernels.mxfp8.gluon_pairs import REGISTERS, WARPS, codes_layout, words_layout
+    from kernels.mxfp8.gluon_quantize_tiles import quantize_tiles_kernel
+
+    words, codes = f"tensordesc<i32[128, 64],{words_layout()!r}>", f"tensordesc<i16[128, 64],{codes_layout()!r}>"
+    tensors = {"x_desc": words, "row_desc": codes, "column_desc": codes, "row_scales": "*u8", "column_scales": "*u8"}
+    sizes = ["num_rows", "num_columns", "tile_rows", "row_scales_stride", "column_scales_stride"]
+    compiled = compile_ahead(
+        quantize_tiles_kernel,
+        {**tensors, **dict.fromkeys(sizes, "i32")},
+        {"ROWS": True, "COLUMNS": True, "GROUP": group, "SQUARE": square, "SWIZZLE": target == "sm_100"},
+        target=target,
+        gluon=True,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+        divisible_by_16=sizes[:2],
+    )
+    # Squares lack two registers on Blackwell.
+    assert compiled.spill_bytes <= (8 if square else 0)
+    # Three programs share a multiprocessor.
+    assert 3 * (compiled.shared_bytes + 1024) <= 228 * 1024
+    for instruction in ("max.NaN.xorsign.abs.bf16x2", "mul.rn.bf16x2", "cp.async.bulk.tensor.2d.global.shared"):
+        assert compiled.contains(instruction)

@@ -1,0 +1,205 @@
+"""Quantising a tile of 128 x 128 bfloat16 from shared memory, two elements to a word; device functions in Gluon.
+
+A word holds two neighbours of a row. For blocks along rows a thread reads 32 neighbours, sixteen bytes at a time; for
+blocks along columns it reads one word in each of 32 rows, so that the halves of its words are two columns. Either way
+the largest magnitude of a block is found without another thread, and maxima and scaling take one instruction for two
+elements. Scaling is exact in bfloat16: it moves the exponent, and what falls below the smallest bfloat16 is far below
+the smallest code.
+
+Codes go back to memory by TMA from shared memory, where sixteen of them are one store.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.mxfp8.gluon_blocks import scale_bytes_of, store_scales, widen
+
+WARPS = 8  # that the layouts are made for
+REGISTERS = 80  # three programs share a multiprocessor
+_BAND = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def words_layout():
+    """Of a tile as int32 [128, 64] in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+
+@gluon.constexpr_function
+def codes_layout():
+    """Of a tile of codes as int16 [128, 64] in shared memory, two codes to an element."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def words_descriptor(x: Tensor) -> TensorDescriptor:
+    """Of bfloat16 [R, C], contiguous on a boundary of 16 bytes: tiles of 128 x 128 as int32 [128, 64]."""
+    words = x.view(torch.int32)
+    return TensorDescriptor(words, list(words.shape), list(words.stride()), [128, 64], words_layout())
+
+
+def codes_descriptor(codes: Tensor) -> TensorDescriptor:
+    """Of codes [R, C], likewise: tiles as int16 [128, 64]."""
+    pairs = codes.view(torch.int16)
+    return TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [128, 64], codes_layout())
+
+
+@gluon.constexpr_function
+def row_layout():
+    """Words of a tile: two blocks of 32 elements of a row in each thread, the four blocks of a row in four lanes."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [64, 0]],
+        [[1, 0], [2, 0], [4, 0], [0, 16], [0, 32]],
+        [[8, 0], [16, 0], [32, 0]],
+        [],
+        [128, 64],
+    )
+
+
+@gluon.constexpr_function
+def column_layout():
+    """Words of a tile: a block of 32 elements of two columns in each thread."""
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[0, 32], [32, 0], [64, 0]],
+        [],
+        [128, 64],
+    )
+
+
+@gluon.jit
+def tile_place(tile, tile_rows, tile_columns):
+    """(first row, first column) of a tile by its number.
+
+    Codes of rows and of columns lie across each other in memory, so that the tiles in flight should form a square. A
+    program takes one tile: programs that took more would drift apart, and with them the tiles in flight.
+    """
+    band = tile // (_BAND * tile_columns)
+    inside = tile - band * (_BAND * tile_columns)
+    rows = gl.minimum(tile_rows - band * _BAND, _BAND)
+    return (band * _BAND + inside % rows) * 128, inside // rows * 128
+
+
+@gluon.jit
+def _larger(a, b):
+    """The larger magnitude in each half, with any sign; NaN if there is one."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _scaled(words, factors):
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _factor(scale_bytes):
+    """The bits of 2^(127 - byte) as bfloat16, NaN for 255. No byte of a bfloat16 tensor lies between 247 and 255."""
+    return gl.where(scale_bytes == 255, 0x7FC0, (254 - scale_bytes) << 7)
+
+
+@gluon.jit
+def _row_codes(words):
+    """Two codes from each word, in its order."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        .reg .b16 p, q;
+        shl.b32 a, $1, 16;
+        and.b32 b, $1, 0xffff0000;
+        shl.b32 c, $2, 16;
+        and.b32 d, $2, 0xffff0000;
+        cvt.rn.satfinite.e4m3x2.f32 p, b, a;
+        cvt.rn.satfinite.e4m3x2.f32 q, d, c;
+        mov.b32 $0, {p, q};
+        }""",
+        "=r,r,r",
+        [words],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _column_codes(words):
+    """From the words of four rows: the four codes of the left column, then those of the right one."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        .reg .b16 p, q, r, s;
+        shl.b32 a, $2, 16;
+        shl.b32 b, $3, 16;
+        shl.b32 c, $4, 16;
+        shl.b32 d, $5, 16;
+        cvt.rn.satfinite.e4m3x2.f32 p, b, a;
+        cvt.rn.satfinite.e4m3x2.f32 q, d, c;
+        and.b32 a, $2, 0xffff0000;
+        and.b32 b, $3, 0xffff0000;
+        and.b32 c, $4, 0xffff0000;
+        and.b32 d, $5, 0xffff0000;
+        cvt.rn.satfinite.e4m3x2.f32 r, b, a;
+        cvt.rn.satfinite.e4m3x2.f32 s, d, c;
+        mov.b32 $0, {p, q};
+        mov.b32 $1, {r, s};
+        }""",
+        "=r,=r,r,r,r,r",
+        [words],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def store_rows(words, buffer, desc, row, column, scales, line, block, num_blocks, GROUP: gl.constexpr,
+               SQUARE: gl.constexpr, SWIZZLE: gl.constexpr):  # fmt: skip
+    """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales from (line, block) of a matrix on.
+
+    `desc` and `buffer` have two codes to an element. The store of `buffer` is on its way when this returns.
+    """
+    blocks = gl.reshape(words, [128, 4, 16])
+    largest = gl.reduce(blocks, 2, _larger)
+    bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
+    if GROUP == 128:
+        bits = widen(bits, 1, SQUARE)
+    scale_bytes = scale_bytes_of(bits)
+    factors = gl.expand_dims(_factor(scale_bytes) * 0x10001, 2)
+    LAYOUT: gl.constexpr = words.type.layout
+    scaled = gl.convert_layout(gl.reshape(_scaled(blocks, factors), [128, 64]), LAYOUT, assert_trivial=True)
+    codes = _row_codes(scaled)
+    buffer.store(codes)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+    store_scales(scales, scale_bytes, 1, line, block, 0, num_blocks, SWIZZLE, True)
+
+
+@gluon.jit
+def store_columns(words, buffer, desc, row, column, scales, line, block, num_blocks, GROUP: gl.constexpr,
+                  SQUARE: gl.constexpr, SWIZZLE: gl.constexpr):  # fmt: skip
+    """As `store_rows` for a tile in `column_layout`, whose transpose is quantised and stored."""
+    blocks = gl.reshape(words, [4, 32, 64])
+    largest = gl.reduce(blocks, 1, _larger)
+    PAIRS: gl.constexpr = largest.type.layout
+    bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [4, 128])
+    if GROUP == 128:
+        bits = widen(bits, 0, SQUARE)
+    scale_bytes = scale_bytes_of(bits)
+    left, right = gl.split(gl.reshape(_factor(scale_bytes), [4, 64, 2]))
+    factors = gl.convert_layout(left | (right << 16), PAIRS, assert_trivial=True)
+    LAYOUT: gl.constexpr = words.type.layout
+    scaled = gl.reshape(_scaled(blocks, gl.expand_dims(factors, 1)), [128, 64])
+    codes = _column_codes(gl.convert_layout(scaled, LAYOUT, assert_trivial=True))
+    # Of each four rows: two of the left column, two of the right.
+    codes = gl.reshape(gl.permute(gl.reshape(codes, [32, 2, 2, 64]), [3, 1, 0, 2]), [128, 64])
+    buffer.store(codes)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+    store_scales(scales, scale_bytes, 0, line, block, 0, num_blocks, SWIZZLE, True)

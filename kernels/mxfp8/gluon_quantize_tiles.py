@@ -1,0 +1,117 @@
+"""MXFP8 quantisation of bfloat16 matrices whose sides are multiples of 128, through TMA; Gluon."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels.mxfp8.gluon_pairs import (
+    REGISTERS,
+    WARPS,
+    codes_descriptor,
+    codes_layout,
+    column_layout,
+    row_layout,
+    store_columns,
+    store_rows,
+    tile_place,
+    words_descriptor,
+    words_layout,
+)
+
+
+@gluon.jit(do_not_specialize=["tile_rows", "row_scales_stride", "column_scales_stride"])
+def quantize_tiles_kernel(
+    x_desc,
+    row_desc,
+    column_desc,
+    row_scales,
+    column_scales,
+    tile_rows,
+    num_rows,
+    num_columns,
+    row_scales_stride,
+    column_scales_stride,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SQUARE: gl.constexpr,
+    SWIZZLE: gl.constexpr,
+):
+    """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all."""
+    smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
+    barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = barriers.index(0)
+    mbarrier.init(full, count=1)
+    fence_async_shared()
+    mbarrier.expect(full, x_desc.block_type.nbytes)
+    row, column = tile_place(gl.program_id(0), tile_rows, num_columns // 128)
+    tma.async_copy_global_to_shared(x_desc, [row, column // 2], full, smem)
+    matrix = row // num_rows
+    first = row - matrix * num_rows
+    row_scales += matrix.to(gl.int64) * row_scales_stride
+    column_scales += matrix.to(gl.int64) * column_scales_stride
+    mbarrier.wait(full, 0)
+    along = smem.load(row_layout())
+    across = smem.load(column_layout())
+    # Codes leave from where the words were.
+    buffers = smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
+    if ROWS:
+        store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, first, column // 32,
+                   num_columns // 32, GROUP, SQUARE, SWIZZLE)  # fmt: skip
+    if COLUMNS:
+        store_columns(across, buffers.index(1), column_desc, matrix * num_columns + column, first // 2, column_scales,
+                      column, first // 32, num_rows // 32, GROUP, SQUARE, SWIZZLE)  # fmt: skip
+    tma.store_wait(0)
+
+
+def has_whole_tiles(x: Tensor) -> bool:
+    """Whether x [..., R, C], contiguous, is what `quantize_tiles` takes."""
+    return (
+        x.dtype is torch.bfloat16
+        and x.shape[-1] % 128 == 0
+        and x.shape[-2] % 128 == 0
+        and x.data_ptr() % 16 == 0
+        and x.numel() // x.shape[-1] < 2**31
+    )
+
+
+def quantize_tiles(
+    x: Tensor,
+    row_codes: Tensor,
+    row_scales: Tensor,
+    column_codes: Tensor,
+    column_scales: Tensor,
+    group: int,
+    square: bool,
+    swizzle: bool,
+) -> None:
+    """Write the results of `gluon_quantize.quantize_both`; those that are empty are not wanted."""
+    num_rows, num_columns = x.shape[-2:]
+    batch = x.numel() // (num_rows * num_columns)
+    tile_rows = batch * num_rows // 128
+    rows, columns = row_codes.numel() > 0, column_codes.numel() > 0
+    # A kernel that does not write one of them takes the other twice.
+    codes = [codes.flatten(0, -2) for codes in (row_codes, column_codes) if codes.numel()]
+    quantize_tiles_kernel[(tile_rows * (num_columns // 128),)](
+        words_descriptor(x.flatten(0, -2)),
+        codes_descriptor(codes[0]),
+        codes_descriptor(codes[-1]),
+        row_scales,
+        column_scales,
+        tile_rows,
+        num_rows,
+        num_columns,
+        row_scales.numel() // batch,
+        column_scales.numel() // batch,
+        ROWS=rows,
+        COLUMNS=columns,
+        GROUP=group,
+        SQUARE=square,
+        SWIZZLE=swizzle,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )

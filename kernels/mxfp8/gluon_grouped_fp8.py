@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.launch import processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
+    PAIRED_COLUMNS,
+    PAIRED_ROWS,
     PIECES,
     ROWS,
     accept_tile,
@@ -51,8 +53,10 @@ _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 
 
-def grouped_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
-    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3.
+def grouped_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, *, paired: bool = False
+) -> Tensor:
+    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3. If `paired`, a is in `grouped` pairs.
 
     Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
     square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
@@ -62,7 +66,8 @@ def grouped_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: T
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
     tables = transposed_scales(a_scales, b_scales.flatten(0, 1))
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
-    _launch(a, b.flatten(0, 1), out, out, tables, ends, sizes, wgrad=False)
+    form = PAIRED_ROWS.value if paired else 0
+    _launch(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
     return out
 
 
@@ -73,17 +78,22 @@ def grouped_wgrad(
     x_scales: Tensor,
     ends: Tensor,
     dtype: torch.dtype,
+    *,
+    paired: bool = False,
 ) -> Tensor:
     """[E, N, K] of `dtype`: dy [N, M] times x [K, M], e4m3, summed over each group's columns.
+
+    If `paired`, dy is in `grouped` pairs.
 
     Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements. Groups have multiples of 128 columns; N
     and K are multiples of 128.
     """
-    n, k, groups = dy.shape[0], x.shape[0], ends.shape[0]
+    n, k, groups = dy_scales.shape[0], x.shape[0], ends.shape[0]
     out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
     tables = transposed_scales(dy_scales, x_scales)
     sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
-    _launch(dy, x, out, out.flatten(0, 1), tables, ends, sizes, wgrad=True)
+    form = PAIRED_COLUMNS.value if paired else 0
+    _launch(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
     return out
 
 
@@ -95,6 +105,7 @@ def _launch(
     tables: tuple[Tensor, Tensor, Tensor],
     ends: Tensor,
     sizes: tuple[int, ...],
+    form: int,
     *,
     wgrad: bool,
 ) -> None:
@@ -110,6 +121,7 @@ def _launch(
         ends,
         *sizes,
         WGRAD=wgrad,
+        A_FORM=form,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )
@@ -251,6 +263,7 @@ def _kernel(
     N,
     K,
     WGRAD: gl.constexpr,
+    A_FORM: gl.constexpr,
 ):
     dtype: gl.constexpr = a_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 4] + a_desc.block_type.shape, a_desc.layout)
@@ -278,7 +291,7 @@ def _kernel(
                          places, written, read, N, WGRAD, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
                           numbers + 1, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, False, False, True, True, False)),
+                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],

@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.launch import processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
+    PAIRED_COLUMNS,
+    PAIRED_ROWS,
     PIECES,
     ROWS,
     accept_tile,
@@ -185,6 +187,7 @@ def _kernel(
     K,
     WGRAD: gl.constexpr,
     OUT_T: gl.constexpr,
+    A_FORM: gl.constexpr,
 ):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -208,33 +211,45 @@ def _kernel(
                          M, N, OUT_T, 1)),
             (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
                           places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
-                          _BAND, 2, _STAGES, WGRAD, False, False, True, False, OUT_T)),
+                          _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
 
-def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16."""
+def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired: bool = False) -> Tensor:
+    """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16.
+
+    If `paired`, the codes are in `grouped` pairs.
+    """
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
-    _launch(codes, scales, b.flatten(0, 1), out, out, ends, (groups, 0, -(-n // _TILE_N.value), 0, n, k))
+    sizes, form = (groups, 0, -(-n // _TILE_N.value), 0, n, k), PAIRED_ROWS.value if paired else 0
+    _launch(codes, scales, b.flatten(0, 1), out, out, ends, sizes, form=form)
     return out
 
 
 def grouped_wgrad(
-    codes: Tensor, scales: Tensor, values: Tensor, ends: Tensor, dtype: torch.dtype, *, transposed: bool = False
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    *,
+    transposed: bool = False,
+    paired: bool = False,
 ) -> Tensor:
     """[E, R, C]: codes [R, M] with scales [R, M / 32], times values [C, M] bfloat16, over each group's columns.
 
-    [E, C, R] if `transposed`. R and C are multiples of 128.
+    [E, C, R] if `transposed`. R and C are multiples of 128. If `paired`, the codes are in `grouped` pairs.
     """
-    rows, columns, groups = codes.shape[0], values.shape[0], ends.shape[0]
+    rows, columns, groups = scales.shape[0], values.shape[0], ends.shape[0]
     shape = (columns, rows) if transposed else (rows, columns)
     out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
     sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
-    _launch(codes, scales, values, out, out.flatten(0, 1), ends, sizes, wgrad=True, transposed=transposed)
+    form = PAIRED_COLUMNS.value if paired else 0
+    _launch(codes, scales, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed)
     return out
 
 
@@ -247,6 +262,7 @@ def _launch(
     ends: Tensor,
     sizes: tuple[int, ...],
     *,
+    form: int,
     wgrad: bool = False,
     transposed: bool = False,
 ) -> None:
@@ -261,6 +277,7 @@ def _launch(
         *sizes,
         WGRAD=wgrad,
         OUT_T=transposed,
+        A_FORM=form,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )

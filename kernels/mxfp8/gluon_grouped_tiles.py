@@ -23,6 +23,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
 SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
+# How an operand lies in memory: with r along its rows (0), along its columns, or as one half of `grouped` pairs.
+TRANSPOSED = gl.constexpr(1)
+PAIRED_ROWS = gl.constexpr(2)
+PAIRED_COLUMNS = gl.constexpr(3)
 PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
@@ -144,9 +148,14 @@ def accept_tile(places, read, received):
 
 
 @gluon.jit
-def _block(desc, position, r, full, smem, TRANSPOSED: gl.constexpr):
-    if TRANSPOSED:
+def _block(desc, position, r, full, smem, FORM: gl.constexpr):
+    if FORM == TRANSPOSED:
         tma.async_copy_global_to_shared(desc, [r, position], full, smem)
+    elif FORM == PAIRED_ROWS:
+        tma.async_copy_global_to_shared(desc, [position, r // 128 * 256 + r % 128], full, smem)
+    elif FORM == PAIRED_COLUMNS:
+        column = position // 128 * 256 + 128 + r % 128
+        tma.async_copy_global_to_shared(desc, [r // 128 * 128 + position % 128, column], full, smem)
     else:
         tma.async_copy_global_to_shared(desc, [position, r], full, smem)
 
@@ -180,8 +189,8 @@ def load_tiles(
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     WGRAD: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
+    A_FORM: gl.constexpr,
+    B_FORM: gl.constexpr,
     ROW_SCALES: gl.constexpr,
     COLUMN_SCALES: gl.constexpr,
     OUT_T: gl.constexpr,
@@ -189,8 +198,8 @@ def load_tiles(
     """The loading warpgroup: the ring of stages never stops between tiles.
 
     A stage has BLOCKS blocks of ROWS rows of A, of which those behind 128 are left out when the tile has no such rows,
-    and TILE_N rows of B. A_T and B_T: the operand lies in memory with r along its rows. ROW_SCALES and COLUMN_SCALES: a
-    stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
+    and TILE_N rows of B. A_FORM and B_FORM say how the operands lie in memory. ROW_SCALES and COLUMN_SCALES: a stage
+    also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
@@ -219,23 +228,23 @@ def load_tiles(
             if count > 2 * ROWS:
                 mbarrier.expect(bar, BLOCKS * a_desc.block_type.nbytes + FIXED)
                 for c in gl.static_range(2, BLOCKS):
-                    _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_T)
+                    _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_FORM)
             else:
                 mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + FIXED)
             for c in gl.static_range(2):
-                _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_T)
+                _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_FORM)
             if WGRAD:
                 position = column * TILE_N
             else:
                 position = group * N + column * TILE_N
             if ROW_SCALES:
-                _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), True)
+                _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), TRANSPOSED)
             if COLUMN_SCALES:
-                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), True)
-            if B_T and not WGRAD:
-                _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), True)
+                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), TRANSPOSED)
+            if B_FORM and not WGRAD:
+                _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), TRANSPOSED)
             else:
-                _block(b_desc, position, r, bar, b_smem.index(stage), B_T)
+                _block(b_desc, position, r, bar, b_smem.index(stage), B_FORM)
             loaded += 1
         tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
         group, base = _seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.custom_op import custom_op
-from kernels.mxfp8.grouped import Quantized
+from kernels.mxfp8.grouped import Quantized, column_codes, row_codes
 
 
 def _supports(
@@ -143,17 +143,18 @@ def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
         return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
     from kernels.mxfp8 import gluon_grouped_fp8
 
-    return gluon_grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous())
+    return gluon_grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous(), paired=a.paired)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon", supports=_g128, priority=20)
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    if dy.codes.shape[1] == 0 or ends.shape[0] == 0:
-        return dy.codes.new_zeros(ends.shape[0], dy.codes.shape[0], x.codes.shape[0], dtype=dtype)
+    if dy.codes.numel() == 0 or ends.shape[0] == 0:
+        return dy.codes.new_zeros(ends.shape[0], dy.scales.shape[0], x.codes.shape[0], dtype=dtype)
     from kernels.mxfp8 import gluon_grouped_fp8
 
     written = dtype if dtype is torch.bfloat16 else torch.float32
-    return gluon_grouped_fp8.grouped_wgrad(*_operands(dy, x), ends.contiguous(), written).to(dtype)
+    dw = gluon_grouped_fp8.grouped_wgrad(*_operands(dy, x), ends.contiguous(), written, paired=dy.paired)
+    return dw.to(dtype)
 
 
 @dispatch.register("mxfp8_grouped_fprop", "gluon_strict", supports=_strict, priority=10)
@@ -164,25 +165,25 @@ def strict_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
 
     a_codes, a_scales, b_codes, b_scales = _operands(a, b)
     b_values = triton_grouped.dequantize_interleaved(b_codes, b_scales)
-    return gluon_grouped_strict.grouped_mm(a_codes, a_scales, b_values, ends.contiguous())
+    return gluon_grouped_strict.grouped_mm(a_codes, a_scales, b_values, ends.contiguous(), paired=a.paired)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon_strict", supports=_strict, priority=10)
 def strict_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    if dy.codes.shape[1] == 0 or ends.shape[0] == 0:
-        return dy.codes.new_zeros(ends.shape[0], dy.codes.shape[0], x.codes.shape[0], dtype=dtype)
+    if dy.codes.numel() == 0 or ends.shape[0] == 0:
+        return dy.codes.new_zeros(ends.shape[0], dy.scales.shape[0], x.codes.shape[0], dtype=dtype)
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
     dy_codes, dy_scales, x_codes, x_scales = _operands(dy, x)
     written = dtype if dtype is torch.bfloat16 else torch.float32
     ends = ends.contiguous()
-    # The smaller operand is dequantised beforehand.
-    if dy_codes.shape[0] < x_codes.shape[0]:
+    # The smaller operand is dequantised beforehand; pairs are not.
+    if not dy.paired and dy_codes.shape[0] < x_codes.shape[0]:
         values = triton_grouped.dequantize_interleaved(dy_codes, dy_scales)
         dw = gluon_grouped_strict.grouped_wgrad(x_codes, x_scales, values, ends, written, transposed=True)
     else:
         values = triton_grouped.dequantize_interleaved(x_codes, x_scales)
-        dw = gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, values, ends, written)
+        dw = gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, values, ends, written, paired=dy.paired)
     return dw.to(dtype)
 
 
@@ -191,7 +192,7 @@ def blackwell_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     """Compiled for sm_100, not run."""
     from kernels.mxfp8 import triton_grouped_blackwell
 
-    return triton_grouped_blackwell.grouped_mm(*_operands(a, b), ends.contiguous())
+    return triton_grouped_blackwell.grouped_mm(*_operands(row_codes(a), b), ends.contiguous())
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "triton", supports=_blackwell, priority=-3)
@@ -199,4 +200,4 @@ def blackwell_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtyp
     """Compiled for sm_100, not run."""
     from kernels.mxfp8 import triton_grouped_blackwell
 
-    return triton_grouped_blackwell.grouped_wgrad(*_operands(dy, x), ends.contiguous(), dtype)
+    return triton_grouped_blackwell.grouped_wgrad(*_operands(column_codes(dy), x), ends.contiguous(), dtype)

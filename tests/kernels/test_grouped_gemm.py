@@ -22,6 +22,7 @@ from kernels.mxfp8 import (
     triton_grouped,
     triton_grouped_blackwell,
 )
+from kernels.mxfp8.gluon_grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
 from kernels.mxfp8.grouped import Quantized
 from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.grouped_sizes import ALIGNED, RAGGED
@@ -69,7 +70,7 @@ def _strict(wgrad: bool) -> Compiled:
         "out": "*bf16",
         "ticket": "*i32",
     }
-    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": wgrad, "OUT_T": wgrad})
+    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0})
 
 
 def _fp8(wgrad: bool) -> Compiled:
@@ -82,7 +83,8 @@ def _fp8(wgrad: bool) -> Compiled:
         "out": "*bf16",
         "numbers": "*i32",
     }
-    return _compiled(gluon_grouped_fp8._kernel, types, {"WGRAD": wgrad})
+    form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
+    return _compiled(gluon_grouped_fp8._kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 
 @pytest.mark.parametrize(

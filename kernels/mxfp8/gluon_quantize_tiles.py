@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.launch import Launcher
 from kernels.mxfp8.gluon_pairs import (
     REGISTERS,
     WARPS,
@@ -68,6 +69,9 @@ def quantize_tiles_kernel(
     tma.store_wait(0)
 
 
+_launch = Launcher(quantize_tiles_kernel, num_warps=WARPS, maxnreg=REGISTERS)
+
+
 def has_whole_tiles(x: Tensor) -> bool:
     """Whether x [..., R, C], contiguous, is what `quantize_tiles` takes."""
     return (
@@ -96,7 +100,9 @@ def quantize_tiles(
     rows, columns = row_codes.numel() > 0, column_codes.numel() > 0
     # A kernel that does not write one of them takes the other twice.
     codes = [codes.flatten(0, -2) for codes in (row_codes, column_codes) if codes.numel()]
-    quantize_tiles_kernel[(tile_rows * (num_columns // 128),)](
+    _launch(
+        (tile_rows * (num_columns // 128), 1, 1),
+        (x.device, rows, columns, group, square, swizzle),
         words_descriptor(x.flatten(0, -2)),
         codes_descriptor(codes[0]),
         codes_descriptor(codes[-1]),
@@ -107,11 +113,9 @@ def quantize_tiles(
         num_columns,
         row_scales.numel() // batch,
         column_scales.numel() // batch,
-        ROWS=rows,
-        COLUMNS=columns,
-        GROUP=group,
-        SQUARE=square,
-        SWIZZLE=swizzle,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
+        rows,
+        columns,
+        group,
+        square,
+        swizzle,
     )

@@ -71,7 +71,7 @@ class Operator:
         self._watched_apply = _differentiable(self._below_autograd, backward, setup_context)
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched(arguments):
+        if watched(arguments):
             return self.definition(*arguments)
         return self._run(arguments)
 
@@ -115,8 +115,10 @@ def _differentiable(
     return Differentiable.apply
 
 
-def _watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher has work: for a mode, a trace, a transform, a subclass or a lazy tensor."""
+def watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher has work: for a compiler, a mode, a trace, a transform, a subclass or a lazy tensor."""
+    if torch.compiler.is_compiling():
+        return True
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return True
     for argument in arguments:

@@ -1,8 +1,9 @@
 """`python -m kernels.moe.breakdown OUT.json [FIGURE.png]`: where the time of an expert layer goes, by kind of kernel.
 
 Forward and backward of the layers of `bench.py`, ours in each recipe and PyTorch's parts compiled, under the profiler:
-device time of each kernel, added up by what it is for. A figure of the stacked bars needs matplotlib and may be drawn
-elsewhere, from the JSON file alone: `python -m kernels.moe.breakdown --draw OUT.json FIGURE.png`.
+device time of each kernel, added up by what it is for, and the peak of the layer's memory. A figure of the stacked bars
+needs matplotlib and may be drawn elsewhere, from the JSON file alone:
+`python -m kernels.moe.breakdown --draw OUT.json FIGURE.png`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any
 
 import torch
 
+from kernels.bench.timing import peak_memory
+
 STEPS = 5
 KINDS = ("products", "gather and quantise", "weights", "SwiGLU", "combine", "places", "other")
 """From the bottom of a bar to its top. A kernel belongs to the first entry of NAMES that its name contains."""
 NAMES = (
-    ("quantize_kernel", "weights"),
     ("gather_kernel", "gather and quantise"),
+    ("gather_quantized", "gather and quantise"),
+    ("quantize_kernel", "weights"),
+    ("stream_kernel", "weights"),
     ("forward_kernel", "SwiGLU"),
     ("backward_kernel", "SwiGLU"),
     ("combine_kernel", "combine"),
@@ -54,7 +59,7 @@ def kind_of(kernel: str) -> str:
 
 
 def measure(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds a step by kind, and of each kernel."""
+    """Milliseconds a step by kind, and of each kernel, and the memory it takes beyond its inputs."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -69,7 +74,7 @@ def measure(step: Callable[[], Any]) -> dict[str, Any]:
     kinds = dict.fromkeys(KINDS, 0.0)
     for name, milliseconds in kernels.items():
         kinds[kind_of(name)] += milliseconds
-    return {"kinds": kinds, "kernels": kernels}
+    return {"kinds": kinds, "kernels": kernels, "peak_mib": peak_memory(step, torch.device("cuda"))}
 
 
 def run() -> dict[str, Any]:
@@ -99,6 +104,7 @@ def draw(results: dict[str, Any], path: str) -> None:
             axes.bar(list(arms), heights, bottom=bottom, label=kind)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
         axes.set(title=name, ylabel="ms, forward and backward")
+        axes.set_xticks(range(len(arms)), [f"{arm}\n{values['peak_mib']:.0f} MiB" for arm, values in arms.items()])
         axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)

@@ -7,9 +7,10 @@
     o = y W_down^T                                     dW_down = dout^T (w * y),  dW_gate_up = dh^T rows
     out = weighted sums of o's rows                    dx = sums of the rows of dh W_gate_up
 
-Kept for the backward: h in bfloat16, the rows of x (quantised along the rows' axis, or bfloat16) and the weights as the
-input gradients take them. o is not kept: a row's weight is applied to y in the backward, where its gradient
-<dout W_down, y> falls out of the same pass.
+Kept for the backward: h in bfloat16 and the rows of x, quantised along the rows' axis or bfloat16. The weights are
+quantised anew for the input gradients. o is not kept: a row's weight is applied to y in the backward, where its
+gradient <dout W_down, y> falls out of the same pass. What else the backward makes, it makes as late and drops as early
+as it can; dh takes the memory of h, unless h is needed again.
 """
 
 from __future__ import annotations
@@ -20,33 +21,26 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.custom_op import custom_op, watched
 from kernels.moe.reference import Permutation
 from kernels.mxfp8 import QUANTIZED
 from kernels.mxfp8.grouped import Operand, Quantized, fprop, wgrad
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
-_KEPT = 10  # tensors
+_KEPT = 6  # tensors
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-def _weights(weight: Tensor, group: int, columns: bool) -> tuple[Operand, list[Tensor]]:
-    """(weight [E, N, K] as the forward takes it, what the backward needs of it: quantised, only with `columns`)."""
+def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
+    """weight [E, N, K] as the forward takes it, or with `transpose` as [E, K, N] for the input gradient."""
     if group == 0:
         rounded = weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        return rounded, [rounded if rounded is not weight else rounded.new_empty(0), rounded.new_empty(0)]
+        return rounded.transpose(1, 2) if transpose else rounded
     from kernels.mxfp8.gluon_quantize import quantize_both
 
-    codes, scales, *transposed = quantize_both(weight, True, columns, group, group == 128, False)
-    return Quantized(codes, scales, group), transposed
-
-
-def _transposed(weight: Tensor, kept: list[Tensor], group: int) -> Operand:
-    """The weight [E, N, K] as [E, K, N], out of what `_weights` kept."""
-    if group:
-        return Quantized(*kept, group)
-    return (kept[0] if kept[0].numel() else weight).transpose(1, 2)
+    results = quantize_both(weight, not transpose, transpose, group, group == 128, False)
+    return Quantized(*(results[2:] if transpose else results[:2]), group)
 
 
 @custom_op("gemsmith::moe_experts")
@@ -59,25 +53,30 @@ def _forward(
     group: int,
     dtype: torch.dtype,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu
+    from kernels.moe.gluon_swiglu_quantized import swiglu_quantized
 
     permutation = triton_route.permutation(chosen, gate_up.shape[0])
     rows, row_scales, *kept_rows = gather(x, permutation, group, keep and group > 0)
-    first, first_kept = _weights(gate_up, group, keep)
-    hidden = fprop(Quantized(rows, row_scales, group) if group else rows, first, permutation.ends)
-    kept_rows = kept_rows if group else [rows, row_scales]
-    del rows, row_scales, first
-    result, scales = swiglu(hidden, permutation.ends, group)
-    second, second_kept = _weights(down, group, keep)
-    result = fprop(Quantized(result, scales, group) if group else result, second, permutation.ends)
+    first = _operand(gate_up, group, False)
+    if group:
+        hidden = fprop(Quantized(rows, row_scales, group), first, permutation.ends)
+        del rows, row_scales, first
+        result: Operand = Quantized(*swiglu_quantized(hidden, permutation.ends, group), group)
+    else:
+        hidden = fprop(rows, first, permutation.ends)
+        kept_rows = [rows, row_scales]
+        del rows, first
+        result = swiglu(hidden, permutation.ends)
+    result = fprop(result, _operand(down, group, False), permutation.ends)
     out = triton_route.combine(result, permutation.rows, weights, dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
-    return out, hidden, *kept_rows, *first_kept, *second_kept, *permutation
+    return out, hidden, *kept_rows, *permutation
 
 
 @_forward.register_fake
@@ -89,24 +88,68 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
         return out, *(out.new_empty(0) for _ in range(_KEPT))
     num_experts, double, width = gate_up.shape
     rows = capacity_of(chosen.numel(), num_experts)
-    codes, bytes_ = torch.float8_e4m3fn, torch.uint8
-
-    def blocked(*shape: int) -> list[Tensor]:
-        return [x.new_empty(shape, dtype=codes), x.new_empty(*shape[:-1], -(-shape[-1] // 32), dtype=bytes_)]
-
-    def copied(weight: Tensor) -> list[Tensor]:
-        shape = (0,) if weight.dtype is torch.bfloat16 else weight.shape
-        return [x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(0, dtype=torch.bfloat16)]
-
     if group:
-        kept_rows = blocked(width, rows)
-        kept = [*blocked(num_experts, width, double), *blocked(num_experts, double // 2, width)]
+        shape, scales = (width, rows), (width, -(-rows // 32))
     else:
-        kept_rows = [x.new_empty(rows, width, dtype=torch.bfloat16), x.new_empty(0, 0, dtype=bytes_)]
-        kept = [*copied(gate_up), *copied(down)]
+        shape, scales = (rows, width), (0, 0)
+    kept_rows = x.new_empty(shape, dtype=torch.float8_e4m3fn if group else torch.bfloat16)
     hidden = x.new_empty(rows, double, dtype=torch.bfloat16)
     indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in (chosen.shape, (rows,), (num_experts,))]
-    return out, hidden, *kept_rows, *kept, *indices
+    return out, hidden, kept_rows, x.new_empty(scales, dtype=torch.uint8), *indices
+
+
+def _differentiate(
+    grad: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    kept: list[Tensor],
+    group: int,
+    dtype: torch.dtype,
+    needs: list[bool],
+    overwrite: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `_backward`. With `overwrite` the first of `kept` may be written over."""
+    from kernels.moe import triton_route
+    from kernels.moe.gluon_gather import gather
+    from kernels.moe.gluon_swiglu import swiglu_backward
+    from kernels.moe.gluon_swiglu_quantized import swiglu_quantized_backward
+
+    hidden, *kept_rows = kept[:3]
+    permutation = Permutation(*kept[3:])
+    _, selections, ends = permutation
+    dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
+    needs_x, needs_weights, needs_gate_up, needs_down = needs
+    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, group > 0 and needs_down)
+    d_hidden: Operand
+    if group:
+        d_result = fprop(Quantized(d_out, d_out_scales, group), _operand(down, group, True), ends)
+        del d_out, d_out_scales
+        pairs, row_scales, column_scales, *result, partial = swiglu_quantized_backward(
+            hidden, d_result, selections, weights, ends, group, overwrite
+        )
+        del d_result
+        if needs_down:
+            d_down = wgrad(Quantized(*d_out_t, group), Quantized(*result, group), ends, down.dtype)
+        del d_out_t, result
+        d_hidden, d_hidden_t = (Quantized(pairs, scales, group, True) for scales in (row_scales, column_scales))
+        rows: Operand = Quantized(*kept_rows, group)
+    else:
+        d_result = fprop(d_out, _operand(down, group, True), ends)
+        d_hidden, result, partial = swiglu_backward(hidden, d_result, selections, weights, ends, overwrite)
+        if needs_down:
+            d_down = wgrad(d_out, result, ends, down.dtype)
+        del d_out, d_result, result
+        d_hidden_t, rows = d_hidden, kept_rows[0]
+    if needs_weights:
+        d_weights = triton_route.collect(partial, permutation.rows, weights.dtype)
+    if needs_x:
+        d_rows = fprop(d_hidden, _operand(gate_up, group, True), ends)
+        dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
+        del d_rows
+    if needs_gate_up:
+        d_gate_up = wgrad(d_hidden_t, rows, ends, gate_up.dtype)
+    return dx, d_weights, d_gate_up, d_down
 
 
 @custom_op("gemsmith::moe_experts_backward")
@@ -121,42 +164,7 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx in `dtype`, dweights, dgate_up, ddown), empty those that `needs` says nobody needs."""
-    from kernels.moe import triton_route
-    from kernels.moe.gluon_gather import gather
-    from kernels.moe.gluon_swiglu import swiglu_backward
-
-    hidden, rows_t, rows_t_scales, *kept_weights = kept[:7]
-    permutation = Permutation(*kept[7:])
-    ends = permutation.ends
-    dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
-    needs_x, needs_weights, needs_gate_up, needs_down = needs
-    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, group > 0 and needs_down)
-    d_result = fprop(
-        Quantized(d_out, d_out_scales, group) if group else d_out, _transposed(down, kept_weights[2:], group), ends
-    )
-    if group:
-        d_out = d_out_scales = None
-    *d_hidden, result, result_scales, partial = swiglu_backward(
-        hidden, d_result, permutation.selections, weights, ends, group
-    )
-    del d_result
-    if needs_weights:
-        d_weights = triton_route.collect(partial, permutation.rows, weights.dtype)
-    if needs_down and group:
-        d_down = wgrad(Quantized(*d_out_t, group), Quantized(result, result_scales, group), ends, down.dtype)
-    elif needs_down:
-        d_down = wgrad(d_out, result, ends, down.dtype)
-    del d_out, d_out_t, result
-    if needs_gate_up and group:
-        rows = Quantized(rows_t, rows_t_scales, group)
-        d_gate_up = wgrad(Quantized(*d_hidden[2:], group), rows, ends, gate_up.dtype)
-    elif needs_gate_up:
-        d_gate_up = wgrad(d_hidden[0], rows_t, ends, gate_up.dtype)
-    if needs_x:
-        d_hidden = Quantized(*d_hidden[:2], group) if group else d_hidden[0]
-        d_rows = fprop(d_hidden, _transposed(gate_up, kept_weights[:2], group), ends)
-        dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
-    return dx, d_weights, d_gate_up, d_down
+    return _differentiate(grad, weights, gate_up, down, kept, group, dtype, needs, False)
 
 
 def _unneeded(grad: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -184,7 +192,12 @@ def _gradients(ctx, grad, *_):
     weights, gate_up, down, *kept = ctx.saved_tensors
     needs_x, _, *needs_others = ctx.needs_input_grad[:5]
     needs = [needs_x, *needs_others]
-    grads = _backward(grad.contiguous(), weights, gate_up, down, kept, ctx.group, ctx.dtype, needs)
+    arguments = (grad.contiguous(), weights, gate_up, down, kept, ctx.group, ctx.dtype, needs)
+    if watched(arguments) or torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph():
+        grads = _backward(*arguments)
+    else:
+        # Autograd lets go of what was kept when this returns.
+        grads = _differentiate(*arguments, overwrite=True)
     dx, *others = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dx, None, *others, None, None, None
 

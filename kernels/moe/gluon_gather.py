@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.moe.gluon_gather_quantized import gather_quantized
 from kernels.moe.reference import Permutation
 from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_origin
 from kernels.mxfp8.gluon_quantize import launch_options, scales_like
@@ -90,6 +91,9 @@ def gather(x: Tensor, permutation: Permutation, group: int, columns: bool) -> tu
     """
     num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
+    whole_vectors = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+    if group and x.dtype is torch.bfloat16 and num_columns % TILE == 0 and whole_vectors:
+        return gather_quantized(x, permutation, group, columns)
     dtype = torch.float8_e4m3fn if group else torch.bfloat16
     row_codes = x.new_empty(num_rows, num_columns, dtype=dtype)
     column_codes = x.new_empty((num_columns, num_rows) if columns else (0, 0), dtype=torch.float8_e4m3fn)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_common import cdiv, next_power_of_2
+from kernels.launch import Launcher, aligned
 from kernels.moe.reference import ROWS, Permutation, capacity_of
 
 _HITS = 16384  # elements of the table of selections x experts that a program counts in at a time
@@ -78,6 +79,10 @@ def place_kernel(
         tl.store(selections + padding, -1, mask=padding < last)
 
 
+_launch_count = Launcher(count_kernel, num_warps=4)
+_launch_place = Launcher(place_kernel, num_warps=4)
+
+
 def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """See `reference.permutation`; rows of `selections` behind the last end are not written."""
     count = experts.numel()
@@ -92,8 +97,11 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     steps = cdiv(count, block * _PROGRAMS)
     programs = cdiv(count, block * steps)
     counts = experts.new_empty(programs, width, dtype=torch.int32)
-    count_kernel[(programs,)](experts, counts, count, steps, EXPERTS=width, BLOCK=block)
-    place_kernel[(programs,)](
+    key = (experts.device, experts.dtype, width, block, *aligned(experts))
+    _launch_count((programs, 1, 1), key, experts, counts, count, steps, width, block)
+    _launch_place(
+        (programs, 1, 1),
+        (*key, num_experts),
         experts,
         counts,
         rows,
@@ -102,10 +110,10 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
         count,
         steps,
         num_experts,
-        EXPERTS=width,
-        BLOCK=block,
-        CHUNK=max(4096 // width, 1),
-        GROUP_ROWS=ROWS,
+        width,
+        block,
+        max(4096 // width, 1),
+        ROWS,
     )
     return Permutation(rows, selections, ends)
 
@@ -137,6 +145,9 @@ def combine_kernel(
     tl.store(out + token[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
+_launch_combine = Launcher(combine_kernel, num_warps=4)
+
+
 def combine(values: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """values [M, W] -> [N, W]: each token's rows, times weights [N, k] if given, summed in float32 in order of k."""
     num_tokens, top_k = rows.shape
@@ -146,17 +157,23 @@ def combine(values: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.d
         return out
     block_w = min(next_power_of_2(width), 1024)
     block_t = max(2048 // block_w, 1)
-    combine_kernel[(cdiv(num_tokens, block_t), cdiv(width, block_w))](
+    factors = rows if weights is None else weights.contiguous()
+    _launch_combine(
+        (cdiv(num_tokens, block_t), cdiv(width, block_w), 1),
+        (
+            *(values.device, values.dtype, dtype, weights is None, factors.dtype, width, top_k),
+            *aligned(values, rows, factors),
+        ),
         values,
         rows,
-        rows if weights is None else weights.contiguous(),
+        factors,
         out,
         num_tokens,
         width,
-        TOP_K=top_k,
-        WEIGHTED=weights is not None,
-        BLOCK_T=block_t,
-        BLOCK_W=block_w,
+        top_k,
+        weights is not None,
+        block_t,
+        block_w,
     )
     return out
 
@@ -171,12 +188,15 @@ def collect_kernel(partial, rows, out, count, parts, PARTS: tl.constexpr, BLOCK:
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
+_launch_collect = Launcher(collect_kernel, num_warps=4)
+
+
 def collect(partial: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """partial [M, parts] float32 -> [N, k]: the sum of the parts at each selection's row."""
     out = partial.new_empty(rows.shape, dtype=dtype)
     if out.numel():
         parts = partial.shape[1]
-        collect_kernel[(cdiv(out.numel(), 64),)](
-            partial, rows, out, out.numel(), parts, PARTS=next_power_of_2(parts), BLOCK=64
-        )
+        key = (out.device, dtype, parts, *aligned(partial, rows))
+        width = next_power_of_2(parts)
+        _launch_collect((cdiv(out.numel(), 64), 1, 1), key, partial, rows, out, out.numel(), parts, width, 64)
     return out

@@ -8,7 +8,18 @@ from torch import Tensor
 from kernels import mxfp8
 from kernels.moe.reference import ROWS, Permutation, permutation
 
-__all__ = ["collect", "combine", "gather", "permutation", "quantize_both", "quantized", "swiglu", "swiglu_backward"]
+__all__ = [
+    "collect",
+    "combine",
+    "gather",
+    "permutation",
+    "quantize_both",
+    "quantized",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_quantized",
+    "swiglu_quantized_backward",
+]
 
 
 def quantized(x: Tensor, axis: int, group: int, square: bool = False) -> tuple[Tensor, Tensor]:
@@ -37,15 +48,18 @@ def gather(x: Tensor, places: Permutation, group: int, columns: bool) -> tuple[T
     return *quantized(rows, 1, group), *(quantized(rows, 0, group) if columns else _nothing(x))
 
 
-def swiglu(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, 1)
-    result = (torch.nn.functional.silu(gate) * up).bfloat16()
-    return quantized(result, 1, group) if group else (result, _nothing(result)[1])
+    return (torch.nn.functional.silu(gate) * up).bfloat16()
+
+
+def swiglu_quantized(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    return quantized(swiglu(gate_up, ends), 1, group)
 
 
 def swiglu_backward(
-    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, group: int
-) -> tuple[Tensor, ...]:
+    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, overwrite: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = gate_up.float().chunk(2, 1)
     weight = (weights.flatten()[selections.long().clamp(min=0)] * (selections >= 0))[:, None]
     sigmoid = torch.sigmoid(gate)
@@ -53,11 +67,31 @@ def swiglu_backward(
     partial = (result * grad.float()).unflatten(1, (-1, ROWS)).sum(2)
     upstream = grad.float() * weight
     d_gate = upstream * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
-    d_hidden = torch.cat([d_gate, upstream * gate * sigmoid], 1).bfloat16()
-    result = (result * weight).bfloat16()
-    if not group:
-        return d_hidden, *_nothing(grad)[::-1], _nothing(grad)[1], result, _nothing(grad)[1], partial
-    return *quantized(d_hidden, 1, group), *quantized(d_hidden, 0, group), *quantized(result, 0, group), partial
+    d_gate_up = torch.cat([d_gate, upstream * gate * sigmoid], 1).bfloat16()
+    return _written(d_gate_up, gate_up, overwrite), grad.copy_(result * weight), partial
+
+
+def swiglu_quantized_backward(
+    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, group: int, overwrite: bool
+) -> tuple[Tensor, ...]:
+    d_gate_up, result, partial = swiglu_backward(gate_up, grad.clone(), selections, weights, ends, False)
+    rows, row_scales = quantized(d_gate_up, 1, group)
+    columns, column_scales = quantized(d_gate_up, 0, group)
+    both = _written(pairs(rows, columns).view(torch.bfloat16), gate_up, overwrite).view(torch.float8_e4m3fn)
+    return both, row_scales, column_scales, *quantized(result, 0, group), partial
+
+
+def pairs(rows: Tensor, columns: Tensor) -> Tensor:
+    """Codes [M, C] and [C, M] as pairs [M, 2C]."""
+    num_rows, width = rows.shape
+    both = rows.new_empty(num_rows // ROWS, ROWS, width // ROWS, 2, ROWS, dtype=torch.uint8)
+    both[:, :, :, 0] = rows.view(torch.uint8).view(num_rows // ROWS, ROWS, width // ROWS, ROWS)
+    both[:, :, :, 1] = columns.view(torch.uint8).view(width // ROWS, ROWS, num_rows // ROWS, ROWS).permute(2, 1, 0, 3)
+    return both.view(num_rows, 2 * width).view(rows.dtype)
+
+
+def _written(values: Tensor, place: Tensor, overwrite: bool) -> Tensor:
+    return place.copy_(values) if overwrite else values
 
 
 def combine(values: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:

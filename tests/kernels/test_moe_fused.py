@@ -12,7 +12,7 @@ from kernels.testing import poisoned_empty, sqnr_db
 from modules.moe import MoE
 
 pytest.importorskip("triton")
-from kernels.moe import fused, gluon_gather, gluon_swiglu, triton_route
+from kernels.moe import fused, gluon_gather, gluon_swiglu, gluon_swiglu_quantized, triton_route
 from kernels.mxfp8 import gluon_quantize
 from tests.kernels import moe_standins
 from tests.kernels.moe_cases import RECIPES, layer, random
@@ -61,6 +61,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (triton_route, ("permutation", "combine", "collect")),
         (gluon_gather, ("gather",)),
         (gluon_swiglu, ("swiglu", "swiglu_backward")),
+        (gluon_swiglu_quantized, ("swiglu_quantized", "swiglu_quantized_backward")),
         (gluon_quantize, ("quantize_both",)),
     ):
         for name in names:
@@ -78,6 +79,21 @@ def test_the_fused_operator_is_the_layer(on_cpu: None, recipe: str, dtype: torch
 def test_the_fused_operator_on_no_tokens_and_idle_experts(on_cpu: None, recipe: str) -> None:
     for case in (layer(0, 64, 128, 3, 2), layer(5, 64, 128, 6, 1, "one")):
         compare(fused.experts, *case, recipe, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_graph_that_is_kept_can_be_differentiated_again(on_cpu: None, recipe: str) -> None:
+    """The last backward writes its results over what the forward kept, and no other one does."""
+    chosen, leaves, upstream = layer(40, 64, 128, 3, 2)
+    own = {name: value.requires_grad_() for name, value in leaves.items()}
+    y = fused.experts(chosen=chosen, recipe=recipe, **own)
+    hidden = y.grad_fn.saved_tensors[3]
+    before = hidden.clone()
+    first = torch.autograd.grad(y, list(own.values()), upstream, retain_graph=True)
+    assert torch.equal(hidden, before)
+    last = torch.autograd.grad(y, list(own.values()), upstream)
+    assert not torch.equal(hidden, before)
+    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -13,8 +13,10 @@ from kernels.moe.reference import ROWS, capacity_of
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
 pytest.importorskip("triton")
-from kernels.moe import gluon_gather, gluon_swiglu, triton_route
-from kernels.mxfp8 import gluon_quantize
+from kernels.moe import gluon_gather, gluon_gather_quantized, gluon_swiglu, gluon_swiglu_quantized, triton_route
+from kernels.moe.gluon_swiglu_quantized import BACKWARD_REGISTERS, FORWARD_REGISTERS
+from kernels.mxfp8.gluon_pairs import REGISTERS, WARPS, codes_layout, words_layout
+from kernels.mxfp8.grouped import Quantized, column_codes, fprop, row_codes, wgrad
 from tests.kernels import moe_standins
 from tests.kernels.interpreting import interpret
 from tests.kernels.moe_cases import ROUTINGS, random, routing
@@ -68,34 +70,41 @@ def test_route_kernels_interpreted(monkeypatch, num_tokens, num_experts, top_k, 
 
 
 def test_kernels_compile_within_their_registers() -> None:
-    options = gluon_quantize.launch_options()
-    constants = {"GROUP": 128, "R": options.pop("R")}
-    pointers = {"selections": "*i32", "weights": "*fp32", "ends": "*i32", "num_groups": "i32"}
-    outputs = {f"{name}_codes": "*fp8e4nv" for name in ("row", "column", "result")}
-    outputs |= {f"{name}_scales": "*u8" for name in ("row", "column", "result")}
+    words, codes = f"tensordesc<i32[128, 64],{words_layout()!r}>", f"tensordesc<i16[128, 64],{codes_layout()!r}>"
+    scales = {f"{name}_scales": "*u8" for name in ("row", "column", "result")}
+    groups = {"ends": "*i32", "num_groups": "i32"}
+    pointers = {"selections": "*i32", "weights": "*fp32", "partial": "*fp32", **groups, **scales}
     sizes = {"num_rows": "i32", "width": "i32"}
-    backward = compile_ahead(
-        gluon_swiglu.backward_kernel,
-        {"gate_up": "*bf16", "grad": "*bf16", **pointers, **outputs, "partial": "*fp32", **sizes},
-        constants,
-        target="sm_90",
-        gluon=True,
-        divisible_by_16=list(sizes),
-        **options,
-    )
-    # Two programs share the 228 KiB of a multiprocessor; a few registers' worth of spills costs less than one program.
-    assert 2 * (backward.shared_bytes + 1024) <= 228 * 1024
-    assert backward.spill_bytes <= 128
-    forward = compile_ahead(
-        gluon_swiglu.forward_kernel,
-        {"gate_up": "*bf16", "ends": "*i32", "num_groups": "i32", "codes": "*fp8e4nv", "scales": "*u8", **sizes},
-        constants,
-        target="sm_90",
-        gluon=True,
-        divisible_by_16=list(sizes),
-        **options,
-    )
-    assert forward.spill_bytes == 0
+    descriptors = {"hidden_desc": words, "grad_desc": words, "pairs_desc": codes, "result_desc": codes}
+    gather = {"x": "*i32", "selections": "*i32", "row_desc": codes, "column_desc": codes, **groups, **scales}
+    gather |= {"stride": "i32", "num_rows": "i32", "num_columns": "i32"}
+    for kernel, signature, constants, registers, programs in (
+        (gluon_swiglu_quantized.backward_kernel, descriptors | pointers | sizes, {}, BACKWARD_REGISTERS, 2),
+        (
+            gluon_swiglu_quantized.forward_kernel,
+            {"hidden_desc": words, "codes_desc": codes, "scales": "*u8", **groups, **sizes},
+            {},
+            FORWARD_REGISTERS,
+            3,
+        ),
+        (gluon_gather_quantized.gather_quantized_kernel, gather, {"COLUMNS": True, "TOP_K": 2}, REGISTERS, 3),
+    ):
+        compiled = compile_ahead(
+            kernel,
+            {name: kind for name, kind in signature.items() if name in kernel.arg_names},
+            {"GROUP": 128, **constants},
+            target="sm_90",
+            gluon=True,
+            divisible_by_16=["num_rows", "num_columns", "width", "stride"],
+            num_warps=WARPS,
+            maxnreg=registers,
+        )
+        # Programs share the 228 KiB of a multiprocessor.
+        assert programs * (compiled.shared_bytes + 1024) <= 228 * 1024
+        assert compiled.spill_bytes == 0
+        # Two elements at a time, and a whole tile of codes at once.
+        assert compiled.contains("max.NaN.xorsign.abs.bf16x2")
+        assert compiled.contains("cp.async.bulk.tensor.2d.global.shared")
 
 
 def same_codes(actual: Tensor, expected: Tensor) -> bool:
@@ -145,38 +154,83 @@ def test_gpu_swiglu_and_its_gradients() -> None:
     rows, end = places.selections.shape[0], int(places.ends[-1])
     gate_up, grad, weights = random(rows, 512, dtype=torch.bfloat16), random(rows, 256, seed=1), torch.rand(300, 2)
     gate_up, grad = 3 * gate_up, grad.bfloat16()
-    forward = gluon_swiglu.swiglu(gate_up.cuda(), on_gpu.ends, 0)[0][:end].cpu()
+    forward = gluon_swiglu.swiglu(gate_up.cuda(), on_gpu.ends)[:end].cpu()
     leaf = gate_up[:end].double().requires_grad_()
     result = reference.swiglu(leaf)
     assert_close_to_oracle(forward, result.detach(), ONE_ROUNDING)
     selections = places.selections[:end].long()
     weight = (weights.flatten()[selections.clamp(min=0)] * (selections >= 0))[:, None].double()
     (d_hidden,) = torch.autograd.grad(result, leaf, grad[:end].double() * weight)
-    arguments = (gate_up.cuda(), grad.cuda(), on_gpu.selections, weights.cuda(), on_gpu.ends)
-    with poisoned_empty():
-        plain = gluon_swiglu.swiglu_backward(*arguments, 0)
-    assert_close_to_oracle(plain[0][:end].cpu(), d_hidden, ONE_ROUNDING, "d gate_up")
-    assert_close_to_oracle(plain[4][:end].cpu(), (result * weight).detach(), ONE_ROUNDING, "weighted result")
+    others = (on_gpu.selections, weights.cuda(), on_gpu.ends)
     products = (result * grad[:end].double()).detach().unflatten(1, (-1, ROWS))
-    # Each term has a result that was rounded to bfloat16, twice where another exponential falls on the other side.
-    errors = (plain[6][:end].cpu() - products.sum(2)).abs()
-    assert (errors <= 2**-8 * products.abs().sum(2) + 1e-6).all()
+
+    def check_partial(partial: Tensor) -> None:
+        # Each term has a result that was rounded to bfloat16, twice where another exponential falls on the other side.
+        errors = (partial[:end].cpu() - products.sum(2)).abs()
+        assert (errors <= 2**-8 * products.abs().sum(2) + 1e-6).all()
+
+    with poisoned_empty():
+        kept = gate_up.cuda()
+        d_gate_up, weighted, partial = gluon_swiglu.swiglu_backward(kept, grad.cuda(), *others, False)
+        again = gluon_swiglu.swiglu_backward(kept, grad.cuda(), *others, True)
+    assert torch.equal(again[0][:end], d_gate_up[:end])
+    assert again[0].data_ptr() == kept.data_ptr()
+    d_gate_up, weighted = d_gate_up[:end].cpu(), weighted[:end].cpu()
+    assert_close_to_oracle(d_gate_up, d_hidden, ONE_ROUNDING, "d gate_up")
+    assert_close_to_oracle(weighted, (result * weight).detach(), ONE_ROUNDING, "weighted result")
+    check_partial(partial)
     # What is quantised is what is written without quantisation.
     for group in (32, 128):
         with poisoned_empty():
-            codes, scales = gluon_swiglu.swiglu(gate_up.cuda(), on_gpu.ends, group)
-            backward = gluon_swiglu.swiglu_backward(*arguments, group)
-        pairs = [
+            kept = gate_up.cuda()
+            codes, scales = gluon_swiglu_quantized.swiglu_quantized(kept, on_gpu.ends, group)
+            backward = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False)
+            again = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True)
+        pairs, row_scales, column_scales, *weighted_codes, partial = backward
+        assert same_codes(again[0][:end], pairs[:end].cpu())
+        assert again[0].data_ptr() == kept.data_ptr()
+        check_partial(partial)
+        along = row_codes(Quantized(pairs, row_scales, group, True))[:2]
+        across = column_codes(Quantized(pairs, column_scales, group, True))[:2]
+        for (actual_codes, actual_scales), (expected_codes, expected_scales), transposed in (
             ((codes, scales), moe_standins.quantized(forward, 1, group), False),
-            (backward[0:2], moe_standins.quantized(plain[0][:end].cpu(), 1, group), False),
-            (backward[2:4], moe_standins.quantized(plain[0][:end].cpu(), 0, group), True),
-            (backward[4:6], moe_standins.quantized(plain[4][:end].cpu(), 0, group), True),
-        ]
-        for (actual_codes, actual_scales), (expected_codes, expected_scales), transposed in pairs:
+            (along, moe_standins.quantized(d_gate_up, 1, group), False),
+            (across, moe_standins.quantized(d_gate_up, 0, group), True),
+            (weighted_codes, moe_standins.quantized(weighted, 0, group), True),
+        ):
             if transposed:
                 actual_codes, actual_scales = actual_codes[:, :end], actual_scales[:, : end // 32]
             actual = actual_codes[: len(expected_codes)], actual_scales[: len(expected_scales)]
             assert_nearly_same(actual, (expected_codes, expected_scales))
+
+
+def test_pairs_have_the_codes_of_both_orientations() -> None:
+    rows, columns = (random(*shape).to(torch.float8_e4m3fn) for shape in ((256, 384), (384, 256)))
+    pairs = moe_standins.pairs(rows, columns)
+    # The second row of a tile in the second band, third column of tiles.
+    assert same_codes(pairs[129, 512:640], rows[129, 256:384])
+    assert same_codes(pairs[129, 640:768], columns[257, 128:256])
+    scales = [codes.new_zeros(len(codes), 8, dtype=torch.uint8) for codes in (rows, columns)]
+    assert same_codes(row_codes(Quantized(pairs, scales[0], 32, True)).codes, rows)
+    assert same_codes(column_codes(Quantized(pairs, scales[1], 32, True)).codes, columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 128])
+def test_gpu_products_of_pairs(group: int) -> None:
+    """Equal to those of the two matrices of codes, to the last bit."""
+    places = reference.permutation(routing(700, 5, 2), 5)
+    ends, end = places.ends.cuda(), int(places.ends[-1])
+    d, weight = random(places.selections.shape[0], 384), random(5, 256, 384)
+    x = random(d.shape[0], 256, seed=1)
+    along, across, weights, x_t = (
+        Quantized(*(t.cuda() for t in moe_standins.quantized(value, axis, group, square)), group)
+        for value, axis, square in ((d, 1, False), (d, 0, False), (weight, 2, group == 128), (x, 0, False))
+    )
+    pairs = moe_standins.pairs(along.codes.cpu(), across.codes.cpu()).cuda()
+    one, other = (operand._replace(codes=pairs, paired=True) for operand in (along, across))
+    assert torch.equal(fprop(one, weights, ends)[:end], fprop(along, weights, ends)[:end])
+    assert torch.equal(wgrad(other, x_t, ends, torch.float32), wgrad(across, x_t, ends, torch.float32))
 
 
 def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:

@@ -171,6 +171,8 @@ def store_rows(words, buffer, desc, row, column, scales, line, block, num_blocks
     if GROUP == 128:
         bits = widen(bits, 1, SQUARE)
     scale_bytes = scale_bytes_of(bits)
+    # Before the codes leave: exchanges between threads may take shared memory that a copy still reads.
+    store_scales(scales, scale_bytes, 1, line, block, 0, num_blocks, SWIZZLE, True)
     factors = gl.expand_dims(_factor(scale_bytes) * 0x10001, 2)
     LAYOUT: gl.constexpr = words.type.layout
     scaled = gl.convert_layout(gl.reshape(_scaled(blocks, factors), [128, 64]), LAYOUT, assert_trivial=True)
@@ -178,7 +180,6 @@ def store_rows(words, buffer, desc, row, column, scales, line, block, num_blocks
     buffer.store(codes)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buffer)
-    store_scales(scales, scale_bytes, 1, line, block, 0, num_blocks, SWIZZLE, True)
 
 
 @gluon.jit
@@ -192,6 +193,7 @@ def store_columns(words, buffer, desc, row, column, scales, line, block, num_blo
     if GROUP == 128:
         bits = widen(bits, 0, SQUARE)
     scale_bytes = scale_bytes_of(bits)
+    store_scales(scales, scale_bytes, 0, line, block, 0, num_blocks, SWIZZLE, True)
     left, right = gl.split(gl.reshape(_factor(scale_bytes), [4, 64, 2]))
     factors = gl.convert_layout(left | (right << 16), PAIRS, assert_trivial=True)
     LAYOUT: gl.constexpr = words.type.layout
@@ -202,4 +204,3 @@ def store_columns(words, buffer, desc, row, column, scales, line, block, num_blo
     buffer.store(codes)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buffer)
-    store_scales(scales, scale_bytes, 0, line, block, 0, num_blocks, SWIZZLE, True)

@@ -25,7 +25,7 @@ NAMES = (
     ("gather_kernel", "gather and quantise"),
     ("gather_quantized", "gather and quantise"),
     ("quantize_kernel", "weights"),
-    ("stream_kernel", "weights"),
+    ("quantize_tiles_kernel", "weights"),
     ("forward_kernel", "SwiGLU"),
     ("backward_kernel", "SwiGLU"),
     ("combine_kernel", "combine"),

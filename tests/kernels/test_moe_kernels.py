@@ -238,7 +238,9 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
 
     kinds = {
         "gather_kernel": "gather and quantise",
+        "gather_quantized_kernel": "gather and quantise",
         "quantize_kernel": "weights",
+        "quantize_tiles_kernel": "weights",
         "backward_kernel": "SwiGLU",
         "_kernel": "products",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "products",

@@ -1,8 +1,11 @@
-"""The computing warpgroups of the Hopper forward of linear compression; `gluon_lce_forward` has the whole.
+"""The computing warpgroups of the Hopper product of linear compression; `gluon_lce_forward` has the whole.
 
 Products of users stay in float32, in a scratch that is private to the kernel and so need not look like a matrix: a
-unit, what a consumer has in one accumulator, lies there in the order of the threads' registers. The consumer that adds
-it to a candidate's product reads 256 bytes in a row with each warp's load.
+block of 64 x 64 lies there in the order of the threads' registers, 16 bytes of a thread and 512 of a warp side by side.
+
+What the products of candidates wait for at the end of a tile would be idle time of the tensor cores: a block of users
+is loaded while the products of the last step or the results of the block before it are under way, and only when it is
+another one than the block before needed, which is rare because the entries of a tile are neighbours.
 """
 
 from __future__ import annotations
@@ -18,29 +21,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.ikbo.gluon_lce_tiles import PANELS, SHARED_PANELS, tile_at, turns_of
+from kernels.jagged.gluon_backward_consumer import cells
 
-UNIT = gl.constexpr(64 * 128)  # elements of an accumulator
+BLOCK = gl.constexpr(64 * 64)  # elements
+OUT_PANELS = gl.constexpr(3)  # blocks of results of a consumer that may be on their way to memory
 
 # Its name up to Triton 3.6, and from 3.7 on.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def _multiply(
-    ring, full, empty, step, num_steps, LAYOUT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr
+def _issue(
+    ring, full, empty, step, num_steps, LAYOUT: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """The 3 x 2 products of blocks of consumer C, summed over the steps, as 3 accumulators [64, 128]."""
+    """The SHARED x 2 products of blocks of consumer C, summed over the steps: accumulators [64, 128], three of them,
+    and the next step. Products of the last step may still be under way.
+    """
     dtype: gl.constexpr = ring.dtype
     OPERAND: gl.constexpr = ring.layout
     acc0 = gl.zeros((64, 128), gl.float32, LAYOUT)
     acc1 = acc0
     acc2 = acc0
-    for k in range(num_steps):
+    for _ in range(num_steps):
         stage = step % STAGES
         first = stage * PANELS
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         own = ring.index(first + SHARED_PANELS + 2 * C)
-        if ROWS:  # own: two blocks of columns
+        if ROWS:  # own: a block of two entries
             b = own._reinterpret(dtype, [64, 128], OPERAND)
             a0 = ring.index(first)
             a1 = ring.index(first + 1)
@@ -51,135 +59,233 @@ def _multiply(
             a1 = ring.index(first + 1).permute((1, 0))
             a2 = ring.index(first + 2).permute((1, 0))
         acc0 = warpgroup_mma(a0, b, acc0, is_async=True)
-        acc1 = warpgroup_mma(a1, b, acc1, is_async=True)
-        acc2 = warpgroup_mma(a2, b, acc2, is_async=True)
-        acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        if SHARED == 3:
+            acc1 = warpgroup_mma(a1, b, acc1, is_async=True)
+            acc2 = warpgroup_mma(a2, b, acc2, is_async=True)
+            acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
+        else:
+            acc0 = warpgroup_mma_wait(1, deps=(acc0,))
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
         step += 1
-    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=num_steps > 0)
     return acc0, acc1, acc2, step
 
 
 @gluon.jit
-def _places(LAYOUT: gl.constexpr):
-    """Where the elements of an accumulator lie within a unit of the scratch: [64, 128]."""
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    column = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)), 0)
-    return column // 8 * 512 + column % 8 + (row // 8 % 2 * 256 + row // 16 * 64 + row % 8 * 8)
+def _halves(acc):
+    """The two blocks [64, 64] of an accumulator, which is free."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    first, second = gl.split(acc.reshape([64, 2, 64]).permute((0, 2, 1)))
+    return gl.convert_layout(first, HALF), gl.convert_layout(second, HALF)
 
 
 @gluon.jit
-def _unit_of(
-    column, block, i, row_units, BLOCKS_N: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr,
-    ROWS: gl.constexpr, C: gl.constexpr,
+def _load_block(scratch, index):
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    FLAT: gl.constexpr = cells(gl.zeros((64, 64), gl.float32, HALF)).type.layout
+    flat = gl.load(scratch + index.to(gl.int64) * BLOCK + gl.arange(0, 4096, FLAT))
+    block = flat.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])
+    return gl.convert_layout(block, HALF)
+
+
+@gluon.jit
+def _store_block(scratch, index, block):
+    flat = cells(block)
+    gl.store(scratch + index.to(gl.int64) * BLOCK + gl.arange(0, 4096, flat.type.layout), flat)
+
+
+@gluon.jit
+def _user_block(row, n, m, BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr):
+    return (row * BLOCKS_N + n) * BLOCKS_M + m
+
+
+@gluon.jit
+def _flag_of(
+    row, n, block, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, ROWS: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """(entry of the batch, its first column and the first row of the weight of accumulator i of a tile, the number of
-    that accumulator's unit of the scratch less those of earlier entries, units an entry has, units before this form's).
-    """
+    """Where it is counted how many of the blocks of a user are there that consumer C adds to a candidate's tile."""
+    flag = 1 + (row * BLOCKS_N + n) * (ROW_TILES + 2 * COLUMN_TILES)
     if ROWS:
-        mine = column + 2 * C
-        row_block = block + i
-        per_column: gl.constexpr = 3 * ROW_TILES
-        entry = mine // BLOCKS_N
-        unit = mine % BLOCKS_N // 2 * per_column + row_block
-        return entry, mine % BLOCKS_N * 64, row_block * 64, unit, BLOCKS_N // 2 * per_column, row_units * 0
-    else:  # noqa: RET505
-        mine = column + i
-        row_block = block + 2 * C
-        per_column: gl.constexpr = 2 * COLUMN_TILES
-        entry = mine // BLOCKS_N
-        unit = mine % BLOCKS_N * per_column + (row_block - 3 * ROW_TILES) // 2
-        return entry, mine % BLOCKS_N * 64, row_block * 64, unit, BLOCKS_N * per_column, row_units
+        flag += block // 3
+    else:
+        flag += ROW_TILES + (block - 3 * ROW_TILES) // 2 + C
+    return flag
 
 
 @gluon.jit
-def _await(flags, ready, num_flags, flag):
-    """Wait until the unit of a flag is written. Returns whether all are, after which nothing need be looked at.
+def _user_tile(
+    ring, barriers, scratch, flags, step, num_steps, num_users, entry, n, block,
+    ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, SHARED: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    full, empty = barriers
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
+    ENTRIES: gl.constexpr = 2 if ROWS else SHARED  # of this consumer
+    acc0, acc1, acc2, step = _issue(ring, full, empty, step, num_steps, LAYOUT, SHARED, STAGES, ROWS, C)
+    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=num_steps > 0)
+    accumulators = (acc0, acc1, acc2)
+    for i in gl.static_range(SHARED):
+        halves = _halves(accumulators[i])
+        for h in gl.static_range(2):
+            row = entry + (2 * C + h if ROWS else i)
+            m = block + (i if ROWS else 2 * C + h)
+            if row < num_users:
+                _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), halves[h])
+    _barrier()
+    for e in gl.static_range(ENTRIES):
+        row = entry + (2 * C + e if ROWS else e)
+        if row < num_users:
+            count: gl.constexpr = SHARED if ROWS else 2
+            flag = _flag_of(row, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, ROWS, C)
+            gl.atomic_add(flags + flag, count, sem="release", scope="gpu")
+            gl.atomic_add(flags, count, sem="release", scope="gpu")
+    return step + 1
+
+
+@gluon.jit
+def _await(flags, ready, num_blocks, flag, count):
+    """Wait until a flag says so. Returns whether all blocks are there, after which nothing need be looked at.
 
     Flags are read by atomics, whose result is the same for all warps: they have to take the same branches.
     """
     if ready == 0:
-        if gl.atomic_add(flags, 0, sem="acquire", scope="gpu") == num_flags:
+        if gl.atomic_add(flags, 0, sem="acquire", scope="gpu") == num_blocks:
             ready = 1
         else:
-            while gl.atomic_add(flags + 1 + flag, 0, sem="acquire", scope="gpu") == 0:
+            while gl.atomic_add(flags + flag, 0, sem="acquire", scope="gpu") < count:
                 pass
     return ready
 
 
 @gluon.jit
-def _tile(
-    out_desc, ring, staging, barriers, owners, scratch, flags, step, ready, num_flags, num_entries, num_users,
-    num_steps, row_units, of_users, column, block,
+def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
+    """A block of results to rows 64 m and columns 64 n of entry `row`, by way of a panel that may still be read.
+
+    TMA writes nothing of entries and rows that there are none of.
+    """
+    OUT: gl.constexpr = out_desc.layout
+    tma.store_wait(OUT_PANELS - 1)
+    _barrier()
+    if ROWS:
+        panel.store(result)
+    else:
+        panel.permute((1, 0)).store(result)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(
+        out_desc, [row, m * 64, n * 64], panel._reinterpret(out_desc.dtype, [1, 64, 64], OUT)
+    )
+
+
+@gluon.jit
+def _finish(
+    j: gl.constexpr, out_desc, ring, first_panel, scratch, added, halves, rows_of, first_entry, first_m, n,
+    BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr, USERS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Block j of the six of a consumer: ones that want the same block of users are one behind the other.
+
+    Returns what has to be added to the next one.
+    """
+    ENTRIES: gl.constexpr = 2 if ROWS else 3
+    e: gl.constexpr = j % ENTRIES
+    result = halves[j // 2][j % 2] if ROWS else halves[j % 3][j // 3]
+    if USERS:
+        result += added
+    result = result.to(out_desc.dtype)
+    if USERS:
+        if j < 5:
+            next_e: gl.constexpr = (j + 1) % ENTRIES
+            if next_e == 0:
+                index = _user_block(rows_of[0], n, first_m + (j + 1) // ENTRIES, BLOCKS_N, BLOCKS_M)
+                added = _load_block(scratch, index)
+            else:
+                if rows_of[next_e] != rows_of[e]:
+                    index = _user_block(rows_of[next_e], n, first_m + j // ENTRIES, BLOCKS_N, BLOCKS_M)
+                    added = _load_block(scratch, index)
+    panel = ring.index(first_panel + j % OUT_PANELS)
+    _write(out_desc, panel, result, first_entry + e, first_m + j // ENTRIES, n, ROWS)
+    return added
+
+
+@gluon.jit
+def _candidate_tile(
+    out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries, num_steps,
+    entry, n, block,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USERS: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
-    dtype: gl.constexpr = ring.dtype
-    OPERAND: gl.constexpr = ring.layout
-    OUT: gl.constexpr = out_desc.layout
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    acc0, acc1, acc2, step = _multiply(ring, full, empty, step, num_steps, LAYOUT, STAGES, ROWS, C)
-    accumulators = (acc0, acc1, acc2)
-    for i in gl.static_range(3):
-        acc = accumulators[i]
-        entry, n, m, unit, units, first_unit = _unit_of(
-            column, block, i, row_units, BLOCKS_N, ROW_TILES, COLUMN_TILES, ROWS, C
-        )
-        if USERS:
-            written = of_users & (entry < num_users)
-            if written:
-                index = first_unit + entry * units + unit
-                gl.store(scratch + index.to(gl.int64) * UNIT + _places(LAYOUT), acc)
-                _barrier()
-                gl.atomic_add(flags + 1 + index, 1, sem="release", scope="gpu")
-                gl.atomic_add(flags, 1, sem="release", scope="gpu")
-        if (not of_users) & (entry < num_entries):
-            if USERS:
-                index = first_unit + gl.load(owners + entry) * units + unit
-                ready = _await(flags, ready, num_flags, index)
-                acc += gl.load(scratch + index.to(gl.int64) * UNIT + _places(LAYOUT))
-            tma.store_wait(0)
-            panels = staging.index(2 * C)
-            if ROWS:
-                panels._reinterpret(dtype, [64, 128], OPERAND).store(acc.to(dtype))
-            else:
-                panels._reinterpret(dtype, [128, 64], OPERAND).permute((1, 0)).store(acc.to(dtype))
-            fence_async_shared()
-            for half in gl.static_range(2):
-                source = staging.index(2 * C + half)._reinterpret(dtype, [1, 64, 64], OUT)
-                if ROWS:
-                    tma.async_copy_shared_to_global(out_desc, [entry, m, n + half * 64], source)
-                else:
-                    tma.async_copy_shared_to_global(out_desc, [entry, m + half * 64, n], source)
-    return step, ready
+    BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
+    ENTRIES: gl.constexpr = 2 if ROWS else 3
+    first_entry = entry + (2 * C if ROWS else 0)
+    first_m = block + (0 if ROWS else 2 * C)
+    owner0 = 0
+    owner1 = 0
+    owner2 = 0
+    if USERS:
+        owner0 = gl.load(owners + gl.minimum(first_entry, num_entries - 1))
+        owner1 = gl.load(owners + gl.minimum(first_entry + 1, num_entries - 1))
+        owner2 = gl.load(owners + gl.minimum(first_entry + ENTRIES - 1, num_entries - 1))
+    rows_of = (owner0, owner1, owner2)
+    acc0, acc1, acc2, step = _issue(ring, full, empty, step, num_steps, LAYOUT, SHARED_PANELS, STAGES, ROWS, C)
+    added = gl.zeros((64, 64), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    if USERS:
+        for e in gl.static_range(ENTRIES):
+            flag = _flag_of(rows_of[e], n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, ROWS, C)
+            ready = _await(flags, ready, num_blocks, flag, 3 if ROWS else 2)
+        added = _load_block(scratch, _user_block(owner0, n, first_m, BLOCKS_N, BLOCKS_M))
+    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=num_steps > 0)
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    first_panel = step % STAGES * PANELS + OUT_PANELS * C
+    halves = (_halves(acc0), _halves(acc1), _halves(acc2))
+    for j in gl.static_range(6):
+        added = _finish(
+            j, out_desc, ring, first_panel, scratch, added, halves, rows_of, first_entry, first_m, n,
+            BLOCKS_N, BLOCKS_M, USERS, ROWS,
+        )  # fmt: skip
+    return step + 1, ready
 
 
 @gluon.jit
 def consume(
-    out_desc, ring, staging, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps, num_user_steps,
-    num_flags, num_entries, num_users, row_units,
+    out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps, num_user_steps,
+    num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
-    USERS: gl.constexpr, C: gl.constexpr,
+    USER_SHARED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C of every tile of the program."""
     step = 0
     ready = 0
     user_turns, turns = turns_of(num_user_tiles, num_tiles)
-    for turn in range(turns):
-        of_users, rows, column, block = tile_at(turn, user_turns, ROW_TILES, COLUMN_TILES)
-        steps = gl.where(of_users, num_user_steps, num_steps)
+    if USER_SHARED > 0:
+        for turn in range(user_turns):
+            rows, entry, n, block = tile_at(
+                turn, user_turns, num_users, True, USER_SHARED, ROW_TILES, COLUMN_TILES, BLOCKS_N
+            )
+            if rows:
+                step = _user_tile(
+                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
+                    ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, True, C,
+                )  # fmt: skip
+            else:
+                step = _user_tile(
+                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
+                    ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, False, C,
+                )  # fmt: skip
+    for turn in range(user_turns, turns):
+        rows, entry, n, block = tile_at(turn, user_turns, num_entries, False, 3, ROW_TILES, COLUMN_TILES, BLOCKS_N)
         if rows:
-            step, ready = _tile(
-                out_desc, ring, staging, barriers, owners, scratch, flags, step, ready, num_flags, num_entries,
-                num_users, steps, row_units, of_users, column, block,
-                ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, True, C,
+            step, ready = _candidate_tile(
+                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
+                num_steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, True, C,
             )  # fmt: skip
         else:
-            step, ready = _tile(
-                out_desc, ring, staging, barriers, owners, scratch, flags, step, ready, num_flags, num_entries,
-                num_users, steps, row_units, of_users, column, block,
-                ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, False, C,
+            step, ready = _candidate_tile(
+                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
+                num_steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, False, C,
             )  # fmt: skip
     tma.store_wait(0)

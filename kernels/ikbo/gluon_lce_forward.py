@@ -16,31 +16,27 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.ikbo.gluon_lce_consumer import UNIT, consume
-from kernels.ikbo.gluon_lce_tiles import PANELS, load
+from kernels.ikbo.gluon_lce_consumer import BLOCK, consume
+from kernels.ikbo.gluon_lce_prepare import LINE, prepare
+from kernels.ikbo.gluon_lce_tiles import PANELS, load, num_tiles
 from kernels.ikbo.lce_torch import aligned
-from kernels.jagged.triton_common import row_of, steps_of
 from kernels.launch import processors
 
-STAGES = 3
+STAGES = 4
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
-_PREPARED = 256  # entries of a program of the preparation
 
 # Sizes of a batch, which must not make kernels of their own when they happen to be 1 or multiples of 16.
-_SIZES = ["num_user_tiles", "num_tiles", "num_steps", "num_user_steps", "num_flags", "num_entries", "num_users"]
-_SIZES += ["row_units"]
+_SIZES = ["num_user_tiles", "num_tiles", "num_steps", "num_user_steps", "num_blocks", "num_entries", "num_users"]
 
 
 @cache
@@ -54,26 +50,19 @@ def tiling(num_rows: int) -> tuple[int, int]:
     )
 
 
-def num_tiles(num_entries: int, width: int, tiles: tuple[int, int]) -> int:
-    """Tiles of a batch: all those of each group of 12 blocks of columns, the last of which may have nothing to do."""
-    return -(-num_entries * (width // 64) // 12) * (3 * tiles[0] + 4 * tiles[1])
-
-
-def _layout(dtype: torch.dtype, rank: int) -> gl.NVMMASharedLayout:
+def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def weight_descriptor(weight: Tensor) -> TensorDescriptor:
-    weight = aligned(weight)
-    shape = list(weight.shape)
-    return TensorDescriptor(weight, shape, [weight.stride(0), 1], [64, 64], _layout(weight.dtype, 2))
+def _weight_descriptor(weight: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [64, 64], _layout(2))
 
 
 def batch_descriptor(x: Tensor) -> TensorDescriptor:
     """Blocks [1, 64, 64] of x [B, K, N]; x is copied if TMA cannot address it, as an expanded one."""
     if x.stride(2) != 1 or min(x.stride()) <= 0 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64, 64], _layout(x.dtype, 3))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64, 64], _layout(3))
 
 
 def compress(
@@ -92,55 +81,43 @@ def compress(
     tiles = tiling(num_rows)
     row_tiles, column_tiles = tiles
     blocks_n = width // 64
-    total = num_tiles(num_entries, width, tiles)
-    w_desc, x_desc, out_desc = weight_descriptor(weight), batch_descriptor(x), batch_descriptor(out)
-    wu_desc, xu_desc = w_desc, x_desc
-    owners, scratch, flags = weight, weight, weight
-    num_users, user_tiles, user_steps, row_units, units = 0, 0, 0, 0, 0
-    if user is not None and w_user is not None and offsets is not None:
+    total = num_tiles(num_entries, blocks_n, tiles)
+    programs = processors(x.device)
+    owners, scratch, flags = out, out, out
+    num_users, user_tiles, user_steps, user_shared, blocks = 0, 0, 0, 0, 0
+    user_descs = None
+    if user is not None and w_user is not None and offsets is not None and user.shape[0]:
         num_users = user.shape[0]
-        wu_desc, xu_desc = weight_descriptor(w_user), batch_descriptor(user)
-        user_tiles = num_tiles(num_users, width, tiles)
+        small_tiles = num_tiles(num_users, blocks_n, tiles, shared=1)
+        user_shared = 1 if small_tiles <= programs else 3
+        user_tiles = num_tiles(num_users, blocks_n, tiles, shared=user_shared)
         user_steps = -(-user.shape[1] // 64)
-        row_units = num_users * (blocks_n // 2) * 3 * row_tiles
-        units = row_units + num_users * blocks_n * 2 * column_tiles
-        scratch = torch.empty(units * UNIT.value, dtype=torch.float32, device=x.device)
-        owners = torch.empty(num_entries, dtype=torch.int32, device=x.device)
-        flags = torch.empty(1 + units, dtype=torch.int32, device=x.device)
-        _prepare_kernel[(triton.cdiv(max(num_entries, 1 + units), _PREPARED),)](
-            offsets, owners, flags, num_entries, num_users, 1 + units, STEPS=steps_of(num_users), BLOCK=_PREPARED
-        )
-    _forward_kernel[(min(processors(x.device), total + user_tiles),)](
-        w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, user_tiles, total, -(-depth // 64),
-        user_steps, units, num_entries, num_users, row_units,
-        ROW_TILES=row_tiles, COLUMN_TILES=column_tiles, BLOCKS_N=blocks_n, STAGES=STAGES, USERS=num_users > 0,
+        blocks = num_users * blocks_n * (3 * row_tiles + 4 * column_tiles)
+        num_flags = 1 + num_users * blocks_n * (row_tiles + 2 * column_tiles)
+        scratch = torch.empty(blocks * BLOCK.value, dtype=torch.float32, device=x.device)
+        weight, w_user, owners, flags = prepare(weight, w_user, offsets, num_entries, num_flags)
+        user_descs = _weight_descriptor(w_user), batch_descriptor(user)
+    else:
+        weight = aligned(weight, LINE)
+    descs = _weight_descriptor(weight), batch_descriptor(x)
+    _forward_kernel[(min(programs, total + user_tiles),)](
+        *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, flags, user_tiles, total,
+        -(-depth // 64), user_steps, blocks, num_entries, num_users,
+        ROW_TILES=row_tiles, COLUMN_TILES=column_tiles, BLOCKS_N=blocks_n, STAGES=STAGES, USER_SHARED=user_shared,
         num_warps=4, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_rows", "num_flags"])
-def _prepare_kernel(
-    offsets, owners, flags, num_entries, num_rows, num_flags, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The row that each entry belongs to, and flags that are down."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(flags + place, 0, mask=place < num_flags)
-    # Entries before offsets[0] belong to no row, but what is stored here becomes an index of flags.
-    row = tl.maximum(row_of(offsets, num_rows, place, STEPS), 0)
-    tl.store(owners + place, row.to(tl.int32), mask=place < num_entries)
-
-
 @gluon.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
     w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-    num_user_steps, num_flags, num_entries, num_users, row_units,
+    num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
-    USERS: gl.constexpr,
+    USER_SHARED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = w_desc.dtype
     ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS, 64, 64], w_desc.layout)
-    staging = gl.allocate_shared_memory(dtype, [4, 64, 64], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -150,14 +127,14 @@ def _forward_kernel(
     barriers = (full, empty)
     gl.warp_specialize(
         [
-            (consume, (out_desc, ring, staging, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-                       num_user_steps, num_flags, num_entries, num_users, row_units,
-                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, 0)),
-            (consume, (out_desc, ring, staging, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-                       num_user_steps, num_flags, num_entries, num_users, row_units,
-                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS, 1)),
+            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
+                       num_user_steps, num_blocks, num_entries, num_users,
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, 0)),
+            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
+                       num_user_steps, num_blocks, num_entries, num_users,
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, 1)),
             (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, num_user_tiles, num_tiles, num_steps,
-                    num_user_steps, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USERS)),
+                    num_user_steps, num_entries, num_users, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],

@@ -18,15 +18,21 @@ from kernels.ikbo.lce_reference import owners_of
 ALIGNMENT = 16  # bytes
 
 
-def aligned(matrix: Tensor) -> Tensor:
-    """The matrix with a contiguous last dimension and rows that start at multiples of ALIGNMENT; a copy if need be."""
-    step = ALIGNMENT // matrix.element_size()
+def room(matrix: Tensor, alignment: int) -> Tensor:
+    """The matrix if its last dimension is contiguous and its rows start at multiples of so many bytes, or room for it."""
+    step = alignment // matrix.element_size()
     rows, columns = matrix.shape
     row_step = matrix.stride(0)
-    if matrix.stride(1) == 1 and row_step >= columns and row_step % step == 0 and matrix.data_ptr() % ALIGNMENT == 0:
+    if matrix.stride(1) == 1 and row_step >= columns and row_step % step == 0 and matrix.data_ptr() % alignment == 0:
         return matrix
     # One element more than a view needs would do as well; whole rows keep the address arithmetic plain.
-    return matrix.new_empty(rows, -(-columns // step) * step)[:, :columns].copy_(matrix)
+    return matrix.new_empty(rows, -(-columns // step) * step)[:, :columns]
+
+
+def aligned(matrix: Tensor, alignment: int = ALIGNMENT) -> Tensor:
+    """The matrix, or a copy, with a contiguous last dimension and rows that start at multiples of so many bytes."""
+    target = room(matrix, alignment)
+    return matrix if target is matrix else target.copy_(matrix)
 
 
 def batched(weight: Tensor, x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 from triton.experimental.gluon import language as gl
 
-from kernels.ikbo import gluon_lce_forward, gluon_lce_weight
-from kernels.ikbo.gluon_lce_forward import compress, num_tiles, tiling
+from kernels.ikbo import gluon_lce_forward, gluon_lce_prepare, gluon_lce_weight
+from kernels.ikbo.gluon_lce_forward import compress, tiling
+from kernels.ikbo.gluon_lce_tiles import CHUNK, num_tiles
 from kernels.ikbo.gluon_lce_weight import weight_gradient
 from kernels.jagged import triton_common
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
@@ -28,12 +29,12 @@ def descriptor(dtype: str, *block: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("users", "tiles", "blocks_n", "dtype", "spills"),
-    [(True, (1, 1), 4, "fp16", 0), (True, (0, 1), 2, "fp16", 64), (False, (2, 0), 2, "bf16", 0)],
+    ("user_shared", "tiles", "blocks_n", "dtype", "spills"),
+    [(3, (1, 1), 4, "fp16", 64), (1, (0, 1), 2, "fp16", 64), (0, (2, 0), 2, "bf16", 0)],
     ids=str,
 )
 def test_forward_compiles_to_asynchronous_hopper_instructions(
-    users: bool, tiles: tuple[int, int], blocks_n: int, dtype: str, spills: int
+    user_shared: int, tiles: tuple[int, int], blocks_n: int, dtype: str, spills: int
 ) -> None:
     kernel = gluon_lce_forward._forward_kernel
     stages = gluon_lce_forward.STAGES
@@ -42,7 +43,7 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(
         "COLUMN_TILES": tiles[1],
         "BLOCKS_N": blocks_n,
         "STAGES": stages,
-        "USERS": users,
+        "USER_SHARED": user_shared,
     }
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
     signature |= dict.fromkeys(("w_desc", "wu_desc"), descriptor(dtype, 64, 64))
@@ -51,7 +52,7 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(
     compiled = compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168)
     for instruction in (*INSTRUCTIONS, "stmatrix"):
         assert compiled.contains(instruction), instruction
-    assert compiled.spill_bytes <= spills
+    assert compiled.spill_bytes <= spills  # a few addresses, outside the loop over the tokens
     assert compiled.shared_bytes <= SHARED_LIMIT
 
 
@@ -68,13 +69,30 @@ def test_weight_gradient_compiles_to_asynchronous_hopper_instructions() -> None:
 
 
 def test_entries_before_the_first_request_are_given_a_row_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, gluon_lce_forward, triton_common)
+    interpret(monkeypatch, gluon_lce_prepare, triton_common)
     offsets = torch.tensor([0, 2, 3, 5])[1:]  # the search reads what lies before them
-    owners = torch.full((5,), -7, dtype=torch.int32)
-    flags = torch.ones(3, dtype=torch.int32)
-    gluon_lce_forward._prepare_kernel[(1,)](offsets, owners, flags, 5, 2, 3, STEPS=1, BLOCK=8)
+    weight = torch.randn(4, 64)
+    *_, owners, flags = gluon_lce_prepare.prepare(weight, weight, offsets, 5, 3)
     assert set(owners.tolist()) <= {0, 1}
     assert flags.tolist() == [0, 0, 0]
+
+
+def test_weights_are_copied_to_lines_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, gluon_lce_prepare, triton_common)
+    offsets = torch.tensor([0, 300])
+    for weight, w_user in (
+        (torch.randn(5, 1100), torch.randn(70, 5).mT),
+        (torch.randn(3, 64), torch.randn(3, 65)),
+        (torch.randn(3, 65)[:, 1:], torch.randn(3, 32)),
+    ):
+        with poisoned_empty():
+            *copies, owners, flags = gluon_lce_prepare.prepare(weight, w_user, offsets, 300, 11)
+        for source, copy in zip((weight, w_user), copies, strict=True):
+            assert torch.equal(copy, source)
+            assert copy.stride(1) == 1
+            assert copy.stride(0) % (gluon_lce_prepare.LINE // 4) == 0
+        assert not owners.any()
+        assert not flags.any()
 
 
 @pytest.mark.parametrize("num_rows", range(1, 1500, 37))
@@ -82,7 +100,11 @@ def test_tiles_cover_a_weight_with_little_waste(num_rows: int) -> None:
     rows, columns = tiling(num_rows)
     blocks = -(-num_rows // 64)
     assert blocks <= 3 * rows + 4 * columns <= max(blocks + (blocks in (1, 2, 5)) + (blocks == 1), 3)
-    assert num_tiles(12, 64, (rows, columns)) == 3 * rows + 4 * columns
+    for shared, parts in ((3, 1), (1, 3)):
+        assert num_tiles(5 * CHUNK, 1, (rows, columns), shared) == 5 * parts * 3 * (3 * rows + 4 * columns) // 3
+        assert num_tiles(5 * CHUNK + 1, 1, (rows, columns), shared) - num_tiles(
+            5 * CHUNK, 1, (rows, columns), shared
+        ) == parts * rows + columns
 
 
 # Mostly one number of outputs and one width: every other one is another kernel to compile.

@@ -194,7 +194,7 @@ def _finish(
     if USERS:
         result += added
     result = result.to(out_desc.dtype)
-    if USERS:
+    if USERS:  # noqa: SIM102
         if j < 5:
             next_e: gl.constexpr = (j + 1) % ENTRIES
             if next_e == 0:
@@ -255,7 +255,7 @@ def consume(
     out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps, num_user_steps,
     num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
-    USER_SHARED: gl.constexpr, C: gl.constexpr,
+    USER_SHARED: gl.constexpr, WITHIN: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C of every tile of the program."""
     step = 0
@@ -276,16 +276,19 @@ def consume(
                     ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
                     ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, False, C,
                 )  # fmt: skip
+    steps = num_steps
+    if WITHIN:
+        steps += num_user_steps
     for turn in range(user_turns, turns):
         rows, entry, n, block = tile_at(turn, user_turns, num_entries, False, 3, ROW_TILES, COLUMN_TILES, BLOCKS_N)
         if rows:
             step, ready = _candidate_tile(
                 out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
-                num_steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, True, C,
+                steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, True, C,
             )  # fmt: skip
         else:
             step, ready = _candidate_tile(
                 out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
-                num_steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, False, C,
+                steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, False, C,
             )  # fmt: skip
     tma.store_wait(0)

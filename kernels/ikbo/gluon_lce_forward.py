@@ -26,7 +26,7 @@ from kernels.ikbo.gluon_lce_consumer import BLOCK, consume
 from kernels.ikbo.gluon_lce_prepare import LINE, prepare
 from kernels.ikbo.gluon_lce_tiles import PANELS, load, num_tiles
 from kernels.ikbo.lce_torch import aligned
-from kernels.launch import processors
+from kernels.launch import Launcher, processors
 
 STAGES = 4
 
@@ -84,29 +84,41 @@ def compress(
     total = num_tiles(num_entries, blocks_n, tiles)
     programs = processors(x.device)
     owners, scratch, flags = out, out, out
-    num_users, user_tiles, user_steps, user_shared, blocks = 0, 0, 0, 0, 0
-    user_descs = None
+    num_users, user_shared, user_tiles, user_steps, blocks = 0, 0, 0, 0, 0
+    user_descs, within = None, False
     if user is not None and w_user is not None and offsets is not None and user.shape[0]:
         num_users = user.shape[0]
-        small_tiles = num_tiles(num_users, blocks_n, tiles, shared=1)
-        user_shared = 1 if small_tiles <= programs else 3
-        user_tiles = num_tiles(num_users, blocks_n, tiles, shared=user_shared)
+        user_shared, user_tiles = _tiles_of_users(num_users, num_entries, blocks_n, tiles, programs)
         user_steps = -(-user.shape[1] // 64)
-        blocks = num_users * blocks_n * (3 * row_tiles + 4 * column_tiles)
-        num_flags = 1 + num_users * blocks_n * (row_tiles + 2 * column_tiles)
-        scratch = torch.empty(blocks * BLOCK.value, dtype=torch.float32, device=x.device)
+        within = user_shared == 0
+        num_flags = 1
+        if not within:
+            num_flags += num_users * blocks_n * (row_tiles + 2 * column_tiles)
+            blocks = num_users * blocks_n * (3 * row_tiles + 4 * column_tiles)
+            scratch = torch.empty(blocks * BLOCK.value, dtype=torch.float32, device=x.device)
         weight, w_user, owners, flags = prepare(weight, w_user, offsets, num_entries, num_flags)
         user_descs = _weight_descriptor(w_user), batch_descriptor(user)
     else:
         weight = aligned(weight, LINE)
     descs = _weight_descriptor(weight), batch_descriptor(x)
-    _forward_kernel[(min(programs, total + user_tiles),)](
+    constants = row_tiles, column_tiles, blocks_n, STAGES, user_shared, within
+    _launch_forward(
+        (min(programs, total + user_tiles), 1, 1),
+        (x.device, x.dtype, *constants),
         *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, flags, user_tiles, total,
-        -(-depth // 64), user_steps, blocks, num_entries, num_users,
-        ROW_TILES=row_tiles, COLUMN_TILES=column_tiles, BLOCKS_N=blocks_n, STAGES=STAGES, USER_SHARED=user_shared,
-        num_warps=4, maxnreg=_MAX_REGISTERS,
+        -(-depth // 64), user_steps, blocks, num_entries, num_users, *constants,
     )  # fmt: skip
     return out
+
+
+def _tiles_of_users(
+    num_users: int, num_entries: int, blocks_n: int, tiles: tuple[int, int], programs: int
+) -> tuple[int, int]:
+    """(USER_SHARED, tiles of the users), zeros where tiles of candidates run through the tokens of their users."""
+    if 3 * num_users > 2 * num_entries:
+        return 0, 0
+    small = num_tiles(num_users, blocks_n, tiles, shared=1)
+    return (1, small) if small <= programs else (3, num_tiles(num_users, blocks_n, tiles))
 
 
 @gluon.jit(do_not_specialize=_SIZES)
@@ -114,7 +126,7 @@ def _forward_kernel(
     w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
     num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
-    USER_SHARED: gl.constexpr,
+    USER_SHARED: gl.constexpr, WITHIN: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = w_desc.dtype
     ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS, 64, 64], w_desc.layout)
@@ -129,13 +141,17 @@ def _forward_kernel(
         [
             (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
                        num_user_steps, num_blocks, num_entries, num_users,
-                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, 0)),
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 0)),
             (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
                        num_user_steps, num_blocks, num_entries, num_users,
-                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, 1)),
-            (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, num_user_tiles, num_tiles, num_steps,
-                    num_user_steps, num_entries, num_users, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED)),
+                       ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 1)),
+            (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, num_user_tiles, num_tiles, num_steps,
+                    num_user_steps, num_entries, num_users,
+                    ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

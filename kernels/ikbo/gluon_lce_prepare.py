@@ -22,7 +22,7 @@ _COLUMNS = 1024  # of a weight, at a time
 def prepare(
     weight: Tensor, w_user: Tensor, offsets: Tensor, num_entries: int, num_flags: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(weight, w_user, both with rows that start at lines, the owner of each entry, int32, and flags that are down, int32)."""
+    """(weight, w_user, both with rows that start at lines, owners of the entries, flags that are down, both int32)."""
     owners = torch.empty(num_entries, dtype=torch.int32, device=weight.device)
     flags = torch.empty(num_flags, dtype=torch.int32, device=weight.device)
     weight_lines, user_lines = room(weight, LINE), room(w_user, LINE)

@@ -13,8 +13,9 @@ entries mostly have one owner, so that what is added to their products is mostly
 A chunk of 12 entries has all its tiles side by side, which read the same inputs at about the same time. A stage of the
 ring is 7 blocks of 64 x 64, the 3 that every consumer reads first, for either form.
 
-Few users are cut into tiles with one block where others have three (DEPTH 1 instead of 3 of what follows): more programs
-share them, and candidates wait less.
+Few users are cut into tiles with one block where others have three (SHARED of what follows): more programs share them,
+and candidates wait less. Where nearly every candidate has a user of its own, a tile of candidates runs through the
+tokens of its users first (WITHIN), and there are no tiles of users.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def tile_at(
 
 
 @gluon.jit
-def _load_tile(
-    w_desc, x_desc, ring, full, empty, step, num_steps, entry, n, block,
+def _load_steps(
+    w_desc, x_desc, ring, full, empty, step, num_steps, entries, n, block,
     SHARED: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = w_desc.dtype
@@ -112,20 +113,37 @@ def _load_tile(
             )
         for i in gl.static_range(NUM_X):
             panel = ring.index(stage * PANELS + FIRST_X + i)._reinterpret(dtype, [1, 64, 64], X_LAYOUT)
-            tma.async_copy_global_to_shared(x_desc, [entry + i, k * 64, n * 64], full.index(stage), panel)
+            tma.async_copy_global_to_shared(x_desc, [entries[i], k * 64, n * 64], full.index(stage), panel)
         step += 1
     return step
 
 
 @gluon.jit
-def _load_either(
-    w_desc, x_desc, ring, full, empty, step, num_steps, rows, entry, n, block,
-    SHARED: gl.constexpr, STAGES: gl.constexpr,
+def _neighbours(entry):
+    return entry, entry + 1, entry + 2, entry + 3
+
+
+@gluon.jit
+def _owners_of(owners, entry, num_entries):
+    last = num_entries - 1
+    first, second = gl.load(owners + entry), gl.load(owners + gl.minimum(entry + 1, last))
+    third, fourth = gl.load(owners + gl.minimum(entry + 2, last)), gl.load(owners + gl.minimum(entry + 3, last))
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _load_tile(
+    w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, step, num_steps, num_user_steps, num_entries, entry, n,
+    block, SHARED: gl.constexpr, STAGES: gl.constexpr, WITHIN: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    if rows:
-        step = _load_tile(w_desc, x_desc, ring, full, empty, step, num_steps, entry, n, block, SHARED, STAGES, True)
-    else:
-        step = _load_tile(w_desc, x_desc, ring, full, empty, step, num_steps, entry, n, block, SHARED, STAGES, False)
+    full, empty = barriers
+    if WITHIN:
+        of_users = _owners_of(owners, entry, num_entries)
+        step = _load_steps(
+            wu_desc, xu_desc, ring, full, empty, step, num_user_steps, of_users, n, block, SHARED, STAGES, ROWS
+        )
+    entries = _neighbours(entry)
+    step = _load_steps(w_desc, x_desc, ring, full, empty, step, num_steps, entries, n, block, SHARED, STAGES, ROWS)
     # A stage for the results.
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -135,12 +153,11 @@ def _load_either(
 
 @gluon.jit
 def load(
-    w_desc, x_desc, wu_desc, xu_desc, ring, barriers, num_user_tiles, num_tiles, num_steps, num_user_steps,
+    w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, num_user_tiles, num_tiles, num_steps, num_user_steps,
     num_entries, num_users, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr,
-    STAGES: gl.constexpr, USER_SHARED: gl.constexpr,
+    STAGES: gl.constexpr, USER_SHARED: gl.constexpr, WITHIN: gl.constexpr,
 ):  # fmt: skip
     """The loading warpgroup. The ring does not stop between tiles, nor between users and candidates."""
-    full, empty = barriers
     step = 0
     user_turns, turns = turns_of(num_user_tiles, num_tiles)
     if USER_SHARED > 0:
@@ -148,11 +165,25 @@ def load(
             rows, entry, n, block = tile_at(
                 turn, user_turns, num_users, True, USER_SHARED, ROW_TILES, COLUMN_TILES, BLOCKS_N
             )
-            step = _load_either(
-                wu_desc, xu_desc, ring, full, empty, step, num_user_steps, rows, entry, n, block, USER_SHARED, STAGES
-            )
+            if rows:
+                step = _load_tile(
+                    wu_desc, xu_desc, wu_desc, xu_desc, ring, barriers, owners, step, num_user_steps, 0, num_users,
+                    entry, n, block, USER_SHARED, STAGES, False, True,
+                )  # fmt: skip
+            else:
+                step = _load_tile(
+                    wu_desc, xu_desc, wu_desc, xu_desc, ring, barriers, owners, step, num_user_steps, 0, num_users,
+                    entry, n, block, USER_SHARED, STAGES, False, False,
+                )  # fmt: skip
     for turn in range(user_turns, turns):
         rows, entry, n, block = tile_at(turn, user_turns, num_entries, False, 3, ROW_TILES, COLUMN_TILES, BLOCKS_N)
-        step = _load_either(
-            w_desc, x_desc, ring, full, empty, step, num_steps, rows, entry, n, block, SHARED_PANELS, STAGES
-        )
+        if rows:
+            step = _load_tile(
+                w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, step, num_steps, num_user_steps, num_entries,
+                entry, n, block, SHARED_PANELS, STAGES, WITHIN, True,
+            )  # fmt: skip
+        else:
+            step = _load_tile(
+                w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, step, num_steps, num_user_steps, num_entries,
+                entry, n, block, SHARED_PANELS, STAGES, WITHIN, False,
+            )  # fmt: skip

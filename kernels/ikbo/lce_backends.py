@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.ikbo import lce_torch
 from kernels.ikbo.lce_operator import Gradients, compression_operator, gradients_with
 
 MIN_ROWS = 128
@@ -79,14 +78,10 @@ def _gluon_supports(
     return None
 
 
-# By name: both lose to torch's products somewhere, the first everywhere, the second with few candidates a request.
+# By name: it loses to torch's products everywhere.
 triton_compression = dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
     compression_operator("triton", _triton_forward, _triton_backward)
 )
-gluon_compression = dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=-2)(
+gluon_compression = dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=20)(
     compression_operator("gluon", _gluon_forward, _gluon_backward)
-)
-# What serves on Hopper. Nor does a program of its kernels wait for another, as in the forward of `gluon`.
-hopper_compression = dispatch.register("linear_compression", "hopper", supports=_gluon_supports, priority=20)(
-    compression_operator("hopper", lce_torch.forward, _gluon_backward)
 )

@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes
 
 
 def room(matrix: Tensor, alignment: int) -> Tensor:
-    """The matrix if its last dimension is contiguous and its rows start at multiples of so many bytes, or room for it."""
+    """The matrix if it is contiguous in its last dimension with rows at multiples of so many bytes, or room for it."""
     step = alignment // matrix.element_size()
     rows, columns = matrix.shape
     row_step = matrix.stride(0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
-from kernels.ikbo import linear_compression
+from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.bench_lce_peer import load_peer
 from kernels.ikbo.lce_reference import owners_of
 from kernels.ikbo.lce_torch import aligned
@@ -51,7 +51,12 @@ def cases(device: torch.device) -> list[Case]:
         if direction == "fwd" or (count, ratio) in BACKWARD
     ]
     start = Shape(1024, 70, 1178, 866) if gpu else Shape(*CPU_SIZES[0], **small)
-    return [*found, Case(f"lce_stages_B{start.num_candidates}_ratio{start.ratio}", partial(_stages, start))]
+    named = f"B{start.num_candidates}_ratio{start.ratio}"
+    return [
+        *found,
+        Case(f"lce_float8_{named}", partial(_float8, Shape(*GPU_SIZES[1]) if gpu else start)),
+        Case(f"lce_stages_{named}", partial(_stages, start)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,29 @@ def _expected(inputs: _Inputs, backward: bool) -> tuple[Tensor, ...]:
     leaves = [leaf.detach().float().requires_grad_(backward) for leaf in inputs.leaves]
     out = inputs.compress("reference", *leaves)
     return torch.autograd.grad(out, leaves, inputs.cotangent.float()) if backward else (out,)
+
+
+def _float8(shape: Shape, device: torch.device) -> Problem:
+    """Operands that are float8 already, against the same in 16 bits and against quantising the inputs first."""
+    inputs = _inputs(shape, device, backward=False)
+    candidate, user, w_candidate, w_user = inputs.leaves
+    weights = float8_weight(w_candidate), float8_weight(w_user)
+    tokens = float8_tokens(candidate), float8_tokens(user)
+
+    def compress(candidate: Float8, user: Float8, backend: str | None) -> Tensor:
+        return linear_compression_float8(
+            candidate, user, *weights, inputs.offsets, dtype=torch.float16, backend=backend
+        )
+
+    contenders = backends_of(
+        "linear_compression_float8", lambda backend: Runner(lambda: compress(*tokens, backend))
+    ) | {
+        "quantised first": lambda: Runner(lambda: compress(float8_tokens(candidate), float8_tokens(user), None)),
+        "not quantised": lambda: Runner(lambda: linear_compression(*inputs.leaves, inputs.offsets)),
+    }
+    flops, size = _work(shape, 1)
+    check = check_relative_error(_expected(inputs, backward=False), 0.05)  # two operands of three bits each
+    return Problem(contenders, check, flops, size + inputs.cotangent.numel())  # results have two bytes
 
 
 def _stages(shape: Shape, device: torch.device) -> Problem:

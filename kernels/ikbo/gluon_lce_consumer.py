@@ -40,6 +40,8 @@ def _issue(
     """
     dtype: gl.constexpr = ring.dtype
     OPERAND: gl.constexpr = ring.layout
+    BLOCK_K: gl.constexpr = ring.shape[2]
+    ALONG: gl.constexpr = dtype.primitive_bitwidth == 8
     acc0 = gl.zeros((64, 128), gl.float32, LAYOUT)
     acc1 = acc0
     acc2 = acc0
@@ -49,15 +51,23 @@ def _issue(
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         own = ring.index(first + SHARED_PANELS + 2 * C)
         if ROWS:  # own: a block of two entries
-            b = own._reinterpret(dtype, [64, 128], OPERAND)
+            if ALONG:
+                b = own._reinterpret(dtype, [128, BLOCK_K], OPERAND).permute((1, 0))
+            else:
+                b = own._reinterpret(dtype, [64, 128], OPERAND)
             a0 = ring.index(first)
             a1 = ring.index(first + 1)
             a2 = ring.index(first + 2)
         else:  # own: two blocks of the weight
-            b = own._reinterpret(dtype, [128, 64], OPERAND).permute((1, 0))
-            a0 = ring.index(first).permute((1, 0))
-            a1 = ring.index(first + 1).permute((1, 0))
-            a2 = ring.index(first + 2).permute((1, 0))
+            b = own._reinterpret(dtype, [128, BLOCK_K], OPERAND).permute((1, 0))
+            if ALONG:
+                a0 = ring.index(first)
+                a1 = ring.index(first + 1)
+                a2 = ring.index(first + 2)
+            else:
+                a0 = ring.index(first).permute((1, 0))
+                a1 = ring.index(first + 1).permute((1, 0))
+                a2 = ring.index(first + 2).permute((1, 0))
         acc0 = warpgroup_mma(a0, b, acc0, is_async=True)
         if SHARED == 3:
             acc1 = warpgroup_mma(a1, b, acc1, is_async=True)
@@ -89,6 +99,15 @@ def _load_block(scratch, index):
 
 
 @gluon.jit
+def _scaled(block, scales, m, ROWS: gl.constexpr):
+    """A block of results times the scales of its 64 rows of the weight."""
+    LAYOUT: gl.constexpr = block.type.layout
+    AXIS: gl.constexpr = 1 if ROWS else 0
+    scale = gl.load(scales + m * 64 + gl.arange(0, 64, gl.SliceLayout(AXIS, LAYOUT)))
+    return block * gl.expand_dims(scale, AXIS)
+
+
+@gluon.jit
 def _store_block(scratch, index, block):
     flat = cells(block)
     gl.store(scratch + index.to(gl.int64) * BLOCK + gl.arange(0, 4096, flat.type.layout), flat)
@@ -115,12 +134,12 @@ def _flag_of(
 
 @gluon.jit
 def _user_tile(
-    ring, barriers, scratch, flags, step, num_steps, num_users, entry, n, block,
+    ring, barriers, scratch, scales, flags, step, num_steps, num_users, entry, n, block,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, SHARED: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // ring.dtype.primitive_bitwidth])
     BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
     ENTRIES: gl.constexpr = 2 if ROWS else SHARED  # of this consumer
     acc0, acc1, acc2, step = _issue(ring, full, empty, step, num_steps, LAYOUT, SHARED, STAGES, ROWS, C)
@@ -133,7 +152,10 @@ def _user_tile(
             row = entry + (2 * C + h if ROWS else i)
             m = block + (i if ROWS else 2 * C + h)
             if row < num_users:
-                _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), halves[h])
+                result = halves[h]
+                if ring.dtype.primitive_bitwidth == 8:
+                    result = _scaled(result, scales, m, ROWS)
+                _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), result)
     _barrier()
     for e in gl.static_range(ENTRIES):
         row = entry + (2 * C + e if ROWS else e)
@@ -167,12 +189,14 @@ def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
     TMA writes nothing of entries and rows that there are none of.
     """
     OUT: gl.constexpr = out_desc.layout
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    matrix = panel._reinterpret(out_desc.dtype, [64, 64], MATRIX)
     tma.store_wait(OUT_PANELS - 1)
     _barrier()
     if ROWS:
-        panel.store(result)
+        matrix.store(result)
     else:
-        panel.permute((1, 0)).store(result)
+        matrix.permute((1, 0)).store(result)
     fence_async_shared()
     tma.async_copy_shared_to_global(
         out_desc, [row, m * 64, n * 64], panel._reinterpret(out_desc.dtype, [1, 64, 64], OUT)
@@ -181,7 +205,7 @@ def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    j: gl.constexpr, out_desc, ring, first_panel, scratch, added, halves, rows_of, first_entry, first_m, n,
+    j: gl.constexpr, out_desc, ring, first_panel, scratch, scales, added, halves, rows_of, first_entry, first_m, n,
     BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr, USERS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Block j of the six of a consumer: ones that want the same block of users are one behind the other.
@@ -191,6 +215,8 @@ def _finish(
     ENTRIES: gl.constexpr = 2 if ROWS else 3
     e: gl.constexpr = j % ENTRIES
     result = halves[j // 2][j % 2] if ROWS else halves[j % 3][j // 3]
+    if ring.dtype.primitive_bitwidth == 8:
+        result = _scaled(result, scales, first_m + j // ENTRIES, ROWS)
     if USERS:
         result += added
     result = result.to(out_desc.dtype)
@@ -211,13 +237,13 @@ def _finish(
 
 @gluon.jit
 def _candidate_tile(
-    out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries, num_steps,
+    out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries, num_steps,
     entry, n, block,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USERS: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // ring.dtype.primitive_bitwidth])
     BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
     ENTRIES: gl.constexpr = 2 if ROWS else 3
     first_entry = entry + (2 * C if ROWS else 0)
@@ -244,7 +270,7 @@ def _candidate_tile(
     halves = (_halves(acc0), _halves(acc1), _halves(acc2))
     for j in gl.static_range(6):
         added = _finish(
-            j, out_desc, ring, first_panel, scratch, added, halves, rows_of, first_entry, first_m, n,
+            j, out_desc, ring, first_panel, scratch, scales, added, halves, rows_of, first_entry, first_m, n,
             BLOCKS_N, BLOCKS_M, USERS, ROWS,
         )  # fmt: skip
     return step + 1, ready
@@ -252,8 +278,8 @@ def _candidate_tile(
 
 @gluon.jit
 def consume(
-    out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps, num_user_steps,
-    num_blocks, num_entries, num_users,
+    out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles, num_tiles, num_steps,
+    num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USER_SHARED: gl.constexpr, WITHIN: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -268,12 +294,12 @@ def consume(
             )
             if rows:
                 step = _user_tile(
-                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
+                    ring, barriers, scratch, user_scales, flags, step, num_user_steps, num_users, entry, n, block,
                     ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, True, C,
                 )  # fmt: skip
             else:
                 step = _user_tile(
-                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
+                    ring, barriers, scratch, user_scales, flags, step, num_user_steps, num_users, entry, n, block,
                     ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, False, C,
                 )  # fmt: skip
     steps = num_steps
@@ -283,12 +309,12 @@ def consume(
         rows, entry, n, block = tile_at(turn, user_turns, num_entries, False, 3, ROW_TILES, COLUMN_TILES, BLOCKS_N)
         if rows:
             step, ready = _candidate_tile(
-                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
+                out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries,
                 steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, True, C,
             )  # fmt: skip
         else:
             step, ready = _candidate_tile(
-                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
+                out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries,
                 steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, False, C,
             )  # fmt: skip
     tma.store_wait(0)

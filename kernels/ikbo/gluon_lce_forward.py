@@ -17,6 +17,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -50,49 +51,73 @@ def tiling(num_rows: int) -> tuple[int, int]:
     )
 
 
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+def _layout(dtype: torch.dtype, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dtype.itemsize, rank=rank)
 
 
 def _weight_descriptor(weight: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [64, 64], _layout(2))
+    block = [64, LINE // weight.element_size()]
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block, _layout(weight.dtype, 2))
 
 
 def batch_descriptor(x: Tensor) -> TensorDescriptor:
-    """Blocks [1, 64, 64] of x [B, K, N]; x is copied if TMA cannot address it, as an expanded one."""
-    if x.stride(2) != 1 or min(x.stride()) <= 0 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64, 64], _layout(3))
+    """Blocks [1, 64, 64] of x [B, K, N], or [1, 64, 128] of float8 x.mT; x is copied if TMA cannot address it."""
+    size = x.element_size()
+    if size == 1:
+        x = x.mT
+    if (
+        x.stride(2) != 1
+        or min(x.stride()) <= 0
+        or any(step * size % 16 for step in x.stride()[:2])
+        or x.data_ptr() % 16
+    ):
+        lines = x.new_empty(*x.shape[:2], -(-x.shape[2] * size // LINE) * LINE // size)
+        x = lines[:, :, : x.shape[2]].copy_(x)
+    block = [1, 64, LINE // size]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(x.dtype, 3))
 
 
 def compress(
-    x: Tensor, weight: Tensor, user: Tensor | None = None, w_user: Tensor | None = None, offsets: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    user: Tensor | None = None,
+    w_user: Tensor | None = None,
+    offsets: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """out[b] = weight x[b] + w_user user[owner of b]: [B, M, N] of x's dtype, contiguous.
 
     x [B, K, N], weight [M, K], user [R, Ku, N], w_user [M, Ku], float16 or bfloat16, N a multiple of 128, any strides;
     offsets [R + 1] as in the public function. Without users their part is left out.
+
+    Or, with users, all float8_e4m3fn: then the rows of either product are multiplied by its scales [M], float32, and
+    the result has the `dtype` float16 or bfloat16.
     """
     num_entries, depth, width = x.shape
     num_rows = weight.shape[0]
-    out = torch.empty(num_entries, num_rows, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_entries, num_rows, width, dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     tiles = tiling(num_rows)
     row_tiles, column_tiles = tiles
-    blocks_n = width // 64
+    blocks_n, block_k = width // 64, LINE // x.element_size()
     total = num_tiles(num_entries, blocks_n, tiles)
     programs = processors(x.device)
     owners, scratch, flags = out, out, out
+    row_scales = [out, out]
+    if scales is not None:
+        row_scales = [pad(scale, (0, 64 * (3 * row_tiles + 4 * column_tiles) - num_rows)) for scale in scales]
     num_users, user_shared, user_tiles, user_steps, blocks = 0, 0, 0, 0, 0
     user_descs, within = None, False
     if user is not None and w_user is not None and offsets is not None and user.shape[0]:
         num_users = user.shape[0]
-        user_shared, user_tiles = _tiles_of_users(num_users, num_entries, blocks_n, tiles, programs)
-        user_steps = -(-user.shape[1] // 64)
-        within = user_shared == 0
+        # Both products of float8 have scales of their own, so they cannot share an accumulator.
+        within = 3 * num_users > 2 * num_entries and scales is None
+        user_steps = -(-user.shape[1] // block_k)
         num_flags = 1
         if not within:
+            user_shared, user_tiles = _tiles_of_users(num_users, blocks_n, tiles, programs)
             num_flags += num_users * blocks_n * (row_tiles + 2 * column_tiles)
             blocks = num_users * blocks_n * (3 * row_tiles + 4 * column_tiles)
             scratch = torch.empty(blocks * BLOCK.value, dtype=torch.float32, device=x.device)
@@ -104,32 +129,28 @@ def compress(
     constants = row_tiles, column_tiles, blocks_n, STAGES, user_shared, within
     _launch_forward(
         (min(programs, total + user_tiles), 1, 1),
-        (x.device, x.dtype, *constants),
-        *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, flags, user_tiles, total,
-        -(-depth // 64), user_steps, blocks, num_entries, num_users, *constants,
+        (x.device, x.dtype, out.dtype, *constants),
+        *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, *row_scales, flags, user_tiles,
+        total, -(-depth // block_k), user_steps, blocks, num_entries, num_users, *constants,
     )  # fmt: skip
     return out
 
 
-def _tiles_of_users(
-    num_users: int, num_entries: int, blocks_n: int, tiles: tuple[int, int], programs: int
-) -> tuple[int, int]:
-    """(USER_SHARED, tiles of the users), zeros where tiles of candidates run through the tokens of their users."""
-    if 3 * num_users > 2 * num_entries:
-        return 0, 0
+def _tiles_of_users(num_users: int, blocks_n: int, tiles: tuple[int, int], programs: int) -> tuple[int, int]:
+    """(USER_SHARED, tiles of the users): small ones if that makes no more than there are programs."""
     small = num_tiles(num_users, blocks_n, tiles, shared=1)
     return (1, small) if small <= programs else (3, num_tiles(num_users, blocks_n, tiles))
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
-    w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-    num_user_steps, num_blocks, num_entries, num_users,
+    w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, scales, user_scales, flags, num_user_tiles,
+    num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USER_SHARED: gl.constexpr, WITHIN: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = w_desc.dtype
-    ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS, 64, 64], w_desc.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS, 64, w_desc.block_type.shape[1]], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -139,11 +160,11 @@ def _forward_kernel(
     barriers = (full, empty)
     gl.warp_specialize(
         [
-            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-                       num_user_steps, num_blocks, num_entries, num_users,
+            (consume, (out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles,
+                       num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
                        ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 0)),
-            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
-                       num_user_steps, num_blocks, num_entries, num_users,
+            (consume, (out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles,
+                       num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
                        ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 1)),
             (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, num_user_tiles, num_tiles, num_steps,
                     num_user_steps, num_entries, num_users,

@@ -99,6 +99,7 @@ def _load_steps(
 ):  # fmt: skip
     dtype: gl.constexpr = w_desc.dtype
     X_LAYOUT: gl.constexpr = x_desc.layout
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     FIRST_W: gl.constexpr = 0 if ROWS else SHARED_PANELS
     FIRST_X: gl.constexpr = SHARED_PANELS if ROWS else 0
     NUM_W: gl.constexpr = SHARED if ROWS else 4
@@ -109,11 +110,14 @@ def _load_steps(
         mbarrier.expect(full.index(stage), (SHARED + 4) * w_desc.block_type.nbytes)
         for i in gl.static_range(NUM_W):
             tma.async_copy_global_to_shared(
-                w_desc, [(block + i) * 64, k * 64], full.index(stage), ring.index(stage * PANELS + FIRST_W + i)
+                w_desc, [(block + i) * 64, k * BLOCK_K], full.index(stage), ring.index(stage * PANELS + FIRST_W + i)
             )
         for i in gl.static_range(NUM_X):
-            panel = ring.index(stage * PANELS + FIRST_X + i)._reinterpret(dtype, [1, 64, 64], X_LAYOUT)
-            tma.async_copy_global_to_shared(x_desc, [entries[i], k * 64, n * 64], full.index(stage), panel)
+            panel = ring.index(stage * PANELS + FIRST_X + i)._reinterpret(dtype, [1, 64, BLOCK_K], X_LAYOUT)
+            if dtype.primitive_bitwidth == 8:
+                tma.async_copy_global_to_shared(x_desc, [entries[i], n * 64, k * BLOCK_K], full.index(stage), panel)
+            else:
+                tma.async_copy_global_to_shared(x_desc, [entries[i], k * BLOCK_K, n * 64], full.index(stage), panel)
         step += 1
     return step
 

@@ -1,0 +1,167 @@
+"""Linear compression of float8 operands, for inference: quantisation, specification and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.custom_op import custom_op
+from kernels.ikbo import lce_reference
+from kernels.ikbo.lce_backends import MIN_ROWS
+from kernels.ikbo.lce_torch import room
+from kernels.jagged.checks import check_offsets
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+LINE = 128  # codes, which are bytes; rows of them start at lines of a cache
+
+
+class Float8(NamedTuple):
+    """codes * scale: codes float8_e4m3fn, scale float32, one number or, of a weight [M, K], one a row [M]."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def _quantize(x: Tensor, largest: Tensor, room_for_codes: Tensor) -> Float8:
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    values = (x.float() / scale.reshape(-1, *[1] * (x.dim() - 1))).clamp(-LARGEST, LARGEST)
+    return Float8(room_for_codes.copy_(values), scale)
+
+
+def float8_tokens(x: Tensor) -> Float8:
+    """Tokens x [B, K, N], floating: one scale for all; codes [B, K, N] with the tokens next to each other in memory.
+
+    That is how products of float8 on Hopper read them; who writes them so need not call this.
+    """
+    count, depth, width = x.shape
+    codes = x.new_empty(count, width, -(-depth // LINE) * LINE, dtype=torch.float8_e4m3fn)[:, :, :depth].mT
+    return _quantize(x, x.abs().amax().float(), codes)
+
+
+def float8_weight(weight: Tensor) -> Float8:
+    """A weight [M, K], floating: one scale a row."""
+    codes = room(weight.new_empty(weight.shape, dtype=torch.float8_e4m3fn), LINE)
+    return _quantize(weight, weight.abs().amax(1).float(), codes)
+
+
+def linear_compression_float8(
+    candidate: Float8,
+    user: Float8,
+    w_candidate: Float8,
+    w_user: Float8,
+    candidate_offsets: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """`linear_compression` of float8 operands: [C, M, N] of `dtype`, float16 or bfloat16. It has no gradients.
+
+    candidate [C, Kc, N] and user [R, Ku, N] with one scale each (`float8_tokens`), w_candidate [M, Kc] and w_user
+    [M, Ku] with one scale a row (`float8_weight`); candidate_offsets [R + 1], int32 or int64. Both products are scaled
+    and added in float32.
+
+    ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not run from 0 to C.
+    """
+    _check(candidate, user, w_candidate, w_user, candidate_offsets)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
+    compress = dispatch.choose(
+        "linear_compression_float8",
+        backend,
+        candidate.codes,
+        num_out=w_candidate.codes.shape[0],
+        width=candidate.codes.shape[2],
+        least_depth=min(candidate.codes.shape[1], user.codes.shape[1]),
+    )
+    return compress(*candidate, *user, *w_candidate, *w_user, candidate_offsets, dtype)
+
+
+def _check(candidate: Float8, user: Float8, w_candidate: Float8, w_user: Float8, offsets: Tensor) -> None:
+    operands = {"candidate": candidate, "user": user, "w_candidate": w_candidate, "w_user": w_user}
+    for name, (codes, scale) in operands.items():
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"the codes of {name} must be torch.float8_e4m3fn, got {codes.dtype}")
+        rank, scales = (2, codes.shape[:1]) if name.startswith("w_") else (3, ())
+        if codes.dim() != rank or scale.shape != scales or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must have codes of {rank} dimensions and float32 scales {list(scales)}, got codes "
+                f"{tuple(codes.shape)} and {scale.dtype} scales {tuple(scale.shape)}"
+            )
+    num_out = w_candidate.codes.shape[0]
+    for name, x, weight in (("candidate", candidate, w_candidate), ("user", user, w_user)):
+        shape = x.codes.shape
+        if shape[2] != candidate.codes.shape[2] or weight.codes.shape != (num_out, shape[1]):
+            raise ValueError(
+                f"{name} {tuple(shape)} and w_{name} {tuple(weight.codes.shape)} do not fit; expected [., K, "
+                f"{candidate.codes.shape[2]}] and [{num_out}, K]"
+            )
+    if offsets.shape != (user.codes.shape[0] + 1,):
+        raise ValueError(
+            f"candidate_offsets have shape {tuple(offsets.shape)}; {user.codes.shape[0]} users need "
+            f"[{user.codes.shape[0] + 1}]"
+        )
+    check_offsets(candidate.codes.shape[0], offsets)
+
+
+@dispatch.register("linear_compression_float8", "reference")
+def _reference(
+    candidate: Tensor,
+    candidate_scale: Tensor,
+    user: Tensor,
+    user_scale: Tensor,
+    w_candidate: Tensor,
+    w_candidate_scale: Tensor,
+    w_user: Tensor,
+    w_user_scale: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = lce_reference.linear_compression(
+        candidate.float() * candidate_scale,
+        w_candidate.float() * w_candidate_scale[:, None],
+        [user.float() * user_scale],
+        [w_user.float() * w_user_scale[:, None]],
+        [offsets],
+    )
+    return out.to(dtype)
+
+
+def _supports(
+    *, device: str, capability: Hashable, dtype: torch.dtype, num_out: int, width: int, least_depth: int
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+        return reason
+    if num_out <= MIN_ROWS:
+        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
+    if width % 128:
+        return f"needs a width that is a multiple of 128, got {width}"
+    return None if least_depth else "needs a token of both: TMA does not describe empty tensors"
+
+
+@dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=-1)
+@custom_op("gemsmith::lce_float8_gluon")
+def _gluon(
+    candidate: Tensor,
+    candidate_scale: Tensor,
+    user: Tensor,
+    user_scale: Tensor,
+    w_candidate: Tensor,
+    w_candidate_scale: Tensor,
+    w_user: Tensor,
+    w_user_scale: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    from kernels.ikbo.gluon_lce_forward import compress
+
+    scales = w_candidate_scale * candidate_scale, w_user_scale * user_scale
+    return compress(candidate, w_candidate, user, w_user, offsets.contiguous(), scales, dtype)
+
+
+@_gluon.register_fake
+def _(candidate: Tensor, scale: Tensor, user: Tensor, user_scale: Tensor, w_candidate: Tensor, *rest: Any) -> Tensor:
+    return candidate.new_empty(candidate.shape[0], w_candidate.shape[0], candidate.shape[2], dtype=rest[-1])

@@ -142,7 +142,7 @@ def _supports(
     return None if least_depth else "needs a token of both: TMA does not describe empty tensors"
 
 
-@dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=-1)
+@dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=20)
 @custom_op("gemsmith::lce_float8_gluon")
 def _gluon(
     candidate: Tensor,

@@ -3,9 +3,14 @@
 Names: q, k, v and g (the gradient of the output) are tiles in shared memory, s the scores, p the activations, ds the
 gradient of the scores; products are taken on the transposed scores, [64 keys, 64 queries], so that p and ds are left
 operands in registers for dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and columns
-[C d / 2, (C + 1) d / 2) of dq. The order of products is that of `kernels.jagged.gluon_backward_consumer`: dq, which
-takes the ds of both warpgroups, one step late; the scores of a step at the end of the one before, over the borders of
-key tiles and rows.
+[C d / 2, (C + 1) d / 2) of dq. As in `kernels.jagged.gluon_backward_consumer` dq, which takes the ds of both
+warpgroups, is made one step late, and the scores of a step at the end of the one before, over the borders of key tiles
+and rows.
+
+Registers decide the speed: 128 of a thread's 240 are sums of dk and dv, and at most three more blocks of 32 are alive
+at a time. Local memory is no place for the rest, because shared memory leaves too little of the first cache: a value
+that is spilled takes as long to come back as one from memory. So there is one loop over steps, whose numbers are read
+from shared memory where they are used, see `gluon_backward_items`.
 
 Nothing of a row is summed, so a step needs its own tiles alone. But the slope of an activation at 0 is not 0: pairs
 that do not exist are masked in the scores, for p, and again in dp, for ds.
@@ -15,7 +20,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,40 +30,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.gdpa.gluon_activations import kind_of, rounded
 from kernels.gdpa.gluon_backward_activations import rounded_product, unscaled_factors, unscaled_value_and_slope
+from kernels.gdpa.gluon_backward_items import (
+    FIRST,
+    HEAD,
+    KEY,
+    KEYS_LEFT,
+    KIND,
+    LAST,
+    LEAVES,
+    OFFSET,
+    QUERIES_LEFT,
+    QUERY,
+    SCRATCH_TILE,
+    STARTS,
+    STOP,
+    field,
+    read_control,
+)
 from kernels.jagged.gluon_backward_consumer import SCORES, cells, load_dq, store_rows
-from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tiles_of, turns_of
-
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-ENTRY = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
-
-
-@gluon.jit
-def _ask_for_item(table_ptr, turn, num_items, buffer, HEADS: gl.constexpr):
-    """Start to copy the table's entry of the item of a turn, of the last item after that, to shared memory.
-
-    A load into registers would be waited for at once, because the compiler keeps such values as uniform ones.
-    """
-    item = gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
-    entry = table_ptr + (1 + item // HEADS).to(gl.int64) * 8
-    async_copy.async_copy_global_to_shared(buffer, entry + gl.arange(0, 8, LINE))
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _field(entry, index: gl.constexpr):
-    return gl.sum(gl.where(gl.arange(0, 8, ENTRY) == index, entry, 0), 0)
-
-
-@gluon.jit
-def _asked_item(turn, num_items, buffer, HEADS: gl.constexpr):
-    """What `tile_of` of `kernels.jagged.gluon_backward_steps` returns, from the entry that was asked for."""
-    async_copy.wait_group(0)
-    entry = buffer.load(ENTRY)
-    item = gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
-    return (
-        _field(entry, 0), _field(entry, 1), _field(entry, 2), _field(entry, 3), _field(entry, 4), _field(entry, 5),
-        item % HEADS,
-    )  # fmt: skip
+from kernels.jagged.gluon_backward_steps import STAGES
 
 
 @gluon.jit
@@ -89,16 +78,18 @@ def _existing(x, keys, queries, offset, left, right, LEFT: gl.constexpr, RIGHT: 
 
 
 @gluon.jit
-def _put_dq(dq, earlier, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
-    """dq of one key tile to the scratch, or with the last key tile, and what `earlier` ones left, to `pointer`.
+def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
+    """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
 
     The caller sees to it that the key tiles of a row take turns, in their order.
     """
     if last:
         LAYOUT: gl.constexpr = dq.type.layout
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        # Not known before, or it and what follows from it would be computed once and spilled.
+        row += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [rows], gl.int32, False, 1)
         column = gl.expand_dims(gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-        x = ((dq + earlier) * scale).to(pointer.dtype.element_ty)
+        x = (dq * scale).to(pointer.dtype.element_ty)
         gl.store(gl.expand_dims(pointer + row * STRIDE, 1) + column, x, mask=gl.expand_dims(row < rows, 1))
     else:
         flat = cells(dq)
@@ -128,149 +119,138 @@ def _store_tile(x, buffer, desc, row, column, pointer, rows, STRIDE: gl.constexp
 
 
 @gluon.jit
+def _place_of(control, scratch_ptr, D: gl.constexpr, C: gl.constexpr):
+    return scratch_ptr + (field(control, SCRATCH_TILE).to(gl.int64) * (64 * D) + C * (32 * D))
+
+
+@gluon.jit
+def _begin_dq(controls, step, scratch_ptr, D: gl.constexpr, C: gl.constexpr):
+    """What earlier key tiles left of columns C of dq of a step, if it is the last to add to them, or zeros."""
+    control = read_control(controls, step)
+    wanted = (field(control, KIND) & (FIRST | LAST) == LAST) & (step >= 0)
+    return load_dq(_place_of(control, scratch_ptr, D, C), wanted, D // 2)
+
+
+@gluon.jit
+def _end_dq(
+    dq, controls, step, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Columns C of dq of a step to where they belong; there is nothing before the first step."""
+    control = read_control(controls, step)
+    kind = field(control, KIND)
+    rows = gl.where(step < 0, 0, field(control, QUERIES_LEFT))
+    out = dq_ptr + (field(control, QUERY).to(gl.int64) * (HEADS * D) + (field(control, HEAD) * D + C * (D // 2)))
+    first = kind & FIRST != 0
+    last = (kind & LAST != 0) | (step < 0)
+    _put_dq(dq, _place_of(control, scratch_ptr, D, C), out, rows, scale, first, last, HEADS * D)
+
+
+@gluon.jit
 def differentiate(
-    dk_desc, dv_desc, buffers, bars, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale,
-    out_scale, left, right, KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
+    dk_desc, dv_desc, buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+    KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, OWNED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
-    k_s, v_s, q_s, g_s, ds_s, item_s = buffers
-    q_full, g_full, q_empty, g_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
+    k_s, v_s, q_s, g_s, ds_s, controls = buffers
+    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
     HALF: gl.constexpr = D // 2
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
-    num_items = gl.load(table_ptr) * HEADS
-    scratch = scratch_ptr + C * (64 * HALF)
     value_factor, slope_factor = unscaled_factors(score_scale, KINDS, dtype)
     dv_scale = value_factor * out_scale
     scale = slope_factor * score_scale * out_scale
     zeros = gl.zeros((64, 64), gl.float32, SCORES)
+    dk = gl.zeros((64, D), gl.float32, WIDE)
+    dv = gl.zeros((64, D), gl.float32, WIDE)
     tile = 0
     step = 0
-    # What dq of the step before needs; before the first step it has no rows to write.
-    place = scratch
-    out = dq_ptr
-    rows = 0
-    first = True
-    last = True
-    left_tile = False
-    old_slot = 0
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(kv_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    _ask_for_item(table_ptr, 0, num_items, item_s.index(2 * C), HEADS)
-    for turn in range(turns_of(num_items)):
-        q_start, q_length, k_start, k_length, first_tile, j, head = _asked_item(
-            turn, num_items, item_s.index(2 * C + turn % 2), HEADS
-        )
-        _ask_for_item(table_ptr, turn + 1, num_items, item_s.index(2 * C + (turn + 1) % 2), HEADS)
-        query_tiles = (q_length + 63) // 64
-        key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-        keys = k_length - j * 128 - C * 64
-        dk = gl.zeros((64, D), gl.float32, WIDE)
-        dv = gl.zeros((64, D), gl.float32, WIDE)
-        steps = (high - low) * GROUP
+    more = field(read_control(controls, 0), KIND) & STOP == 0
+    while more:
+        stage = step % STAGES
+        buffer = step & 1
+        old = buffer ^ 1
+        control = read_control(controls, step)
+        kind = field(control, KIND)
+        starts = kind & STARTS != 0
+        leaves = kind & LEAVES != 0
+        g = g_s.index(stage)
         kv = tile & 1
-        tile += (steps > 0).to(gl.int32)
-        i = low
-        member = 0
-        for n in range(steps):
-            stage = step % STAGES
-            buffer = step & 1
-            g = g_s.index(stage)
-            queries = q_length - i * 64
-            offset = j * 128 + C * 64 - i * 64
-            mbarrier.wait(g_full.index(stage), step // STAGES & 1)
-            dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
-            kind = kind_of(head * GROUP + member, HEAD_KINDS)
-            y, slope = unscaled_value_and_slope(s, score_scale, kind, KINDS, dtype)
-            # Rounded too, because that halves its registers: there is not one to spare.
-            slope = rounded(slope, dtype)
-            p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
-            dv = warpgroup_mma(p_left, g, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            dp = _existing(dp, keys, queries, offset, left, right, LEFT, RIGHT)
-            ds = rounded_product(slope, dp, dtype)
-            mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
-            ds_s.index(buffer * 2 + C).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(buffer), count=1)
-
-            old = buffer ^ 1
+        keys = field(control, KEYS_LEFT) - C * 64
+        queries = field(control, QUERIES_LEFT)
+        offset = field(control, OFFSET) + C * 64
+        mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+        dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
+        y, slope = unscaled_value_and_slope(s, score_scale, kind_of(field(control, HEAD), HEAD_KINDS), KINDS, dtype)
+        # Rounded too, because that halves its registers: there is not one to spare.
+        slope = rounded(slope, dtype)
+        p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
+        dv = warpgroup_mma(p_left, g, dv, use_acc=kind & STARTS == 0, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        dp = _existing(dp, keys, queries, offset, left, right, LEFT, RIGHT)
+        ds = rounded_product(slope, dp, dtype)
+        if not OWNED:
             mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-            # Not what the products start from: it may take as long as they do.
-            earlier = load_dq(place, last and not first, HALF)
-            dq = gl.zeros((64, HALF), gl.float32, NARROW)
-            mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
-            # The products with p are done by now, and its registers are needed.
-            dv, p_left = warpgroup_mma_wait(0, deps=(dv, p_left))
-            mbarrier.arrive(g_empty.index(stage), count=1)
-            for c in gl.static_range(2):
-                k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
-                dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-            ds_left = gl.convert_layout(ds, LEFT_OPERAND)
-            dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            _put_dq(dq, earlier, place, out, rows, scale, first, last, HEADS * GROUP * D)
-            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-            if left_tile:  # dk of the tile before has left from the place of its values
-                tma.store_wait(0)
-            mbarrier.arrive(kv_empty.index(old_slot), count=1, pred=left_tile)
+        dq = _begin_dq(controls, step - 1, scratch_ptr, D, C)
+        mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+        ds_s.index(buffer * 2 + C).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(buffer), count=1)
 
-            left_tile = n == steps - 1
-            if left_tile:  # the values of this tile have had their last use
-                _store_tile(dv * dv_scale, v_s.index(kv * 2 + C), dv_desc, k_start + j * 128 + C * 64, head * D,
-                           dv_ptr, keys, HEADS * D)  # fmt: skip
-            step += 1
-            after = step % STAGES
-            new_tile = tile - 1 + left_tile.to(gl.int32)
-            mbarrier.wait(q_full.index(after), step // STAGES & 1)
-            mbarrier.wait(kv_full.index(new_tile & 1), new_tile // 2 & 1)
-            s = warpgroup_mma(
-                k_s.index((new_tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
-            first = j == first_key_tile
-            last = j == last_key_tile
-            place = scratch + ((head * GROUP + member) * tiles_stride + first_tile + i).to(gl.int64) * (64 * D)
-            out = dq_ptr + (
-                (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
-            )
-            rows = queries
-            old_slot = kv
-            i += 1
-            if i == high:
-                i = low
-                member += 1
-            s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
-            mbarrier.arrive(q_empty.index(stage), count=1)
-        position = (k_start + j * 128 + C * 64).to(gl.int64) * (HEADS * D) + head * D
-        if steps > 0:
+        old_slot = (tile - starts.to(gl.int32)) & 1
+        ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+        dk = warpgroup_mma(ds_left, q_s.index(stage), dk, use_acc=kind & STARTS == 0, is_async=True)
+        mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+        for c in gl.static_range(2):
+            k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
+            dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+        dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
+        if OWNED:
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        if OWNED:
+            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+        if starts and step > 0:  # dk of the tile before has left from the place of its values
             tma.store_wait(0)
-            _store_tile(dk * scale, v_s.index(kv * 2 + C), dk_desc, k_start + j * 128 + C * 64, head * D, dk_ptr, keys,
-                       HEADS * D)  # fmt: skip
-        else:
-            nothing = gl.zeros((64, D), gl.float32, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
-            store_rows(nothing, dk_ptr + position, keys, HEADS * D)
-            store_rows(nothing, dv_ptr + position, keys, HEADS * D)
-    async_copy.wait_group(0)
+            mbarrier.arrive(kv_empty.index(old_slot), count=1)
+        tile += leaves.to(gl.int32)
+        after = (step + 1) % STAGES
+        mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
+        mbarrier.wait(kv_full.index(tile & 1), tile // 2 & 1)
+        s = warpgroup_mma(
+            k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
+        if not OWNED:  # the loader takes it for a sign that dq has been added to
+            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+        if leaves:  # the values of this tile have had their last use
+            key = field(read_control(controls, step), KEY) + C * 64
+            column = field(read_control(controls, step), HEAD) // GROUP * D
+            _store_tile(dv * dv_scale, v_s.index(kv * 2 + C), dv_desc, key, column, dv_ptr, keys, HEADS * D)
+            tma.store_wait(0)
+            _store_tile(dk * scale, v_s.index(kv * 2 + C), dk_desc, key, column, dk_ptr, keys, HEADS * D)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        step += 1
+        more = field(read_control(controls, step), KIND) & STOP == 0
     # dq of the last step.
     old = (step & 1) ^ 1
-    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-    earlier = load_dq(place, last and not first, HALF)
-    dq = gl.zeros((64, HALF), gl.float32, NARROW)
+    old_slot = (tile - 1) & 1
+    if not OWNED:
+        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    dq = _begin_dq(controls, step - 1, scratch_ptr, D, C)
     mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
     for c in gl.static_range(2):
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _put_dq(dq, earlier, place, out, rows, scale, first, last, HEADS * GROUP * D)
+    _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
     mbarrier.arrive(done, count=1)
     tma.store_wait(0)

@@ -62,18 +62,28 @@ def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[t
 
 
 class Program:
+    counts = {"q_full": 2, "g_full": 1, "stage_empty": 2, "kv_full": 1, "kv_empty": 2}
+
     def __init__(
-        self, items: list[Any], group: int, window: Row, flags: dict[Any, int], sums: dict[Any, list[int]]
+        self,
+        items: list[Any],
+        group: int,
+        window: Row,
+        owned: bool,
+        flags: dict[Any, int],
+        sums: dict[Any, list[int]],
     ) -> None:
-        self.items, self.group, self.window, self.flags, self.sums = items, group, window, flags, sums
-        counts = {"q_full": 1, "g_full": 1, "q_empty": 2, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
-        counts |= {"ds_full": 2, "ds_empty": 2, "dq_turn": 1}
+        self.items, self.group, self.window, self.owned, self.flags, self.sums = (
+            items, group, window, owned, flags, sums,
+        )  # fmt: skip
+        counts = self.counts | {"ds_full": 2, "ds_empty": 2, "dq_turn": 1}
         self.bars = {name: (Barrier(number), Barrier(number)) for name, number in counts.items()}
         self.done = Barrier(2)
         self.q: list[Any] = [None, None]
         self.g: list[Any] = [None, None]
         self.kv: list[Any] = [None, None]
         self.ds: list[list[Any]] = [[None, None], [None, None]]
+        self.controls: list[Any] = [None] * 4
 
     def flows(self) -> list[Iterator[Event]]:
         return [self.loader(), self.consumer(0), self.consumer(1)]
@@ -112,24 +122,32 @@ class Program:
                 self.bars["kv_full"][tile % 2].arrive()
                 tile += 1
             for member, i in steps:
-                for name, buffer in (("g", self.g), ("q", self.q)):
-                    yield self.wait(f"{name}_empty", step, free=True)
+                yield self.wait("stage_empty", step, free=True)
+                for name, buffer in (("q", self.q), ("g", self.g)):
                     buffer[step % 2] = (row, head, member, i)
                     yield None
                     self.bars[f"{name}_full"][step % 2].arrive()
-                yield from self.take_turn(step, index, height, recent)
+                self.controls[step % 4] = (row, head, member, i)
+                yield None
+                self.bars["q_full"][step % 2].arrive()
+                if not self.owned:
+                    yield from self.take_turn(step, index, height, recent)
                 first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
                 index, height = (row, head, member, i), j - first
                 recent.insert(0, index if j < last else None)
                 step += 1
-        yield self.wait("q_empty", step, free=True)
-        self.bars["q_full"][step % 2].arrive()
+        yield self.wait("stage_empty", step, free=True)
+        self.controls[step % 4] = "stop"
+        for _ in range(2):
+            self.bars["q_full"][step % 2].arrive()
         yield self.wait("kv_empty", tile, free=True)
         self.bars["kv_full"][tile % 2].arrive()
-        yield from self.take_turn(step, index, height, recent)
+        if not self.owned:
+            yield from self.take_turn(step, index, height, recent)
         yield self.done.ready(0)
-        for flag in reversed(recent):
-            self.lift(flag)
+        if not self.owned:
+            for flag in reversed(recent):
+                self.lift(flag)
 
     def consumer(self, c: int) -> Iterator[Event]:
         tile = step = old_slot = 0
@@ -144,50 +162,74 @@ class Program:
             tile += bool(steps)
             for n, (member, i) in enumerate(steps):
                 own = (row, head, member, i)
+                assert self.controls[step % 4] == own
                 yield self.wait("g_full", step)
                 assert self.g[step % 2] == self.q[step % 2] == own
                 assert self.kv[slot] == (row, j, head)
+                if step > 0 and not self.owned:
+                    yield self.wait("dq_turn", step - 1)
                 yield self.wait("ds_empty", step, free=True)
                 self.ds[step % 2][c] = step
                 yield None
                 self.bars["ds_full"][step % 2].arrive()
                 if step > 0:
-                    yield self.wait("dq_turn", step - 1)
                     yield self.wait("ds_full", step - 1)
-                self.bars["g_empty"][step % 2].arrive()
+                assert self.g[step % 2] == self.q[step % 2] == own
                 yield None
-                assert self.q[step % 2] == own
+                if self.owned:
+                    self.bars["stage_empty"][step % 2].arrive()
+                    yield None
                 if step > 0:
-                    self.add(c, step, old_slot, previous)
-                    self.bars["ds_empty"][(step - 1) % 2].arrive()
+                    self.multiply(step, old_slot, previous)
+                    if self.owned:
+                        self.bars["ds_empty"][(step - 1) % 2].arrive()
                 if left_tile:
                     self.bars["kv_empty"][old_slot].arrive()
                 left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
                 yield self.wait("kv_full", tile - 1 + left_tile)
+                if step > 0:
+                    self.add(c, previous)
+                if not self.owned:
+                    yield None
+                    if step > 0:
+                        self.bars["ds_empty"][(step - 1) % 2].arrive()
+                    self.bars["stage_empty"][step % 2].arrive()
+                assert self.controls[step % 4] == own
                 previous = (own, j, key_tiles_of(i, max(count(keys, 128), 1), *self.window)[0])
                 old_slot = slot
                 yield None
-                self.bars["q_empty"][step % 2].arrive()
                 step += 1
             yield None
         if step > 0:
-            yield self.wait("dq_turn", step - 1)
+            if not self.owned:
+                yield self.wait("dq_turn", step - 1)
             yield self.wait("ds_full", step - 1)
-            self.add(c, step, old_slot, previous)
+            self.multiply(step, old_slot, previous)
+            self.add(c, previous)
+        assert self.controls[step % 4] == "stop"
         self.done.arrive()
 
-    def add(self, c: int, step: int, old_slot: int, previous: Any) -> None:
-        (row, head, member, i), j, first = previous
+    def multiply(self, step: int, old_slot: int, previous: Any) -> None:
+        (row, head, _member, _i), j, _first = previous
         assert self.ds[(step - 1) % 2] == [step - 1, step - 1]
         assert self.kv[old_slot] == (row, j, head)
+
+    def add(self, c: int, previous: Any) -> None:
+        assert previous[0] in self.controls
+        self.sum_up(c, previous)
+
+    def sum_up(self, c: int, previous: Any) -> None:
+        (row, head, member, i), j, first = previous
         added = self.sums[c, row, head, member, i]
         assert j == (added[-1] + 1 if added else first), "sums are out of order"
         added.append(j)
 
 
 class AttentionProgram(Program):
-    """One stage of q and g together, and keys of the next item during this one."""
+    """One stage of q and g together, keys of the next item during this one, and no records of control."""
+
+    counts = {"q_full": 1, "g_full": 1, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
 
     def load_keys(self, item: Any, tile: int) -> Iterator[Event]:
         row, _, j, head = item
@@ -257,7 +299,8 @@ class AttentionProgram(Program):
                 self.bars["ds_full"][step % 2].arrive()
                 if step > 0:
                     yield self.wait("ds_full", step - 1)
-                    self.add(c, step, old_slot, previous)
+                    self.multiply(step, old_slot, previous)
+                    self.sum_up(c, previous)
                     self.bars["ds_empty"][(step - 1) % 2].arrive()
                 if left_tile:
                     self.bars["kv_empty"][old_slot].arrive()
@@ -276,7 +319,8 @@ class AttentionProgram(Program):
         if step > 0:
             yield self.wait("dq_turn", step - 1)
             yield self.wait("ds_full", step - 1)
-            self.add(c, step, old_slot, previous)
+            self.multiply(step, old_slot, previous)
+            self.sum_up(c, previous)
         self.done.arrive()
 
 
@@ -288,20 +332,36 @@ def walk(
     group: int,
     programs: int,
     window: Row,
+    owned: bool,
     chance: random.Random,
 ) -> None:
-    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
+    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order.
+
+    Or, if programs own rows, all key tiles of a row and head one after the other.
+    """
     ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
     items = []
     for start in range(0, len(rows), members):
         taken = list(enumerate(ordered))[start : start + members]
         for j in range(max(max(count(keys, 128), 1) for _, (_, keys) in taken)):
             items += [(r, row, j, h) for r, row in taken if j < max(count(row[1], 128), 1) for h in range(heads)]
+    if owned:
+        items = [
+            (r, row, j, h)
+            for r, row in enumerate(ordered)
+            for h in range(heads)
+            for j in range(max(count(row[1], 128), 1))
+        ]
     flags: dict[Any, int] = defaultdict(int)
     sums: dict[Any, list[int]] = defaultdict(list)
     running: list[list[Any]] = []
     for place in range(min(programs, len(items))):
-        program = kind(items[place::programs], group, window, flags, sums)
+        dealt = items[place::programs]
+        if owned:  # zigzag or not makes no difference where nobody waits for others
+            pairs = sorted({(r, h) for r, _, _, h in items})
+            own = set(pairs[place::programs])
+            dealt = [item for item in items if (item[0], item[3]) in own]
+        program = kind(dealt, group, window, owned, flags, sums)
         running += [[flow, None] for flow in program.flows()]
     while running:
         ready = [flow for flow in running if flow[1] is None or flow[1]()]
@@ -318,12 +378,12 @@ def walk(
                 assert sums[c, r, h, member, i] == list(range(first, last + 1))
 
 
-@pytest.mark.parametrize("kind", [Program, AttentionProgram])
-@pytest.mark.parametrize("seed", range(40))
-def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program]) -> None:
+@pytest.mark.parametrize(("kind", "owned"), [(Program, False), (Program, True), (AttentionProgram, False)])
+@pytest.mark.parametrize("seed", range(30))
+def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program], owned: bool) -> None:
     chance = random.Random(seed)
     most = chance.choice([1, 64, 100, 300, 600]), chance.choice([1, 128, 200, 500])
     rows = [tuple(chance.choice([0, chance.randint(0, side), side]) for side in most) for _ in range(12)]
     window = chance.choice([(-1, -1), (-1, -1), (50, -1), (-1, 0), (100, 30), (0, 0)])
     members, group, programs = chance.choice([1, 2, 4, 8]), chance.choice([1, 3]), chance.choice([1, 2, 3, 5, 40])
-    walk(kind, rows, members, 2, group, programs, window, chance)
+    walk(kind, rows, members, 2, group, programs, window, owned, chance)

@@ -78,17 +78,25 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
 
 
 def compiled_backward(
-    *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16"
-) -> Compiled:
+    *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16",
+    owned: bool = True,
+) -> Compiled:  # fmt: skip
     def tile(swizzle: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
         return f"tensordesc<{dtype}[64, {d}],{layout!r}>"
 
     kinds, heads = head_kinds(names)
     constants = {f"{name}_STEP": d for name in "QKVG"} | {"HEADS": 2, "GROUP": 2, "LEFT": window, "RIGHT": window}
+    constants |= {"OWNED": owned}
     signature = {f"{name}_desc": tile(d if name == "k" else 128) for name in ("q", "k", "v", "g", "dk", "dv")}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in "qkvg"} | {f"{name}_row": "i32" for name in "qkvg"}
-    signature |= {"table_ptr": "*i32", "flags_ptr": "*i32", "tiles_stride": "i32", "scratch_ptr": "*fp32"}
+    signature |= {
+        "table_ptr": "*i32",
+        "flags_ptr": "*i32",
+        "num_rows": "i32",
+        "tiles_stride": "i32",
+        "scratch_ptr": "*fp32",
+    }
     signature |= {f"d{name}_ptr": f"*{dtype}" for name in "qkv"}
     signature |= {"score_scale": "fp32", "out_scale": "fp32", "left": "i32", "right": "i32"}
     return compile_ahead(
@@ -101,17 +109,20 @@ def compiled_backward(
     )
 
 
-@pytest.mark.parametrize("options", [{"d": 64, "dtype": "fp16"}, {"names": MIXED}, {"window": True}], ids=str)
-def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "spill_bytes"),
+    [({}, 320), ({"d": 64, "dtype": "fp16"}, 128), ({"names": MIXED}, 2048), ({"window": True, "owned": False}, 512)],
+    ids=str,
+)
+def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str, Any], spill_bytes: int) -> None:
     compiled = compiled_backward(**options)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "stmatrix"):
         assert compiled.contains(instruction), instruction
     assert compiled.shared_bytes <= SHARED_LIMIT
-    # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
+    # Four elements to a reduction; those of an element come in one order, so runs do not differ.
     assert compiled.contains("atom.global.gpu.relaxed.add.v4.f32")
-    # At 128 features mostly what only the outer loops need is spilled, and the values of branches where heads differ;
-    # how much depends on the compiler.
-    assert compiled.spill_bytes <= (128 if options.get("d") == 64 else 1792)
+    # Little of it in the loop over steps, but where heads differ; how much depends on the compiler.
+    assert compiled.spill_bytes <= spill_bytes
 
 
 def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
@@ -206,8 +217,10 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("runs", "many tiles")])
-def test_gradients_match_float64(name: str) -> None:
+def test_gradients_match_float64(name: str, owned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_backward, "owns_rows", lambda *arguments: owned)
     (q, k, v), rest = problem(name)
     names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
     call = dict(zip(names, rest, strict=True))
@@ -223,8 +236,10 @@ def test_gradients_match_float64(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("name", ["grouped", "short rows", "window 50 -1"])
-def test_gradients_have_equal_bits_in_every_run(name: str) -> None:
+def test_gradients_have_equal_bits_in_every_run(name: str, owned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_backward, "owns_rows", lambda *arguments: owned)
     (q, k, v), rest = problem(name)
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     first, *others = (gluon_backward.backward(grad, q, k, v, *rest) for _ in range(20))

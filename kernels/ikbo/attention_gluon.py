@@ -1,8 +1,8 @@
-"""`joint_attention` on Hopper: the Gluon kernels of jagged attention behind one operator, one launch each way.
+"""`joint_attention` on Hopper: the Gluon kernels of jagged attention behind one operator.
 
-Forward needs nothing new: which queries meet which keys is a list of tiles, and it may name the keys of a request once
-for every group. Backward writes the gradients of a run of keys from one place, so there each group has a copy of the
-keys and values and gradients of its own, which are summed behind it.
+Forward is one launch: which queries meet which keys is a list of tiles, and it may name the keys of a request once for
+every group. Backward writes the gradients of a run of keys from one place, so it is a launch for each group, whose
+gradients of keys and values are summed; those of queries are written where they belong.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _CALL = (
 )
 
 
-def _starts(sizes: list[int]) -> list[int]:
-    return [sum(sizes[:group]) for group in range(len(sizes))]
+def _rows(sizes: list[int]) -> list[slice]:
+    """Where each group lies in what holds all of them."""
+    return [slice(sum(sizes[:group]), sum(sizes[: group + 1])) for group in range(len(sizes))]
 
 
 @custom_op("gemsmith::joint_attention_gluon", schema=f"({_CALL}) -> (Tensor, Tensor)")
@@ -40,14 +41,13 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     from kernels import scheduling
+    from kernels.ikbo.triton_groups import joined_groups
     from kernels.jagged import gluon_attention_forward as gluon
 
     if k.shape[0] == 0:  # the kernel then has no tiles
         schedule = None
     else:
-        # From the end of one group to the start of the next is a row that has no queries, whatever keys it has.
-        queries = torch.cat([offsets + start for offsets, start in zip(q_offsets, _starts(sizes), strict=True)])
-        keys = k_offsets.repeat(len(sizes))
+        queries, keys = joined_groups(q_offsets, k_offsets.contiguous(), sizes)
         block_k = gluon._block_k(k.shape[0], k_offsets, max_k)
         schedule = scheduling.tile_schedule(queries, keys, q.shape[0], max_k, gluon.BLOCK_Q, block_k, _UNLIMITED)
     return gluon.attention_forward(
@@ -81,27 +81,24 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from kernels.jagged.gluon_attention_backward import attention_backward
 
-    groups, num_keys = len(sizes), k.shape[0]
-    queries = _joined(q_offsets, _starts(sizes))
-    keys = _joined([k_offsets] * groups, [num_keys * group for group in range(groups)])
-    copies = (torch.cat([x] * groups) for x in (k, v))
-    dq, dk, dv = attention_backward(
-        grad, q, *copies, out, lse, queries, keys, max(max_q), max_k, scale, False, _UNLIMITED
-    )
-    # In float32, rounded once.
-    return dq, *(x.view(groups, *k.shape).sum(0, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = [
+        attention_backward(
+            grad[rows], q[rows], k, v, out[rows], lse[:, rows].contiguous(), offsets, k_offsets, most, max_k, scale,
+            False, _UNLIMITED, dq[rows],
+        )
+        for rows, offsets, most in zip(_rows(sizes), q_offsets, max_q, strict=True)
+    ]  # fmt: skip
+    dk, dv = parts[0][1:]
+    for _, more_dk, more_dv in parts[1:]:
+        dk += more_dk
+        dv += more_dv
+    return dq, dk, dv
 
 
 @_differentiate.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _joined(offsets: list[Tensor], starts: list[int]) -> Tensor:
-    """[groups * R + 1]: the rows of all groups, one group behind the other."""
-    return torch.cat(
-        [x[1:] + start if group else x for group, (x, start) in enumerate(zip(offsets, starts, strict=True))]
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -119,7 +116,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-# By name: its forward is as fast as a launch for each group, its backward is slower, for the copies of keys and values.
+# By name, until it is measured to be faster than a launch for each group.
 @dispatch.register("joint_attention", "gluon", supports=hopper_attention, priority=-1)
 def _gluon(*arguments: Any) -> Tensor:
     return _attend(*arguments)[0]

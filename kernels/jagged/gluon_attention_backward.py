@@ -115,6 +115,7 @@ def attention_backward(
     scale: float,
     causal: bool,
     window: tuple[int, int],
+    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
 
@@ -122,7 +123,8 @@ def attention_backward(
     and any strides, those of out but for the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm
     of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
-    j <= i if `causal`. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
+    j <= i if `causal`. dq is written to `dq`, contiguous, if that is given. Runs give equal bits. Values must be
+    finite: a NaN reaches gradients of the rows beside it.
 
     The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
     within one tile of keys.
@@ -143,7 +145,8 @@ def attention_backward(
     # Of a sum, whose gradient is one number expanded, or with all rows of a head together, see `head_descriptor`.
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if dq is None:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

@@ -144,6 +144,22 @@ def test_joint_attention_is_that_of_each_group() -> None:
     check_gradients(joint, separate, {"q": q, "k": k, "v": v}, SUMS)
 
 
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_groups_are_listed_one_behind_the_other(index_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from kernels.ikbo import triton_groups
+    from tests.kernels.interpreting import interpret
+
+    interpret(monkeypatch, triton_groups)
+    keys = offsets_of([4, 0, 9], index_dtype)
+    groups = [keys, offsets_of([0, 6, 2], index_dtype), offsets_of([1, 1, 1], index_dtype)]
+    with poisoned_empty():
+        queries, repeated = triton_groups.joined_groups(groups, keys, [13, 8, 3])
+    assert queries.tolist() == [0, 4, 4, 13, 13, 13, 19, 21, 21, 22, 23, 24]
+    assert repeated.tolist() == 3 * [0, 4, 4, 13]
+    assert queries.dtype is repeated.dtype is index_dtype
+
+
 GPU_COUNTS = {
     "odd": ([2, 0, 3, 1, 5, 1], [400, 3, 0, 1, 700, 129]),
     "uneven": (

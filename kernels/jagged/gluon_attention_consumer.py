@@ -78,6 +78,23 @@ def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr,
 
 
 @gluon.jit
+def _masked_at_edges(
+    s, start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, FIRST: gl.constexpr
+):
+    """`_masked` if the edge of what some query sees crosses the block; the row's end lies in the FIRST one taken."""
+    crossed = False
+    if FIRST:
+        crossed |= start + s.shape[1] > k_length
+    if RIGHT:
+        crossed |= start + s.shape[1] - 1 > position + right
+    if LEFT:
+        crossed |= start < position + (ROWS - 1) - left
+    if crossed:
+        s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
+    return s
+
+
+@gluon.jit
 def _softmax(s, m, scale, MASKED: gl.constexpr):
     """(probabilities relative to the new maximum, new maximum in units of log 2, correction of older sums)."""
     new = gl.maximum(m, gl.max(s, 1) * scale)
@@ -87,6 +104,28 @@ def _softmax(s, m, scale, MASKED: gl.constexpr):
         reference = new
     p = gl.exp2(s * scale - gl.expand_dims(reference, 1))
     return p, new, gl.exp2(m - reference)
+
+
+@gluon.jit
+def _rounded(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """p as a left operand, two neighbours to a register at once: the product needs no more instructions for them."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
+    return gl.convert_layout(y, gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
+def _normalization(total, m):
+    """(1 / total, natural logarithm of the sum of which `total` is relative to 2^m); 0 and +inf for no sum at all.
+
+    Of approximate instructions, whose errors of 2^-22 or so are below those of a float32 sum.
+    """
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
+    log_total = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
+    empty = total == 0.0
+    return gl.where(empty, 0.0, inverse), gl.where(empty, float("inf"), (m + log_total) * _LN_2)
 
 
 @gluon.jit
@@ -137,14 +176,7 @@ def _advance(
     if EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    start = block * BLOCK_K
-    crossed = False  # by the edge of what some query sees; the row's end lies in the first block taken
-    if RIGHT:
-        crossed |= start + BLOCK_K - 1 > position + right
-    if LEFT:
-        crossed |= start < position + (ROWS - 1) - left
-    if crossed:
-        s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
+    s = _masked_at_edges(s, block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, False)
     p_next, m, correction = _softmax(s, m, scale, LEFT or RIGHT)
     total = total * correction + gl.sum(p_next, 1)
     # The probabilities are an operand in registers of the product in flight: they live until it is complete.
@@ -153,8 +185,7 @@ def _advance(
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, LO)), 1)
-    p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
-    return acc, p, m, total
+    return acc, _rounded(p_next, v_smem.dtype, LO), m, total
 
 
 @gluon.jit
@@ -226,10 +257,10 @@ def attend(
     token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(k_empty.index(0), count=1, pred=some)
-    s = _masked(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT)
+    s = _masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
     p_next, m, _ = _softmax(s, nothing_seen, scale, True)
     total = gl.sum(p_next, 1)
-    p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
+    p = _rounded(p_next, v_smem.dtype, LO)
     done = 0
     for turn in range(rounds):
         more = turn + 1 < rounds
@@ -270,17 +301,19 @@ def attend(
         if EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more)
-        s = _masked(s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT)
+        s = _masked_at_edges(
+            s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT, True
+        )
         p_next, m_next, _ = _softmax(s, nothing_seen, scale, True)
+        next_total = gl.sum(p_next, 1)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         if not EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        p = gl.convert_layout(p_next.to(v_smem.dtype), gl.DotOperandLayout(0, LO, 2))
+        p = _rounded(p_next, v_smem.dtype, LO)
         done += 1
 
-        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-        log_total = gl.where(total == 0.0, float("inf"), (m + gl.log2(total)) * _LN_2)
+        inverse, log_total = _normalization(total, m)
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, LS))
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, RO), 1)
         buffer = o_smem.index(C)
@@ -293,8 +326,7 @@ def attend(
             _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV)
         gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
 
-        m = m_next
-        total = gl.sum(p_next, 1)
+        m, total = m_next, next_total
         q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
         first_block, steps, head = next_first, next_steps, next_head
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length

@@ -101,7 +101,11 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two Hopper kernels by their contracts, for tensors of any device and dtype."""
     pytest.importorskip("triton")
     from kernels import scheduling
+    from kernels.ikbo import triton_groups
     from kernels.jagged import gluon_attention_backward, gluon_attention_forward
+    from tests.kernels.interpreting import interpret
+
+    interpret(monkeypatch, triton_groups)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> Any:
         _, _, scale, _, _, schedule = (*rest, None)[:6]
@@ -110,9 +114,11 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, k_offsets: Tensor,
-        max_q: int, max_k: int, scale: float, *_: Any,
+        max_q: int, max_k: int, scale: float, causal: bool, window: tuple[int, int], place: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq = torch.empty_like(q) if place is None else place
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dq.zero_()
         delta = (out * grad).sum(-1)
         for row in range(len(q_offsets) - 1):
             i, j = (slice(int(x[row]), int(x[row + 1])) for x in (q_offsets, k_offsets))

@@ -1,10 +1,12 @@
-"""Compare two arms of one experiment, by default precision: `python -m train.compare +experiment=NAME [options]`.
+"""Compare arms of one experiment, by default precision: `python -m train.compare +experiment=NAME [options]`.
 
-Also under torchrun (`torchrun --nproc-per-node 2 -m train.compare ...`). For every seed the arms start from the same
-initial checkpoint and see the same batches; the report (report.md, report.json, PNG curves) holds loss curves and their
-gap, NE, AUC and GAUC on the test split with paired bootstrap intervals, the spread of the first arm over seeds, speed,
-peak memory and a verdict. `--assert-equal` demands bitwise equal losses and predictions instead: a check for changes
-that should not alter numbers. Exit code 0: within budget (or equal), 1: not.
+Also under torchrun (`torchrun --nproc-per-node 2 -m train.compare ...`), or with `--jobs N`, which trains N arms and
+seeds at a time in processes of their own, shared out over the GPUs. For every seed the arms start from the same
+initial checkpoint and see the same batches; the report (report.md, report.json, PNG curves; one named after each
+further arm if there are several) holds loss curves and their gap, NE, AUC and GAUC on the test split with paired
+bootstrap intervals, the spread of the first arm over seeds, speed, peak memory and a verdict. `--assert-equal` demands
+bitwise equal losses and predictions instead: a check for changes that should not alter numbers. Exit code 0: within
+budget (or equal), 1: not.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ import argparse
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -51,41 +58,102 @@ class Arm:
 def main(arguments: list[str]) -> int:
     options, overrides = _parse(arguments)
     arms = [Arm.parse(text) for text in options.arms]
+    if options.jobs > 1:
+        return _in_processes(arguments, arms, options, overrides)
     first = _compose(overrides, arms[0])
     world = distributed.start(first.runtime)
     try:
-        out = options.out or os.environ.get("RUN_DIR") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        out = Path(str(world.broadcast(str(out)))).absolute()
-        _claim(out, arms, overrides, world)
+        out = Path(str(world.broadcast(str(_out(options))))).absolute()
+        if world.is_first:
+            _claim(out, arms, overrides)
+        world.barrier()
+        if options.only:
+            seed, name = options.only
+            _train_arms([arm for arm in arms if arm.name == name], arms[0], int(seed), overrides, out, world)
+            return 0
         for seed in options.seeds:
-            _train_arms(arms, seed, overrides, out, world)
-        passed = _report(arms, options, out) if world.is_first else None
+            _train_arms(arms, arms[0], seed, overrides, out, world)
+        passed = _report(arms, options, out, map) if world.is_first else None
         return 0 if world.broadcast(passed) else 1
     finally:
         distributed.stop()
 
 
+def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Namespace, overrides: list[str]) -> int:
+    """Train every arm of every seed in a process of its own, `--jobs` at a time.
+
+    The first arms of all seeds go first: the others wait for the initial checkpoints that these write.
+    """
+    out = Path(_out(options)).absolute()
+    _claim(out, arms, overrides)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")
+    waiting = [(arm.name, seed) for arm in arms for seed in options.seeds]
+    slots = list(range(options.jobs))
+    running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
+    try:
+        while waiting or running:
+            while waiting and slots:
+                (arm, seed), slot = waiting.pop(0), slots.pop(0)
+                file = out / f"seed-{seed}" / f"{arm}.log"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                command = [sys.executable, "-m", "train.compare", *arguments, "--out", str(out), "--jobs", "1"]
+                with file.open("w") as output:
+                    process = subprocess.Popen(
+                        [*command, "--only", str(seed), arm],
+                        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                running[process] = slot, file
+            time.sleep(0.1)
+            for process in [process for process in running if process.poll() is not None]:
+                slot, file = running.pop(process)
+                slots.append(slot)
+                if process.returncode:
+                    raise RuntimeError(f"exit code {process.returncode}; the output is in {file}")
+    finally:
+        for process in running:
+            process.terminate()
+            process.wait()
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        return 0 if _report(arms, options, out, pool.map) else 1
+
+
+def _out(options: argparse.Namespace) -> str:
+    return str(options.out or os.environ.get("RUN_DIR") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m train.compare", description=__doc__.partition("\n")[0])
-    parser.add_argument("--arms", nargs=2, default=["bf16", "mxfp8"], metavar="NAME[:key=value,...]",
-                        help="the baseline and the arm held against it; a bare name is a precision")  # fmt: skip
+    parser.add_argument("--arms", nargs="+", default=["bf16", "mxfp8"], metavar="NAME[:key=value,...]",
+                        help="the baseline and the arms held against it; a bare name is a precision")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--budget", type=float, default=0.05, help="largest NE gap allowed, in per cent")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap intervals")
+    parser.add_argument("--jobs", type=int, default=1, help="arms and seeds to train at a time, each in a process")
+    parser.add_argument("--only", nargs=2, metavar=("SEED", "ARM"), help="train this one and write no report")
     parser.add_argument("--out", type=Path, help="report folder; default RUN_DIR, else runs/compare-<time>")
     parser.add_argument(
         "--config-dir", type=Path, help="a folder of further configurations, as of the training command"
     )
     parser.add_argument("--assert-equal", action="store_true", help="demand bitwise equal losses and predictions")
     options, overrides = parser.parse_known_args(arguments)
+    # `key=value` behind the arms is no arm: its name would hold the equals sign.
+    overrides += [text for text in options.arms if "=" in text.partition(":")[0]]
+    options.arms = [text for text in options.arms if text not in overrides]
     unknown = [text for text in overrides if text.startswith("--")]
     if unknown:
         parser.error(f"unknown option {unknown[0]}; configuration overrides are key=value or +experiment=NAME")
     if options.config_dir:
         overrides.append(f"hydra.searchpath=[file://{options.config_dir.absolute()}]")
-    if len({Arm.parse(text).name for text in options.arms}) < 2:
+    names = {Arm.parse(text).name for text in options.arms}
+    if len(names) < len(options.arms) or len(names) < 2:
         parser.error(
             "the arms need different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 b:model.dropout=0.1"
         )
+    if options.jobs > 1 and "RANK" in os.environ:
+        parser.error("--jobs starts processes itself; leave torchrun out, or --jobs")
     if len(options.seeds) < 2 and not options.assert_equal:
         parser.error("the spread over seeds needs at least two, e.g. --seeds 0 1 2")
     return options, overrides
@@ -97,20 +165,20 @@ def _compose(overrides: list[str], arm: Arm, *more: str) -> Config:
         return to_config(compose("train", [*overrides, *arm.overrides, *more]))
 
 
-def _claim(out: Path, arms: list[Arm], overrides: list[str], world: World) -> None:
+def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> None:
     """Finished runs of `out` are taken as they are, so they must be of this comparison; seeds may be added to it."""
     file = out / "compare.json"
     description = {"arms": {arm.name: list(arm.overrides) for arm in arms}, "overrides": overrides}
-    if file.exists() and json.loads(file.read_text()) != description:
-        raise ValueError(f"{out} holds another comparison (see {file}); choose another --out")
-    world.barrier()
-    if world.is_first:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(file, description)
-    world.barrier()
+    if file.exists():
+        if json.loads(file.read_text()) != description:
+            raise ValueError(f"{out} holds another comparison (see {file}); choose another --out")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(file, description)
 
 
-def _train_arms(arms: list[Arm], seed: int, overrides: list[str], out: Path, world: World) -> None:
+def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], out: Path, world: World) -> None:
+    """Train `arms` of a seed. The first of all arms, wherever it is trained, writes the weights that all start from."""
     initial = out / f"seed-{seed}" / "initial"
     for arm in arms:
         run_dir = out / f"seed-{seed}" / arm.name
@@ -123,30 +191,48 @@ def _train_arms(arms: list[Arm], seed: int, overrides: list[str], out: Path, wor
             f"tracking.group={out.name}",
             f"tracking.job_type={arm.name}",
         )
-        if not (initial / checkpoint.META).exists():
+        if not (initial / checkpoint.META).exists() and arm == first:
             job = build(config, world)
             about = {"config": dataclasses.asdict(config), "data_fingerprint": job.source.fingerprint}
             checkpoint.save_weights(initial, job.model, world, about)
             del job
+        _wait_for(initial / checkpoint.META)
         if not (run_dir / "results.json").exists():  # a comparison that was cut off goes on where it stopped
             Trainer(config, world).run()
 
 
-def _report(arms: list[Arm], options: argparse.Namespace, out: Path) -> bool:
+def _wait_for(file: Path) -> None:
+    """What another process writes, see `--jobs`."""
+    end = time.monotonic() + distributed.TIMEOUT.total_seconds()
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{file} was not written within {distributed.TIMEOUT}; see the log of the first arm")
+        time.sleep(0.1)
+
+
+def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Callable[..., Iterable[Any]]) -> bool:
     runs = {
         arm.name: [report.read_run(out / f"seed-{seed}" / arm.name, seed) for seed in options.seeds] for arm in arms
     }
-    baseline, other = arms[0].name, arms[1].name
-    if options.assert_equal:
-        difference = report.first_difference(runs[baseline], runs[other])
-        print(f"{other} differs from {baseline}: {difference}" if difference else f"{baseline} and {other} are equal")
-        return not difference
-    result: dict[str, Any] = report.compare(baseline, other, runs, budget=options.budget)
-    write_json(out / "report.json", result)
-    text = report.write(out, result, runs)
-    print(text)
-    print(f"report: {out / 'report.md'}")
-    return bool(result["passed"])
+    baseline, passed = arms[0].name, True
+    for other in [arm.name for arm in arms[1:]]:
+        if options.assert_equal:
+            difference = report.first_difference(runs[baseline], runs[other])
+            print(
+                f"{other} differs from {baseline}: {difference}" if difference else f"{baseline} and {other} are equal"
+            )
+            passed &= not difference
+            continue
+        pair = {name: runs[name] for name in (baseline, other)}
+        result = report.compare(
+            baseline, other, pair, budget=options.budget, resamples=options.resamples, mapped=mapped
+        )
+        stem = "report" if len(arms) == 2 else f"report-{other}"
+        write_json(out / f"{stem}.json", result)
+        print(report.write(out, stem, result, pair))
+        print(f"report: {out / stem}.md")
+        passed &= result["passed"]
+    return passed
 
 
 if __name__ == "__main__":

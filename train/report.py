@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,46 +59,76 @@ def first_difference(a_runs: list[Run], b_runs: list[Run]) -> str:
     return ""
 
 
-def compare(baseline: str, other: str, runs: dict[str, list[Run]], *, budget: float) -> dict[str, Any]:
+def compare(
+    baseline: str,
+    other: str,
+    runs: dict[str, list[Run]],
+    *,
+    budget: float,
+    resamples: int = 1000,
+    mapped: Callable[..., Iterable[Any]] = map,
+) -> dict[str, Any]:
     """Per task the gap of `other` to `baseline`, and the verdict.
 
     A gap is 100 (NE_other - NE_baseline) / NE_baseline on the test split, positive when `other` is worse; the verdict
     takes its mean over seeds, which must be at most `budget` per cent and no larger in size than the spread of the
-    baseline against itself (largest minus smallest NE over seeds, in per cent of their mean).
+    baseline against itself (largest minus smallest NE over seeds, in per cent of their mean). `mapped` may be the map
+    of a pool of processes: intervals take `resamples` passes over the predictions.
     """
-    a_runs, b_runs = runs[baseline], runs[other]
-    tasks = {task: _compare_task(task, a_runs, b_runs, budget) for task in a_runs[0].tasks}
+    pairs = list(zip(runs[baseline], runs[other], strict=True))
+    names = pairs[0][0].tasks
+    columns = [_columns(task, a, b, resamples) for task in names for a, b in pairs]
+    rows = list(mapped(_compare_seed, columns))
+    tasks = {
+        task: _compare_task(task, runs[baseline], runs[other], rows[i * len(pairs) : (i + 1) * len(pairs)], budget)
+        for i, task in enumerate(names)
+    }
+    first = pairs[0][0].about
     return {
         "baseline": baseline,
         "other": other,
-        "seeds": [run.seed for run in a_runs],
+        "seeds": [a.seed for a, _ in pairs],
         "budget_percent": budget,
         "tasks": tasks,
         "arms": {name: _resources(arm) for name, arm in runs.items()},
         "passed": all(task["passed"] for task in tasks.values()),
-        "versions": a_runs[0].about["versions"],
-        "model": a_runs[0].about["config"]["model"]["name"],
-        "data": a_runs[0].about["config"]["data"]["name"],
+        "versions": first["versions"],
+        "model": first["config"]["model"]["name"],
+        "data": first["config"]["data"]["name"],
     }
 
 
-def _compare_task(task: str, a_runs: list[Run], b_runs: list[Run], budget: float) -> dict[str, Any]:
+def _columns(task: str, a: Run, b: Run, resamples: int) -> dict[str, Any]:
+    return {
+        "seed": a.seed,
+        "labels": a.predictions[f"{task}_label"],
+        "baseline": a.predictions[f"{task}_logit"],
+        "other": b.predictions[f"{task}_logit"],
+        "options": {
+            "base_rate": a.results["label_rates"][task],
+            "group": a.predictions["group"],
+            "resamples": resamples,
+        },
+    }
+
+
+def _compare_seed(columns: dict[str, Any]) -> dict[str, Any]:
+    """Intervals of both arms and of their gaps, of one task and seed."""
+    labels, options = columns["labels"], columns["options"]
+    row: dict[str, Any] = {"seed": columns["seed"]}
+    for side in ("baseline", "other"):
+        intervals = metric_intervals(labels, columns[side], **options)
+        row[side] = {name: vars(interval) for name, interval in intervals.items()}
+    gaps = paired_gaps(labels, columns["baseline"], columns["other"], **options)
+    return row | {name: vars(interval) for name, interval in gaps.items()}
+
+
+def _compare_task(
+    task: str, a_runs: list[Run], b_runs: list[Run], per_seed: list[dict[str, Any]], budget: float
+) -> dict[str, Any]:
     def metric(arm: list[Run], name: str) -> np.ndarray:
         return np.array([run.results["test"][f"{task}/{name}"] for run in arm], dtype=np.float64)
 
-    per_seed: list[dict[str, Any]] = []
-    for a, b in zip(a_runs, b_runs, strict=True):
-        gaps = paired_gaps(
-            a.predictions[f"{task}_label"],
-            a.predictions[f"{task}_logit"],
-            b.predictions[f"{task}_logit"],
-            base_rate=a.results["label_rates"][task],
-            group=a.predictions["group"],
-        )
-        per_seed.append(
-            {"seed": a.seed, "baseline": _intervals(a, task), "other": _intervals(b, task)}
-            | {name: vars(interval) for name, interval in gaps.items()}
-        )
     ne = metric(a_runs, "ne")
     gap = float(np.mean([row["ne_percent"]["estimate"] for row in per_seed]))
     spread = float(100 * (ne.max() - ne.min()) / ne.mean())
@@ -117,16 +148,6 @@ def _compare_task(task: str, a_runs: list[Run], b_runs: list[Run], budget: float
     }
 
 
-def _intervals(run: Run, task: str) -> dict[str, dict[str, float]]:
-    intervals = metric_intervals(
-        run.predictions[f"{task}_label"],
-        run.predictions[f"{task}_logit"],
-        base_rate=run.results["label_rates"][task],
-        group=run.predictions["group"],
-    )
-    return {name: vars(interval) for name, interval in intervals.items()}
-
-
 def _resources(arm: list[Run]) -> dict[str, float]:
     return {
         name: float(np.median([run.results.get(name, np.nan) for run in arm]))
@@ -134,8 +155,8 @@ def _resources(arm: list[Run]) -> dict[str, float]:
     }
 
 
-def write(out: Path, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
-    """Write `report.md` and its plots; returns the text."""
+def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
+    """Write `<stem>.md` and its plot; returns the text."""
     baseline, other = result["baseline"], result["other"]
     lines = [
         f"# {other} against {baseline}",
@@ -189,11 +210,12 @@ def write(out: Path, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
             ne = np.mean([values[f"{task}/ne"] for values in quantized])
             lines += ["", f"Evaluated on MXFP8 operands as well, {other} has a mean NE of {ne:.5f} on {task}."]
     curves = {name: [(run.steps.tolist(), run.losses.tolist()) for run in arm] for name, arm in runs.items()}
-    plot_arms(curves, baseline, out / "loss.png")
-    lines += ["", "![training loss of both arms and their gap](loss.png)", ""]
+    plot = stem.replace("report", "loss", 1) + ".png"
+    plot_arms(curves, baseline, out / plot)
+    lines += ["", f"![training loss of both arms and their gap]({plot})", ""]
     lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".")
     text = "\n".join(lines) + "\n"
-    (out / "report.md").write_text(text)
+    (out / f"{stem}.md").write_text(text)
     return text
 
 

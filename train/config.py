@@ -92,6 +92,7 @@ class DataConfig:
     hash_rows: int = 100_000
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
+    pad_events: int = 0  # fill each event type of a training batch up to a multiple, with requests without candidates
 
 
 @dataclass
@@ -153,7 +154,8 @@ class EventsConfig(DataConfig):
 class SyntheticConfig(DataConfig):
     name: str = "synthetic"
     seed: int = 0  # another seed is another population, not another order
-    num_requests: int = 1_000_000  # of the training split; valid and test hold a tenth each
+    num_requests: int = 1_000_000  # of the training split
+    eval_requests: int = 0  # of the valid and of the test split; 0: a tenth of the training split's
     num_users: int = 100_000
     num_items: int = 100_000
     num_categories: int = 100  # of items; memory of a batch holds requests x categories counts

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
-from modules.moe import update_router_biases
+from modules.moe import Router, update_router_biases
 from train import checkpoint, versions
 from train.build import build
 from train.checkpoint import Checkpointer, Progress
@@ -69,6 +69,8 @@ class Trainer:
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
+        # Found once: a walk over all modules takes longer than the update.
+        self.routers = nn.ModuleList(module for module in ranking_model.modules() if isinstance(module, Router))
         self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
@@ -138,6 +140,7 @@ class Trainer:
             epoch=progress.epoch,
             start=progress.consumed,
             shuffle=True,
+            pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
@@ -162,7 +165,7 @@ class Trainer:
         loss, logits, batch = self.pipeline.progress(batches)
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
-            self.load_violations = update_router_biases(self.job.ranking_model, self._tokens_of_all_ranks)
+            self.load_violations = update_router_biases(self.routers, self._tokens_of_all_ranks)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         skipped = self.guard.found_inf.bool()  # on the device; what was skipped counts in no metric
         self.loss_sum += torch.where(skipped, 0, loss)

@@ -191,6 +191,7 @@ class InterFormer(nn.Module):
 
         self.history = HistoryEncoder(spec, dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
+        self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = summary(num_tokens)
         self.head_cross = cross(num_tokens)
         num_shared = (num_cls + num_recent) * dim
@@ -224,7 +225,7 @@ class InterFormer(nn.Module):
 
     def aux_loss(self) -> Tensor:
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
-        losses = [module.aux_loss for module in self.modules() if isinstance(module, MoE)]
+        losses = [feed_forward.aux_loss for feed_forward in self.routed]
         return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
 
     def flops_per_batch(

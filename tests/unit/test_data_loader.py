@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from modules.batch import select_rows
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
 from tests.unit.test_batch import assert_same
-from train.config import MovieLensConfig, SyntheticConfig
+from train.build import model_fields
+from train.config import InterFormerConfig, MovieLensConfig, SyntheticConfig
 from train.data import build_source
 from train.data.loader import build_loader
 
@@ -146,3 +150,27 @@ def test_sources_travel_to_workers_without_their_data(movielens):
     assert len(pickle.dumps(movielens)) < 1000
     copy = pickle.loads(pickle.dumps(movielens))
     assert_same(copy.batch("test", np.arange(20)), movielens.batch("test", np.arange(20)))
+
+
+def test_padding_makes_sizes_come_back_and_changes_no_logit(synthetic):
+    spec, (batch, *_), padded = synthetic.spec, load(synthetic), load(synthetic, pad_events=512)
+    for times in (batch.history_times.to_dict() for batch in padded[:-1]):
+        assert {values.values().numel() % 512 for values in times.values()} == {0}
+    assert len({batch.num_requests for batch in padded[:-1]}) == 1
+    (first, *_), added = padded, -(-512 // spec.histories[0].max_length)
+    assert_same(select(first, 64), batch)
+    assert first.candidate_offsets[64:].tolist() == [batch.num_candidates] * (added + 1)
+    arch = build_arch("interformer", spec, **model_fields(InterFormerConfig(dim=8, num_layers=1)))
+    embedding = FeatureEmbedding(spec, 8, device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(arch(embedding(first), first), arch(embedding(batch), batch))
+
+
+def select(batch, num_requests):
+    """The first requests of a batch whose others have no candidates."""
+    requests = torch.arange(num_requests)
+    lists = {
+        name: select_rows(getattr(batch, name), requests) for name in ("request_sparse", "histories", "history_times")
+    }
+    rows = {name: getattr(batch, name)[:num_requests] for name in ("request_dense", "request_time")}
+    return replace(batch, **lists, **rows, candidate_offsets=batch.candidate_offsets[: num_requests + 1])

@@ -58,6 +58,7 @@ def test_splits_and_seeds_differ(source):
     assert train.request_time.max() < valid.request_time.min()
     assert source.num_requests("train") == 1_000_000
     assert source.num_requests("test") == 100_000
+    assert SyntheticSource(SyntheticConfig(eval_requests=7)).num_requests("valid") == 7
 
 
 def test_fingerprint_is_that_of_the_population(source):

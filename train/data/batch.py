@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
@@ -119,6 +119,50 @@ def empty_batch(spec: FeatureSpec) -> RequestBatch:
         labels=np.zeros((0, len(spec.tasks))),
         group=none,
         row=none,
+    )
+
+
+def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> RequestBatch:
+    """`batch` with the events of each type filled up to a multiple, so that sizes come back from batch to batch.
+
+    The events added are unknown ones, of requests without candidates behind the batch's own: no prediction and no loss
+    depends on them. As many requests are added as a multiple of events may need, so their number is a constant too.
+    """
+    if not spec.histories:
+        return batch
+    added = -(-multiple // min(event.max_length for event in spec.histories))
+
+    def rows(tensor: Tensor, value: Tensor | int = 0) -> Tensor:
+        return torch.cat([tensor, tensor.new_zeros(added, *tensor.shape[1:]) + value])
+
+    def lists(features: KeyedJaggedTensor, more: Sequence[Tensor]) -> KeyedJaggedTensor:
+        """Each key with so many unknown ids for each of the added requests behind its own."""
+        parts = [(features[key], counts) for key, counts in zip(features.keys(), more, strict=True)]
+        pad = nn.functional.pad
+        values = [pad(part.values(), (0, int(counts.sum())), value=UNKNOWN_ID) for part, counts in parts]
+        lengths = [torch.cat([part.lengths(), counts.to(part.lengths().dtype)]) for part, counts in parts]
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(values) if values else features.values(),
+            lengths=torch.cat(lengths) if lengths else features.lengths(),
+            stride=features.stride() + added,
+        )
+
+    times = batch.history_times.to_dict()
+    missing = []  # [added] for each event type
+    for event in spec.histories:
+        count = -times[event.name].values().numel() % multiple
+        missing.append((count - event.max_length * torch.arange(added)).clamp(0, event.max_length))
+    ids = [torch.full((added,), 0 if feature.is_list else 1) for feature in spec.request]
+    fields = [counts for event, counts in zip(spec.histories, missing, strict=True) for _ in event.fields]
+    return replace(
+        batch,
+        request_sparse=lists(batch.request_sparse, ids),
+        request_dense=rows(batch.request_dense),
+        histories=lists(batch.histories, fields),
+        history_times=lists(batch.history_times, missing),
+        request_time=rows(batch.request_time),
+        candidate_offsets=rows(batch.candidate_offsets, batch.candidate_offsets[-1]),
     )
 
 

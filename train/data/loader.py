@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
-from train.data.batch import empty_batch
+from train.data.batch import empty_batch, pad_events
 from train.data.source import Source
 
 
@@ -27,6 +27,7 @@ def build_loader(
     shuffle: bool,
     num_workers: int,
     prefetch: int,
+    pad_events: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
     """This rank's batches of an epoch from its `start`-th request on; `len()` is their number, the same on every rank.
@@ -37,6 +38,7 @@ def build_loader(
     share, and one without a share gets a request without candidates, so that all ranks take the same number of steps.
 
     Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
+    `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
     """
     order = _Order(
         source.num_requests(split),
@@ -49,7 +51,7 @@ def build_loader(
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
     return DataLoader(
-        _Batches(source, split),
+        _Batches(source, split, pad_events),
         sampler=order,
         batch_size=None,
         collate_fn=_as_is,
@@ -63,14 +65,16 @@ def build_loader(
 class _Batches(Dataset):
     """Maps an array of request numbers to their batch."""
 
-    def __init__(self, source: Source, split: str) -> None:
+    def __init__(self, source: Source, split: str, pad_to: int) -> None:
         self.source = source
         self.split = split
+        self.pad_to = pad_to
 
     def __getitem__(self, requests: np.ndarray) -> RequestBatch:
         if requests.size == 0:
             return empty_batch(self.source.spec)
-        return self.source.batch(self.split, requests)
+        batch = self.source.batch(self.split, requests)
+        return pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch
 
 
 class _Order(Sampler):

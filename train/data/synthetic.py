@@ -111,7 +111,9 @@ class SyntheticSource:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def num_requests(self, split: str) -> int:
-        return self.cfg.num_requests if split == "train" else max(1, self.cfg.num_requests // 10)
+        if split == "train":
+            return self.cfg.num_requests
+        return self.cfg.eval_requests or max(1, self.cfg.num_requests // 10)
 
     def locate(self, row: int) -> str:
         return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"

@@ -158,8 +158,12 @@ def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for field, unit in kinds:
             axes = next(panel)
             for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS, strict=False):
-                points = [(row["ratio"], row[part][field]) for row in rows if row["arm"] == arm]
-                axes.plot(*zip(*points, strict=True), marker="o", color=color, label=arm)
+                points = [(row["ratio"], row[part]) for row in rows if row["arm"] == arm]
+                ratios = [ratio for ratio, _ in points]
+                axes.plot(ratios, [values[field] for _, values in points], marker="o", color=color, label=arm)
+                if field == "ms" and points[0][1]["graph_ms"] is not None:
+                    times = [values["graph_ms"] for _, values in points]
+                    axes.plot(ratios, times, marker="o", color=color, linestyle=":", label=f"{arm}, as a graph")
             axes.set(xscale="log", yscale="log")
             _label(axes, title, "candidates a request", unit)
     _save(figure, path)

@@ -2,7 +2,8 @@
 
 Times the architecture, without embedding tables, on synthetic batches of the same number of candidates with 1, 8 or 64
 of them to a request: forward, and a training step of forward and backward, with the memory that each takes at its peak.
-The rival is the same architecture on the same candidates with a copy of their request each, made outside the timing,
+On a GPU each is timed once more as a CUDA graph: what the kernels take when no launch of the host holds them up. The
+rival is the same architecture on the same candidates with a copy of their request each, made outside the timing,
 whose logits are compared first. Overrides go to `model.*` (InterFormerConfig) and `data.*` (SyntheticConfig). Writes
 `ratio.json` and `ratio.png`.
 """
@@ -27,6 +28,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models import build as build_arch
+from train import versions
 from train.build import model_fields
 from train.config import InterFormerConfig, SyntheticConfig
 from train.data import SyntheticSource
@@ -42,7 +44,7 @@ def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ra
     data = dataclasses.replace(data, candidates=ratio, max_candidates=ratio, num_requests=max(candidates // ratio, 2))
     source = SyntheticSource(data)
     batch = source.batch("train", np.arange(candidates // ratio)).to(device)
-    embedding = FeatureEmbedding(source.spec, model.dim, device=device)
+    embedding = FeatureEmbedding(source.spec, model.dim, device=device).to(device)
     rows, logits = [], []
     for arm, shown in (("operators", batch), ("copies", batch.expand())):
         torch.manual_seed(0)
@@ -77,22 +79,36 @@ def _step(arch: nn.Module, tokens: Tokens, batch: RequestBatch) -> None:
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> dict[str, float | None]:
-    def once() -> float:
+    """Median milliseconds of `run`; on a GPU also its memory, and milliseconds when a graph launches its kernels."""
+
+    def once(call: Callable[[], None]) -> float:
         start = time.perf_counter()
-        run()
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) * 1e3
 
-    once()
-    once()
-    memory = None
+    once(run)
+    once(run)
+    memory = graph_ms = None
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        once()
+        once(run)
         memory = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    return {"ms": statistics.median(once() for _ in range(ROUNDS)), "peak_mib": memory}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        once(graph.replay)
+        graph_ms = statistics.median(once(graph.replay) for _ in range(ROUNDS))
+    return {"ms": statistics.median(once(run) for _ in range(ROUNDS)), "peak_mib": memory, "graph_ms": graph_ms}
+
+
+def _shown(row: dict[str, Any], part: str) -> str:
+    text = f"{part} {row[part]['ms']:.2f} ms"
+    if row[part]["graph_ms"] is None:
+        return text
+    return f"{text} ({row[part]['graph_ms']:.2f} as a graph), {row[part]['peak_mib']:.0f} MiB"
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
@@ -121,9 +137,14 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     for ratio in ratios:
         rows += measure(merged["model"], merged["data"], candidates, ratio)
         for row in rows[-2:]:
-            parts = [f"{part} {row[part]['ms']:.2f} ms, {row[part]['peak_mib']} MiB" for part in ("forward", "step")]
-            print(f"ratio {ratio:>3} {row['arm']:<10} {'; '.join(parts)}")
-    write_json(folder / "ratio.json", {"overrides": overrides, "candidates": candidates, "rows": rows})
+            print(f"ratio {ratio:>3} {row['arm']:<10} {_shown(row, 'forward')}; {_shown(row, 'step')}")
+    about = {
+        "overrides": overrides,
+        "candidates": candidates,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions.collect(),
+    }
+    write_json(folder / "ratio.json", about | {"rows": rows})
     plot_ratios(rows, folder / "ratio.png")
     return rows
 

@@ -21,6 +21,7 @@ from train.config import Config, ModelConfig
 from train.data import build_source
 from train.data.source import Source
 from train.distributed import World
+from train.graphs import use_graphs
 from train.sparse import shard
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,11 @@ def build(config: Config, world: World) -> Job:
     log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
     if config.runtime.compile:
         # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
-        arch.compile(dynamic=True, options={"triton.coalesce_tiling_analysis": False})
+        arch.forward = torch.compile(arch.forward, dynamic=True, options={"triton.coalesce_tiling_analysis": False})
+    if config.runtime.cuda_graphs:
+        if world.device.type != "cuda":
+            raise ValueError("runtime.cuda_graphs=true needs a GPU; use runtime.cuda_graphs=false on a CPU")
+        use_graphs(arch)
     sharded, plan = shard(model, config, world)
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan))

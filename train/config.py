@@ -232,6 +232,7 @@ class RuntimeConfig:
     bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
     compile: bool = False  # torch.compile the dense part
+    cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes come back
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
     profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never
@@ -353,6 +354,16 @@ def validate(config: Config) -> None:
         if model.feed_forward == "moe" and not 1 <= model.moe.top_k <= model.moe.num_experts:
             raise ValueError(
                 f"model.moe.top_k={model.moe.top_k} must lie in 1..model.moe.num_experts={model.moe.num_experts}"
+            )
+        if config.runtime.cuda_graphs and model.sequence_context == "candidate":
+            raise ValueError(
+                "runtime.cuda_graphs=true with model.sequence_context=candidate: its sizes are read from the device; "
+                "use runtime.cuda_graphs=false or model.sequence_context=request"
+            )
+        if config.runtime.cuda_graphs and model.feed_forward == "moe" and model.moe.aux_loss_weight:
+            raise ValueError(
+                f"runtime.cuda_graphs=true gives model.moe.aux_loss_weight={model.moe.aux_loss_weight} no gradient; "
+                "use runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
             )
     if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,18 @@ class ScoringArch(nn.Module):
 
     def forward(self, request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences) -> Tensor:
         """request [R, n_u, d], candidate [C, n_c, d], candidate_offsets [R + 1]."""
-        sequences = {name: JaggedSequence(*parts) for name, parts in histories.items()}
-        rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0])
+        tokens, rows = arch_inputs(request, candidate, candidate_offsets, histories)
         with torch.autocast(request.device.type, self.dtype, enabled=self.dtype is not torch.float32):
-            return self.arch(Tokens(request, candidate, sequences), rows).float()
+            return self.arch(tokens, rows).float()
+
+
+def arch_inputs(
+    request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences
+) -> tuple[Tokens, RequestBatch]:
+    """The arguments of an architecture from what `scoring_inputs` made of them."""
+    sequences = {name: JaggedSequence(*parts) for name, parts in histories.items()}
+    rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0])
+    return Tokens(request, candidate, sequences), cast(RequestBatch, rows)
 
 
 def scoring_inputs(tokens: Tokens, candidate_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequences]:

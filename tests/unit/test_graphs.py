@@ -1,0 +1,110 @@
+"""CUDA graphs of the architecture: which steps replay, and that a replay is the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from modules.batch import RequestBatch
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
+from train import graphs
+from train.build import model_fields
+from train.config import InterFormerConfig, SyntheticConfig
+from train.data import SyntheticSource
+from train.data.batch import pad_events
+
+DATA = SyntheticConfig(max_history=6, mean_history=3, num_users=20, num_items=20, num_categories=5)
+MODEL = InterFormerConfig(dim=16, num_layers=1, interaction_hidden=[8], head_hidden=[8])
+
+
+class Rerun(graphs._Graphs):
+    """In place of graphs on a CPU: computes anew from what a graph would read into what it would write."""
+
+    def _capture(self, plain: nn.Module, arguments: Any, pool: Any) -> None:
+        self._run, self._arguments = plain, arguments
+        self.output = plain(*arguments).detach()
+        self.gradient = torch.empty_like(self.output)
+        self.gradients: list[Tensor | None] = [None] * (len(self.inputs) + len(self.parameters))
+
+    def run_forward(self, inputs: Any) -> None:
+        for static, tensor in zip(self.inputs, inputs, strict=False):
+            static.detach().copy_(tensor)
+        with torch.enable_grad():
+            self._result = self._run(*self._arguments)
+        self.output.copy_(self._result.detach())
+
+    def run_backward(self, gradient: Tensor) -> None:
+        wanted = [t for t in (*self.inputs, *self.parameters) if t.requires_grad]
+        found = iter(torch.autograd.grad(self._result, wanted, gradient, allow_unused=True))
+        self.gradients = [next(found) if t.requires_grad else None for t in (*self.inputs, *self.parameters)]
+
+
+def model(device: str) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
+    torch.manual_seed(0)
+    source = SyntheticSource(DATA)
+    with torch.device(device):
+        arch = build_arch("interformer", source.spec, **model_fields(MODEL))
+    return source, FeatureEmbedding(source.spec, MODEL.dim, device=device).to(device), arch
+
+
+def batches(source: SyntheticSource, device: str) -> Iterator[RequestBatch]:
+    for start in range(0, 20, 4):
+        yield pad_events(source.batch("train", np.arange(start, start + 4)), source.spec, 64).to(torch.device(device))
+
+
+def losses(device: str, graphed: bool) -> tuple[list[Tensor], list[Tensor]]:
+    source, embedding, arch = model(device)
+    if graphed:
+        graphs.use_graphs(arch)
+    values = []
+    parameters = [*embedding.parameters(), *arch.parameters()]
+    # Data parallelism holds the nodes that accumulate gradients, which are of the stream that they were made on.
+    held = [parameter.expand_as(parameter).grad_fn for parameter in parameters]
+    assert all(node.next_functions for node in held)
+    for batch in batches(source, device):
+        loss = arch(embedding(batch), batch).float().square().mean()
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.data -= 0.1 * gradient
+        values.append(loss.detach())
+    return values, [parameter.detach() for parameter in parameters]
+
+
+def test_steps_of_one_shape_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graphs", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    assert_same(losses("cpu", graphed=True), losses("cpu", graphed=False))
+    source, embedding, arch = model("cpu")
+    graphs.use_graphs(arch)
+    seen = arch.forward._graphs  # type: ignore[union-attr]
+    for batch in batches(source, "cpu"):
+        arch(embedding(batch), batch)
+    assert len(seen) == 1
+    seen.clear()  # evaluation and shapes of their own are not captured
+    short = source.batch("train", np.arange(3))
+    arch(embedding(short), short)
+    for batch in batches(source, "cpu"):
+        with torch.no_grad():
+            arch(embedding(batch), batch)
+    assert not seen
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replays_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = []
+    run = graphs._Graphs.run_backward
+    monkeypatch.setattr(graphs._Graphs, "run_backward", lambda *a: (replays.append(1), run(*a)))
+    assert_same(losses("cuda", graphed=True), losses("cuda", graphed=False))
+    assert len(replays) == 5 - graphs.WARMUP_STEPS
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for parts in zip(first, second, strict=True):
+        for a, b in zip(*parts, strict=True):
+            assert torch.equal(a, b)

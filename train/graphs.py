@@ -1,0 +1,142 @@
+"""Forward and backward of the architecture as CUDA graphs: `runtime.cuda_graphs=true`.
+
+A step of a small model waits for the host, which launches a thousand kernels one by one. A graph holds them all and is
+launched once. It is good for the shapes that it was captured with, so what it brings depends on the data: batches
+of one size with histories of one total length (`data.pad_events` rounds it up) have few shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from modules.batch import RequestBatch
+from modules.embedding import Tokens
+from modules.models.scoring import arch_inputs, scoring_inputs
+
+log = logging.getLogger(__name__)
+
+WARMUP_STEPS = 2
+"""Steps of a shape before it is captured: they compile its kernels and let libraries allocate what they keep."""
+MAX_GRAPHS = 16
+"""Further shapes run as they are: every graph keeps its inputs and gradients."""
+MAX_SHAPES = 10_000
+"""Shapes that are counted until the counts start anew."""
+
+
+def use_graphs(arch: nn.Module) -> None:
+    """Let training steps of `arch` replay CUDA graphs, captured as soon as a shape comes back.
+
+    Evaluation, and shapes that did not come back, run as before. What a capture records is the device's work alone:
+    the architecture must not wait for the device, and its `aux_loss` is without gradient.
+    """
+    arch.forward = _Graphed(arch, arch.forward)
+
+
+class _Graphed:
+    """`forward(tokens, batch)` by shapes."""
+
+    def __init__(self, arch: nn.Module, forward: Callable[[Tokens, RequestBatch], Tensor]) -> None:
+        self._arch, self._forward = arch, forward
+        self._seen: Counter[tuple[torch.Size, ...]] = Counter()
+        self._graphs: dict[tuple[torch.Size, ...], _Graphs] = {}
+        self._pool: Any = None
+
+    def __call__(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        if not (self._arch.training and torch.is_grad_enabled()):
+            return self._forward(tokens, batch)
+        request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
+        inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
+        shapes = tuple(tensor.shape for tensor in inputs)
+        graphs = self._graphs.get(shapes)
+        if graphs is None:
+            if len(self._seen) > MAX_SHAPES:
+                self._seen.clear()
+            self._seen[shapes] += 1
+            if self._seen[shapes] <= WARMUP_STEPS or len(self._graphs) == MAX_GRAPHS:
+                return self._forward(tokens, batch)
+            log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), shapes[3:])
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graphs = self._graphs[shapes] = _Graphs(self._arch, self._forward, inputs, list(histories), self._pool)
+        return cast(Tensor, _Replay.apply(graphs, *inputs, *graphs.parameters))
+
+
+class _Plain(nn.Module):
+    """The architecture as it was, for `functional_call`."""
+
+    def __init__(self, arch: nn.Module, forward: Callable[[Tokens, RequestBatch], Tensor]) -> None:
+        super().__init__()
+        self.arch = arch
+        self._forward = forward
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        return self._forward(tokens, batch)
+
+
+class _Graphs:
+    """Two graphs of one shape, with the tensors that they read and write."""
+
+    def __init__(
+        self,
+        arch: nn.Module,
+        forward: Callable[[Tokens, RequestBatch], Tensor],
+        inputs: list[Tensor],
+        names: list[str],
+        pool: Any,
+    ) -> None:
+        self.parameters = [parameter for parameter in arch.parameters() if parameter.requires_grad]
+        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        request, candidate, offsets, *parts = self.inputs
+        histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
+        self._capture(_Plain(arch, forward), arch_inputs(request, candidate, offsets, histories), pool)
+
+    def _capture(self, plain: nn.Module, arguments: tuple[Tokens, RequestBatch], pool: Any) -> None:
+        # Leaves of the capture's own in the same memory: who waits for a parameter's gradient, as data parallelism
+        # does, has tied it to the stream of the steps, which a capture must not touch. And no cast of a parameter that
+        # autocast keeps from an earlier step is one of theirs.
+        named = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
+        aliases = {name: parameter.detach().requires_grad_() for name, parameter in named.items()}
+        leaves = (*self.inputs, *aliases.values())
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile: loaders pin memory.
+        with torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
+            output = torch.func.functional_call(plain, aliases, arguments)
+        self.gradient = torch.empty_like(output)
+        with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
+            wanted = [tensor for tensor in leaves if tensor.requires_grad]
+            found = iter(torch.autograd.grad(output, wanted, self.gradient, allow_unused=True))
+        self.output = output.detach()
+        #: Of each input and parameter; None for those without.
+        self.gradients = [next(found) if tensor.requires_grad else None for tensor in leaves]
+
+    def run_forward(self, inputs: tuple[Tensor, ...]) -> None:
+        for static, tensor in zip(self.inputs, inputs, strict=False):  # what follows are the parameters
+            static.detach().copy_(tensor, non_blocking=True)
+        self._forward.replay()
+
+    def run_backward(self, gradient: Tensor) -> None:
+        self.gradient.copy_(gradient)
+        self._backward.replay()
+
+
+class _Replay(torch.autograd.Function):
+    """Parameters are arguments, so that whoever waits for their gradients, as data parallelism does, gets them."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: _Graphs, *inputs: Tensor) -> Tensor:
+        ctx.graphs = graphs
+        graphs.run_forward(inputs)
+        return graphs.output.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.graphs.run_backward(gradient)
+        # Detached, so that a gradient that is kept as it is does not keep the graph's own tensor object.
+        return (None, *(None if g is None else g.detach() for g in ctx.graphs.gradients))

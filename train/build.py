@@ -67,6 +67,8 @@ def build(config: Config, world: World) -> Job:
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
     log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
     if config.runtime.compile:
+        # Numbers that are symbols (scales of scores) are found to be constants late, and all is traced a second time.
+        torch._dynamo.config.specialize_float = True
         # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
         arch.forward = torch.compile(arch.forward, dynamic=True, options={"triton.coalesce_tiling_analysis": False})
     if config.runtime.cuda_graphs:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -20,6 +20,13 @@ from train.distributed import World
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
+
+
+class _Alone(DataParallelWrapper):
+    """One rank has nobody to average gradients with: DDP would only scale and copy each of them."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        pass
 
 
 def shard(model: RankingModel, config: Config, world: World) -> tuple[DistributedModelParallel, ShardingPlan]:
@@ -46,6 +53,7 @@ def shard(model: RankingModel, config: Config, world: World) -> tuple[Distribute
         device=world.device,
         plan=plan,
         sharders=sharders,
+        data_parallel_wrapper=_Alone() if world.size == 1 else None,
     )
     return parallel, plan
 

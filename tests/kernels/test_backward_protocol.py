@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -62,7 +62,7 @@ def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[t
 
 
 class Program:
-    counts = {"q_full": 2, "g_full": 1, "stage_empty": 2, "kv_full": 1, "kv_empty": 2}
+    counts: ClassVar = {"q_full": 2, "g_full": 1, "stage_empty": 2, "kv_full": 1, "kv_empty": 2}
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Program:
 class AttentionProgram(Program):
     """One stage of q and g together, keys of the next item during this one, and no records of control."""
 
-    counts = {"q_full": 1, "g_full": 1, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
+    counts: ClassVar = {"q_full": 1, "g_full": 1, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
 
     def load_keys(self, item: Any, tile: int) -> Iterator[Event]:
         row, _, j, head = item

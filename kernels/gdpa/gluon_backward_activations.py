@@ -43,10 +43,11 @@ def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr):
 
 
 # Pairs of scores $2, $3 and constants $4, $6, $8 to a value and a slope in bfloat16, two to a register all the way but
-# for the tanh t. With h = 1 + t and e = 1 - t the slope is h + x u'(x) h e, which cancels nowhere.
+# for the tanh t. With h = 1 + t and e = 1 - t the slope is h + x u'(x) h e. Both are made of t before it is rounded: one
+# made of the other would be off by as much as the slope itself where that is nearly 0 and the other nearly 2.
 _PACKED_GELU_TANH = gl.constexpr("""{
-    .reg .b32 s, u, v, w, linear, cubic, slope, constant;
-    .reg .f32 x, y;
+    .reg .b32 s, u, v, w, linear, cubic, slope;
+    .reg .f32 x, y, x1, y1;
     cvt.rn.bf16x2.f32 s, $3, $2;
     cvt.rn.bf16x2.f32 linear, $4, $4;
     cvt.rn.bf16x2.f32 cubic, $6, $6;
@@ -62,11 +63,12 @@ _PACKED_GELU_TANH = gl.constexpr("""{
     mov.b32 y, u;
     tanh.approx.f32 x, x;
     tanh.approx.f32 y, y;
+    add.f32 x1, x, 0f3F800000;
+    add.f32 y1, y, 0f3F800000;
+    cvt.rn.bf16x2.f32 u, y1, x1;
     sub.f32 x, 0f3F800000, x;
     sub.f32 y, 0f3F800000, y;
     cvt.rn.bf16x2.f32 v, y, x;
-    mov.b32 constant, 0x40004000;
-    sub.rn.bf16x2 u, constant, v;
     mul.rn.bf16x2 $0, s, u;
     mul.rn.bf16x2 w, w, v;
     fma.rn.bf16x2 $1, w, u, u;

@@ -19,6 +19,9 @@ from torch.nn import Parameter
 from kernels.remember import forgetting
 
 _libraries: dict[str, torch.library.Library] = {}
+#: Operator -> the module that defines it, e.g. "gemsmith::jagged_concat". Most modules are imported when first needed,
+#: so whoever loads a program that another process wrote has to import those of the operators it calls.
+defined_in: dict[str, str] = {}
 # By the kind of an argument in a schema: its type, and what makes one of another number.
 _CONVERSIONS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "FloatType": (float, float),
@@ -37,6 +40,7 @@ class Operator:
         self._library = _libraries[namespace]
         if schema is None:
             schema = torch.library.infer_schema(function, mutates_args=())
+        defined_in[name] = function.__module__
         self._library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         # Compilers that gave a caller up would look into the functions that it calls. What they compile writes a tensor
         # over one that is no longer read, in the same Python object and without counting it.

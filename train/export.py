@@ -11,7 +11,7 @@ Written to `out`, by default RUN_DIR/export:
 
 - `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere an exported program;
 - `embedding.pt`: the weights of tables and of the token assembly;
-- `export.json`: configuration, features, ranges, and which of the two `model.pt2` is.
+- `export.json`: configuration, features, ranges, modules of the operators, and which of the two `model.pt2` is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch.export import ExportedProgram, export, save
 
 from kernels import dispatch
+from kernels.custom_op import defined_in
 from modules.batch import RequestBatch, with_candidates
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
@@ -58,6 +59,15 @@ def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, ma
     return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
 
 
+def operator_modules(program: ExportedProgram) -> list[str]:
+    """The modules that define the operators of ours which a program calls, to be imported where it is loaded."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    names = {
+        node.target.name() for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    }
+    return sorted({defined_in[name] for name in names & defined_in.keys()})
+
+
 def main(arguments: list[str]) -> Path:
     options = _options(arguments)
     path = _checkpoint(options)
@@ -83,6 +93,7 @@ def main(arguments: list[str]) -> Path:
     torch.save(model.embedding.state_dict(), out / "embedding.pt")
     about = {
         "compiled": device.type == "cuda",
+        "operators": operator_modules(program),
         "device": device.type,
         "checkpoint": str(path.resolve()),
         "overrides": options["overrides"],

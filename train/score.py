@@ -8,6 +8,7 @@ architecture on a batch in which every candidate has a copy of the request, its 
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -52,6 +53,8 @@ class Scorer:
         self.embedding = FeatureEmbedding(self.spec, about["dim"], device="cpu").eval()
         self.embedding.load_state_dict(torch.load(folder / "embedding.pt", map_location="cpu"))
         self.embedding.to(self.device)
+        for module in about["operators"]:
+            importlib.import_module(module)
         self._arch: Callable[..., Tensor]
         if about["compiled"]:
             self._arch = torch._inductor.aoti_load_package(str(folder / "model.pt2"))

@@ -43,8 +43,8 @@ def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr):
 
 
 # Pairs of scores $2, $3 and constants $4, $6, $8 to a value and a slope in bfloat16, two to a register all the way but
-# for the tanh t. With h = 1 + t and e = 1 - t the slope is h + x u'(x) h e. Both are made of t before it is rounded: one
-# made of the other would be off by as much as the slope itself where that is nearly 0 and the other nearly 2.
+# for the tanh t. With h = 1 + t and e = 1 - t the slope is h + x u'(x) h e. Both are made of t before it is rounded:
+# made of e, which is nearly 2 where x is far below 0, h would be off by as much as it is.
 _PACKED_GELU_TANH = gl.constexpr("""{
     .reg .b32 s, u, v, w, linear, cubic, slope;
     .reg .f32 x, y, x1, y1;

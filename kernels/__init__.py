@@ -5,5 +5,6 @@ faster backends beside it. Importing this package registers every backend and ne
 """
 
 from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8
+from kernels.custom_op import defined_in
 
-__all__ = ["dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8"]
+__all__ = ["defined_in", "dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8"]

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram, export, save
 
-from kernels import dispatch
-from kernels.custom_op import defined_in
+from kernels import defined_in, dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch

@@ -17,6 +17,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +92,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     waiting = [(arm.name, seed) for arm in arms for seed in options.seeds]
     slots = list(range(options.jobs))
     running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or they would be left to themselves
     try:
         while waiting or running:
             while waiting and slots:
@@ -98,7 +100,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
                 file = out / f"seed-{seed}" / f"{arm}.log"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 command = [sys.executable, "-m", "train.compare", *arguments, "--out", str(out), "--jobs", "1"]
-                with file.open("w") as output:
+                with file.open("a") as output:
                     process = subprocess.Popen(
                         [*command, "--only", str(seed), arm],
                         env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]},
@@ -132,7 +134,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--budget", type=float, default=0.05, help="largest NE gap allowed, in per cent")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap intervals")
     parser.add_argument("--jobs", type=int, default=1, help="arms and seeds to train at a time, each in a process")
-    parser.add_argument("--only", nargs=2, metavar=("SEED", "ARM"), help="train this one and write no report")
+    parser.add_argument("--only", nargs=2, metavar=("SEED", "ARM"), help=argparse.SUPPRESS)  # what --jobs starts
     parser.add_argument("--out", type=Path, help="report folder; default RUN_DIR, else runs/compare-<time>")
     parser.add_argument(
         "--config-dir", type=Path, help="a folder of further configurations, as of the training command"

@@ -365,6 +365,12 @@ def validate(config: Config) -> None:
                 f"runtime.cuda_graphs=true gives model.moe.aux_loss_weight={model.moe.aux_loss_weight} no gradient; "
                 "use runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
             )
+    if config.runtime.cuda_graphs and config.runtime.compile:
+        raise ValueError(
+            "runtime.cuda_graphs=true with runtime.compile=true: a capture would compile anew; use one of them"
+        )
+    if data.pad_events < 0:
+        raise ValueError(f"data.pad_events={data.pad_events} must not be negative, e.g. data.pad_events=0 for none")
     if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(
             f"precision={precision.name} quantises nothing: precision.quantize is empty; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -61,7 +61,8 @@ class _Graphed:
             self._seen[shapes] += 1
             if self._seen[shapes] <= WARMUP_STEPS or len(self._graphs) == MAX_GRAPHS:
                 return self._forward(tokens, batch)
-            log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), shapes[3:])
+            events = [len(values) for values, *_ in histories.values()]
+            log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), events)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graphs = self._graphs[shapes] = _Graphs(self._arch, self._forward, inputs, list(histories), self._pool)
         return cast(Tensor, _Replay.apply(graphs, *inputs, *graphs.parameters))
@@ -109,11 +110,9 @@ class _Graphs:
             output = torch.func.functional_call(plain, aliases, arguments)
         self.gradient = torch.empty_like(output)
         with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
-            wanted = [tensor for tensor in leaves if tensor.requires_grad]
-            found = iter(torch.autograd.grad(output, wanted, self.gradient, allow_unused=True))
+            #: Of each input and parameter; None for those without.
+            self.gradients = gradients(output, leaves, self.gradient)
         self.output = output.detach()
-        #: Of each input and parameter; None for those without.
-        self.gradients = [next(found) if tensor.requires_grad else None for tensor in leaves]
 
     def run_forward(self, inputs: tuple[Tensor, ...]) -> None:
         for static, tensor in zip(self.inputs, inputs, strict=False):  # what follows are the parameters
@@ -123,6 +122,16 @@ class _Graphs:
     def run_backward(self, gradient: Tensor) -> None:
         self.gradient.copy_(gradient)
         self._backward.replay()
+
+
+def gradients(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    """Of each leaf; None for those without. Captured in the middle of a forward, but outside its autocast region, where
+    the backward of a step runs: layers in float32 leave autocast in their forward alone.
+    """
+    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    with torch.autocast(output.device.type, enabled=False):
+        found = iter(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in leaves]
 
 
 class _Replay(torch.autograd.Function):
@@ -138,5 +147,6 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.graphs.run_backward(gradient)
-        # Detached, so that a gradient that is kept as it is does not keep the graph's own tensor object.
+        # Detached, so that a gradient that is kept as it is does not keep the graph's own tensor object. It keeps its
+        # memory: the next replay writes over it, so a step has to have used or copied it by then.
         return (None, *(None if g is None else g.detach() for g in ctx.graphs.gradients))

@@ -40,9 +40,8 @@ class Rerun(graphs._Graphs):
         self.output.copy_(self._result.detach())
 
     def run_backward(self, gradient: Tensor) -> None:
-        wanted = [t for t in (*self.inputs, *self.parameters) if t.requires_grad]
-        found = iter(torch.autograd.grad(self._result, wanted, gradient, allow_unused=True))
-        self.gradients = [next(found) if t.requires_grad else None for t in (*self.inputs, *self.parameters)]
+        with torch.autocast("cpu", torch.bfloat16):  # captures are made in the forward
+            self.gradients = graphs.gradients(self._result, [*self.inputs, *self.parameters], gradient)
 
 
 def model(device: str) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
@@ -68,7 +67,10 @@ def losses(device: str, graphed: bool) -> tuple[list[Tensor], list[Tensor]]:
     held = [parameter.expand_as(parameter).grad_fn for parameter in parameters]
     assert all(node.next_functions for node in held)
     for batch in batches(source, device):
-        loss = arch(embedding(batch), batch).float().square().mean()
+        tokens = embedding(batch)
+        with torch.autocast(device, torch.bfloat16):
+            logits = arch(tokens, batch)
+        loss = logits.float().square().mean()
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.data -= 0.1 * gradient
         values.append(loss.detach())

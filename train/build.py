@@ -71,10 +71,10 @@ def build(config: Config, world: World) -> Job:
         torch._dynamo.config.specialize_float = True
         # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
         arch.forward = torch.compile(arch.forward, dynamic=True, options={"triton.coalesce_tiling_analysis": False})
-    if config.runtime.cuda_graphs:
-        if world.device.type != "cuda":
-            raise ValueError("runtime.cuda_graphs=true needs a GPU; use runtime.cuda_graphs=false on a CPU")
+    if config.runtime.cuda_graphs and world.device.type == "cuda":
         use_graphs(arch)
+    elif config.runtime.cuda_graphs:
+        log.warning("runtime.cuda_graphs=true changes nothing on a CPU, where there are none")
     sharded, plan = shard(model, config, world)
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.testing import Tolerance
 
-# float64 against float64: only the order of additions differs.
-EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
+# float64 against float64: only the order of operations differs, of which a polynomial and its derivative have a few dozen.
+EXACT = Tolerance("same arithmetic in another order", roundings=32, reduction=64, accumulate=torch.float64)
 
 # Written from the definitions, not from `kernels.gdpa.activations`.
 DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {

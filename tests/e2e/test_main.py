@@ -114,6 +114,7 @@ def test_every_experiment_takes_three_steps(experiment: str, tmp_path: Path) -> 
     off = ["tracking.wandb=disabled", "runtime.run_dir=run"]
     if "synthetic" in experiment:
         small += ["data.num_users=100", "data.num_items=400", "data.max_history=8", "data.num_requests=100"]
+        small += ["data.eval_requests=20"]
     run(python("-m", "train.main", f"+experiment={experiment}", *small, *off, "runtime.log_every=1"), cwd=tmp_path)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 3
     trained = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record.split == "train"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.testing import Tolerance
 
-# float64 against float64: only the order of operations differs, of which a polynomial and its derivative have a few dozen.
+# float64 against float64: only the order of operations differs; a polynomial and its derivative have a few dozen.
 EXACT = Tolerance("same arithmetic in another order", roundings=32, reduction=64, accumulate=torch.float64)
 
 # Written from the definitions, not from `kernels.gdpa.activations`.

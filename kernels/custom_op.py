@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from kernels.remember import forgetting
@@ -83,12 +84,12 @@ class Operator:
         for place, (kind, convert) in self._numbers:
             if type(arguments[place]) is not kind:
                 arguments = (*arguments[:place], convert(arguments[place]), *arguments[place + 1 :])
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if _differentiates(arguments):
             return self._apply(*arguments)
         return self._function(*arguments)
 
     def _autograd(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if _differentiates(arguments):
             return self._watched_apply(*arguments)
         return self._below_autograd(*arguments)
 
@@ -117,6 +118,11 @@ def _differentiable(
 
     Differentiable.backward = staticmethod(backward)  # type: ignore[method-assign]
     return Differentiable.apply
+
+
+def _differentiates(arguments: tuple[Any, ...]) -> bool:
+    """Whether a derivative may be asked for. In forward mode, of which there is none, autograd's function says so."""
+    return (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)) or forward_ad._current_level >= 0
 
 
 def watched(arguments: tuple[Any, ...]) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.custom_op import custom_op
@@ -95,6 +96,13 @@ def test_a_missing_gradient_is_an_error() -> None:
     torch.testing.assert_close(halve(torch.ones(2)), torch.full((2,), 0.5))
     with pytest.raises(RuntimeError, match="halve has no gradient"):
         halve(leaf()).sum().backward()
+
+
+def test_forward_mode_is_an_error_and_not_zero() -> None:
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        scale(forward_ad.make_dual(torch.ones(2), torch.ones(2)), 2.0)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(lambda x: scale(x, 2.0), (torch.ones(2),), (torch.ones(2),))
 
 
 def test_modes_and_subclasses_see_the_operator() -> None:

@@ -34,11 +34,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from train import checkpoint, distributed, report
 from train.build import build
 from train.config import Config, register_schema, split_values, to_config
+from train.deadline import Deadline
 from train.distributed import World
 from train.files import write_json
 from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+STOP = "stop.json"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -68,12 +70,15 @@ def main(arguments: list[str]) -> int:
         if world.is_first:
             _claim(out, arms, overrides)
         world.barrier()
+        if options.train_seconds:
+            overrides = [*overrides, f"runtime.stop_file='{out / STOP}'"]
         if options.only:
             seed, name = options.only
             _train_arms([arm for arm in arms if arm.name == name], arms[0], int(seed), overrides, out, world)
             return 0
-        for seed in options.seeds:
-            _train_arms(arms, arms[0], seed, overrides, out, world)
+        for seed in (*options.seeds, *options.baseline_seeds):
+            chosen = arms if seed in options.seeds else arms[:1]
+            _train_arms(chosen, arms[0], seed, overrides, out, world)
         passed = _report(arms, options, out, map) if world.is_first else None
         return 0 if world.broadcast(passed) else 1
     finally:
@@ -89,7 +94,15 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     _claim(out, arms, overrides)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
-    waiting = [(arm.name, seed) for arm in arms for seed in options.seeds]
+    baseline_seeds = (*options.seeds, *options.baseline_seeds)
+    waiting = [(arm.name, seed) for arm in arms for seed in (baseline_seeds if arm == arms[0] else options.seeds)]
+    deadline = None
+    if options.train_seconds:
+        if len(waiting) > options.jobs:
+            raise ValueError(f"--train-seconds needs all runs to train at a time: --jobs {len(waiting)}")
+        runs = [out / f"seed-{seed}" / arm for arm, seed in waiting]
+        steps = _compose(overrides, arms[0]).runtime.steps
+        deadline = Deadline(options.train_seconds, runs, steps, out / STOP)
     slots = list(range(options.jobs))
     running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or they would be left to themselves
@@ -109,6 +122,8 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
                     )
                 running[process] = slot, file
             time.sleep(0.1)
+            if deadline:
+                deadline.check()
             for process in [process for process in running if process.poll() is not None]:
                 slot, file = running.pop(process)
                 slots.append(slot)
@@ -131,9 +146,13 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--arms", nargs="+", default=["bf16", "mxfp8"], metavar="NAME[:key=value,...]",
                         help="the baseline and the arms held against it; a bare name is a precision")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--baseline-seeds", nargs="+", type=int, default=[],
+                        help="further seeds of the baseline alone, for its spread")  # fmt: skip
     parser.add_argument("--budget", type=float, default=0.05, help="largest NE gap allowed, in per cent")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap intervals")
     parser.add_argument("--jobs", type=int, default=1, help="arms and seeds to train at a time, each in a process")
+    parser.add_argument("--train-seconds", type=float,
+                        help="of training: all runs stop at the step that the slowest reaches by then")  # fmt: skip
     parser.add_argument("--only", nargs=2, metavar=("SEED", "ARM"), help=argparse.SUPPRESS)  # what --jobs starts
     parser.add_argument("--out", type=Path, help="report folder; default RUN_DIR, else runs/compare-<time>")
     parser.add_argument(
@@ -154,10 +173,17 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(
             "the arms need different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 b:model.dropout=0.1"
         )
+    if options.train_seconds and options.jobs == 1 and not options.only:
+        parser.error("--train-seconds is for runs that train side by side; add --jobs N for N of them")
     if options.jobs > 1 and "RANK" in os.environ:
         parser.error("--jobs starts processes itself; leave torchrun out, or --jobs")
-    if len(options.seeds) < 2 and not options.assert_equal:
-        parser.error("the spread over seeds needs at least two, e.g. --seeds 0 1 2")
+    seeds = [*options.seeds, *options.baseline_seeds]
+    if len(set(seeds)) < len(seeds):
+        parser.error("a seed is named twice; --baseline-seeds are those that --seeds does not name, e.g. 1 2 beside 0")
+    if len(seeds) < 2 and not options.assert_equal:
+        parser.error(
+            "the spread over seeds needs two of the baseline, e.g. --seeds 0 1 2 or --seeds 0 --baseline-seeds 1 2"
+        )
     return options, overrides
 
 
@@ -213,13 +239,12 @@ def _wait_for(file: Path) -> None:
 
 
 def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Callable[..., Iterable[Any]]) -> bool:
-    runs = {
-        arm.name: [report.read_run(out / f"seed-{seed}" / arm.name, seed) for seed in options.seeds] for arm in arms
-    }
     baseline, passed = arms[0].name, True
+    seeds = {arm.name: options.seeds for arm in arms} | {baseline: [*options.seeds, *options.baseline_seeds]}
+    runs = {arm: [report.read_run(out / f"seed-{seed}" / arm, seed) for seed in seeds[arm]] for arm in seeds}
     for other in [arm.name for arm in arms[1:]]:
         if options.assert_equal:
-            difference = report.first_difference(runs[baseline], runs[other])
+            difference = report.first_difference(runs[baseline][: len(runs[other])], runs[other])
             print(
                 f"{other} differs from {baseline}: {difference}" if difference else f"{baseline} and {other} are equal"
             )

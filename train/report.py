@@ -71,11 +71,12 @@ def compare(
     """Per task the gap of `other` to `baseline`, and the verdict.
 
     A gap is 100 (NE_other - NE_baseline) / NE_baseline on the test split, positive when `other` is worse; the verdict
-    takes its mean over seeds, which must be at most `budget` per cent and no larger in size than the spread of the
-    baseline against itself (largest minus smallest NE over seeds, in per cent of their mean). `mapped` may be the map
-    of a pool of processes: intervals take `resamples` passes over the predictions.
+    takes its mean over the seeds of `other`, which must be at most `budget` per cent and no larger in size than the
+    spread of the baseline against itself (largest minus smallest NE over its seeds, which may be more, in per cent of
+    their mean). `mapped` may be the map of a pool of processes: intervals take `resamples` passes over the predictions.
     """
-    pairs = list(zip(runs[baseline], runs[other], strict=True))
+    by_seed = {run.seed: run for run in runs[baseline]}
+    pairs = [(by_seed[run.seed], run) for run in runs[other]]
     names = pairs[0][0].tasks
     columns = [_columns(task, a, b, resamples) for task in names for a, b in pairs]
     rows = list(mapped(_compare_seed, columns))
@@ -88,6 +89,8 @@ def compare(
         "baseline": baseline,
         "other": other,
         "seeds": [a.seed for a, _ in pairs],
+        "baseline_seeds": list(by_seed),
+        "steps": pairs[0][0].results["step"],
         "budget_percent": budget,
         "tasks": tasks,
         "arms": {name: _resources(arm) for name, arm in runs.items()},
@@ -133,10 +136,9 @@ def _compare_task(
     gap = float(np.mean([row["ne_percent"]["estimate"] for row in per_seed]))
     spread = float(100 * (ne.max() - ne.min()) / ne.mean())
     arms = {
-        side: {name: {"mean": float(metric(arm, name).mean()), "std": float(metric(arm, name).std(ddof=1))}
-               for name in ("ne", "auc", "gauc")}
+        side: {name: _summary(metric(arm, name)) for name in ("ne", "auc", "gauc")}
         for side, arm in (("baseline", a_runs), ("other", b_runs))
-    }  # fmt: skip
+    }
     return {
         **arms,
         "ne_gap_percent": gap,
@@ -146,6 +148,10 @@ def _compare_task(
         "within_spread": abs(gap) <= spread,
         "passed": gap <= budget and abs(gap) <= spread,
     }
+
+
+def _summary(values: np.ndarray) -> dict[str, float | None]:
+    return {"mean": float(values.mean()), "std": float(values.std(ddof=1)) if len(values) > 1 else None}
 
 
 def _resources(arm: list[Run]) -> dict[str, float]:
@@ -158,13 +164,15 @@ def _resources(arm: list[Run]) -> dict[str, float]:
 def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:
     """Write `<stem>.md` and its plot; returns the text."""
     baseline, other = result["baseline"], result["other"]
+    alone = [seed for seed in result["baseline_seeds"] if seed not in result["seeds"]]
+    further = f"; {baseline} alone at {_listed(alone)} too, for its spread" if alone else ""
     lines = [
         f"# {other} against {baseline}",
         "",
         (
-            f"Model `{result['model']}`, data `{result['data']}`, seeds {', '.join(map(str, result['seeds']))}. "
-            f"Same initial checkpoint and same batches for both arms of a seed; test split; "
-            f"gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
+            f"Model `{result['model']}`, data `{result['data']}`, {result['steps']:,} steps, "
+            f"seeds {_listed(result['seeds'])}{further}. Same initial checkpoint and same batches for both arms of a "
+            f"seed; test split; gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
         ),
         "",
         (
@@ -209,7 +217,10 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
         for task in result["tasks"]:
             ne = np.mean([values[f"{task}/ne"] for values in quantized])
             lines += ["", f"Evaluated on MXFP8 operands as well, {other} has a mean NE of {ne:.5f} on {task}."]
-    curves = {name: [(run.steps.tolist(), run.losses.tolist()) for run in arm] for name, arm in runs.items()}
+    curves = {
+        name: [(run.steps.tolist(), run.losses.tolist()) for run in arm if run.seed in result["seeds"]]
+        for name, arm in runs.items()
+    }
     plot = stem.replace("report", "loss", 1) + ".png"
     plot_arms(curves, baseline, out / plot)
     lines += ["", f"![training loss of both arms and their gap]({plot})", ""]
@@ -219,8 +230,12 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
     return text
 
 
-def _mean_std(value: dict[str, float]) -> str:
-    return f"{value['mean']:.5f} ± {value['std']:.5f}"
+def _mean_std(value: dict[str, float | None]) -> str:
+    return f"{value['mean']:.5f}" + (f" ± {value['std']:.5f}" if value["std"] is not None else "")
+
+
+def _listed(seeds: list[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _interval(value: dict[str, float], form: str) -> str:

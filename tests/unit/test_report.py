@@ -1,0 +1,65 @@
+"""The judgement of a comparison on runs made up here: pairs of a seed, and a spread over more seeds than those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import compare, report
+
+RATES = {"click": 0.3}
+
+
+def made_up(seed: int, shift: float) -> report.Run:
+    generator = np.random.default_rng(0)  # the test split is the same for all
+    labels = (generator.random(400) < 0.3).astype(np.float32)
+    logits = generator.normal(size=400).astype(np.float32) + np.float32(shift)
+    steps = np.arange(1, 4)
+    config = {"model": {"name": "interformer"}, "data": {"name": "synthetic"}}
+    return report.Run(
+        seed=seed,
+        results={
+            "step": 7000,
+            "label_rates": RATES,
+            "test": {"click/ne": 1 + shift, "click/auc": 0.5, "click/gauc": 0.5},
+            "steps_per_s": 1.0,
+            "examples_per_s": 2.0,
+            "peak_memory_bytes": 2**20,
+        },
+        about={"config": config, "versions": {"torch": "2"}},
+        steps=steps,
+        losses=steps + shift,
+        predictions={"click_label": labels, "click_logit": logits, "group": np.arange(400)},
+        tasks=["click"],
+    )
+
+
+def test_one_seed_is_held_against_the_spread_of_more(tmp_path: Path) -> None:
+    runs = {"bf16": [made_up(0, 0.0), made_up(1, 0.5), made_up(2, -0.5)], "mxfp8": [made_up(0, 0.01)]}
+    result = report.compare("bf16", "mxfp8", runs, budget=100, resamples=20)
+    task = result["tasks"]["click"]
+    assert (result["seeds"], result["baseline_seeds"]) == ([0], [0, 1, 2])
+    assert task["baseline_spread_percent"] == pytest.approx(100)
+    assert [row["seed"] for row in task["per_seed"]] == [0]
+    assert abs(task["ne_gap_percent"]) < 2  # to the baseline's run of the same seed, not to the mean of all
+    assert task["other"]["ne"]["std"] is None
+    text = report.write(tmp_path, "report", result, runs)
+    assert "7,000 steps, seeds 0; bf16 alone at 1, 2 too, for its spread" in text
+    assert "| click | 1.00000 ± 0.50000 | 1.01000 |" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seeds", "0"], "the spread over seeds needs two of the baseline"),
+        (["--seeds", "0", "1", "--baseline-seeds", "1"], "a seed is named twice"),
+    ],
+)
+def test_seeds_that_give_no_spread_are_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["+experiment=synthetic", *options])
+    assert said in capsys.readouterr().err

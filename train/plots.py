@@ -169,6 +169,22 @@ def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds of `train.score` over the candidates of a request."""
+    figure, (axes,) = _panels(1)
+    fields = {
+        "broadcast_ms": "a copy of the request for every candidate, eager",
+        "eager_ms": "no copies, eager",
+        "exported_ms": "no copies, exported",
+    }
+    for (field, label), color in zip(fields.items(), COLORS, strict=False):
+        points = [(row["candidates"], row[field]) for row in rows if field in row]
+        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+    axes.set(xscale="log", yscale="log")
+    _label(axes, "Scores of one request", "candidates", "ms")
+    _save(figure, path)
+
+
 def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:
     rows, columns = (count, 1) if vertical else (1, count)
     size = (8, 0.75 * height * rows) if vertical else (6 * columns, height)

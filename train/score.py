@@ -1,9 +1,10 @@
 """Score requests with what `train.export` wrote; `python -m train.score export=DIR` measures latency.
 
 The command takes a request of the run's test split, gives it 10 to 10,000 candidates (`candidates=10,100,...`) by
-repeating its own, and prints the milliseconds that scoring them takes: with the exported model, and with the same
-architecture on a batch in which every candidate has a copy of the request, its history and its embeddings included
-(up to `broadcast_limit=1000` candidates: such a batch grows with every one). It writes them to DIR/latency.json.
+repeating its own, and prints the milliseconds that scoring them takes: with the exported model, with the same
+architecture in eager PyTorch, and with that on a batch in which every candidate has a copy of the request, its history
+and its embeddings included (up to `broadcast_limit=1000` candidates: such a batch grows with every one). It writes
+them to DIR/latency.json, and a plot to DIR/latency.png.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from train.data import build_source
 from train.data.source import spec_from_dict
 from train.export import load_model
 from train.files import write_json
+from train.plots import plot_latency
 
 ROUNDS = 20
 
@@ -85,23 +87,22 @@ class Scorer:
 
 def latencies(
     scorer: Scorer,
-    model: RankingModel,
+    models: tuple[RankingModel, RankingModel],
     dtype: torch.dtype,
     request: RequestBatch,
     counts: list[int],
     broadcast_limit: int,
 ) -> list[dict[str, Any]]:
-    """Median milliseconds of a request for each number of candidates; copies are made outside the timing."""
-    arch = ScoringArch(model.arch, dtype).eval()
+    """Median milliseconds of a request for each number of candidates; copies are made outside the timing.
 
-    @torch.no_grad()
-    def broadcast(batch: RequestBatch) -> Tensor:
-        return arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)).sigmoid()
-
+    `models`: the one that was exported, for a request of many candidates and for requests of one.
+    """
+    eager, broadcast = (_eager(model, dtype) for model in models)
     rows = []
     for count in counts:
         batch = with_candidates(request, count).to(scorer.device)
-        row: dict[str, Any] = {"candidates": count, "exported_ms": _milliseconds(scorer, batch)}
+        row: dict[str, Any] = {"candidates": count}
+        row |= {"exported_ms": _milliseconds(scorer, batch), "eager_ms": _milliseconds(eager, batch)}
         if count <= broadcast_limit:
             expanded = batch.expand()
             # The two differ by the roundings of bfloat16, if the run had them.
@@ -109,6 +110,16 @@ def latencies(
             row["broadcast_ms"] = _milliseconds(broadcast, expanded)
         rows.append(row)
     return rows
+
+
+def _eager(model: RankingModel, dtype: torch.dtype) -> Callable[[RequestBatch], Tensor]:
+    arch = ScoringArch(model.arch, dtype).eval()
+
+    @torch.no_grad()
+    def score(batch: RequestBatch) -> Tensor:
+        return arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)).sigmoid()
+
+    return score
 
 
 def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) -> float:
@@ -134,14 +145,16 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
     dispatch.force(config.runtime.kernels)
     source = build_source(config.data)
-    model = load_model(path, config, source, 1, scorer.device)  # a request for every candidate
+    most = scorer.max_candidates
+    models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
     request = source.batch("test", torch.arange(1).numpy())
     counts = [int(count) for count in options["candidates"].split(",")]
-    rows = latencies(scorer, model, dtype, request, counts, int(options["broadcast_limit"]))
+    rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))
     write_json(folder / "latency.json", rows)
+    plot_latency(rows, folder / "latency.png")
     return rows
 
 

@@ -53,11 +53,10 @@ class FiniteGuard:
         if self.world.size > 1:
             dist.all_reduce(self.finite, op=dist.ReduceOp.MIN, group=self.world.guard_group)
 
-    def conclude(self, step: int, rows: Tensor, dense_norm: Tensor) -> Tensor:
-        """Verdict of the batch as `found_inf` (float, 1 = skip). DDP has made `dense_norm` the same on all ranks."""
-        self.found_inf = 1 - self.finite * torch.isfinite(dense_norm).to(self.finite.dtype)
+    def conclude(self, step: int, rows: Tensor, found_inf: Tensor) -> None:
+        """Keep the verdict of a batch (float, 1 = skip)."""
+        self.found_inf = found_inf.clone()  # a graph's own, maybe
         self._verdicts.append((step, self.found_inf, self.culprit, rows))
-        return self.found_inf
 
     def report(self) -> list[str]:
         """One line for each bad step since the last report, the same on all ranks. Syncs with the host."""
@@ -79,6 +78,11 @@ class FiniteGuard:
             where = "; ".join(culprit for culprit in culprits if culprit) or "in the dense gradients only"
             lines.append(f"step {step}: non-finite loss or gradient ({where})")
         return lines
+
+
+def verdict(finite: Tensor, dense_norm: Tensor) -> Tensor:
+    """`found_inf` (float, 1 = skip) from a guard's `finite`. DDP has made `dense_norm` the same on all ranks."""
+    return 1 - finite * torch.isfinite(dense_norm).to(finite.dtype)
 
 
 class _Gate(torch.autograd.Function):

@@ -15,13 +15,21 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from train.config import OptimizerConfig
-from train.guards import FiniteGuard
+from train.guards import FiniteGuard, verdict
+from train.replay import Replay
 
 
 class Optimizer:
     def __init__(
-        self, model: DistributedModelParallel, config: OptimizerConfig, total_steps: int, guard: FiniteGuard
+        self,
+        model: DistributedModelParallel,
+        config: OptimizerConfig,
+        total_steps: int,
+        guard: FiniteGuard,
+        *,
+        graphs: bool = False,
     ) -> None:
+        """`graphs`: replay the dense step as a CUDA graph (without `accumulate`)."""
         self.config, self.total_steps, self.guard = config, total_steps, guard
         self.params = dict(in_backward_optimizer_filter(model.named_parameters()))
         self.fused = model.fused_optimizer
@@ -29,7 +37,7 @@ class Optimizer:
         vectors = [p for p in self.params.values() if p.ndim <= 1]  # norms, biases: no weight decay
         self.adam = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.lr,
+            lr=torch.tensor(config.lr, device=guard.world.device) if graphs else config.lr,  # read by every replay
             betas=(config.betas[0], config.betas[1]),
             fused=True,
         )
@@ -39,6 +47,9 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+        self._graphs = graphs
+        self._update = Replay(self._conclude_and_step, graphs)
+        self._stepped: list[Tensor] = []  # parameters with a gradient
         self.micro_step = 0
         self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad
         self.count = torch.ones(())  # its candidates, over all ranks
@@ -65,7 +76,10 @@ class Optimizer:
     def _set_learning_rates(self) -> None:
         factor = self.factor(self.step_index)
         for group in self.adam.param_groups:
-            group["lr"] = self.config.lr * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.config.lr * factor)
+            else:
+                group["lr"] = self.config.lr * factor
         for group in self.fused.param_groups:
             group["lr"] = self.config.sparse_lr * factor
         self.fused.step()  # hands the rate to the fused kernels; the tables themselves step in the backward
@@ -74,21 +88,41 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        gradients = {name: param.grad for name, param in self.params.items() if param.grad is not None}
+        stepped = {name: param for name, param in self.params.items() if param.grad is not None}
+        gradients = {name: param.grad for name, param in stepped.items() if param.grad is not None}
         self.micro_step += 1
-        norm = nn.utils.get_total_norm(gradients.values())
-        self.skipped = self.guard.conclude(self.micro_step, self.rows, norm)
-        if self.config.accumulate > 1:
+        if self.config.accumulate == 1:
+            self._stepped = list(stepped.values())
+            self.skipped = self._update(self.guard.finite, *gradients.values(), kind=tuple(stepped))
+            self.guard.conclude(self.micro_step, self.rows, self.skipped)
+        else:
+            norm = nn.utils.get_total_norm(gradients.values())
+            self.skipped = verdict(self.guard.finite, norm)
+            self.guard.conclude(self.micro_step, self.rows, self.skipped)
             self._accumulate(gradients)
             if self.micro_step % self.config.accumulate:
                 return
             norm = nn.utils.get_total_norm(gradients.values())
             self.skipped = 1 - torch.isfinite(norm).to(norm.dtype)
+            self._clip_and_step(norm)
+        self._set_learning_rates()
+
+    def _conclude_and_step(self, finite: Tensor, *gradients: Tensor) -> Tensor:
+        """A step of `_stepped` by their gradients, unless the verdict, which it returns, is to skip it."""
+        for param, gradient in zip(self._stepped, gradients, strict=True):
+            param.grad = gradient
+        norm = nn.utils.get_total_norm(gradients)
+        self.skipped = verdict(finite, norm)
+        self._clip_and_step(norm)
+        return self.skipped
+
+    def _clip_and_step(self, norm: Tensor) -> None:
         if self.config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.params.values(), self.config.clip_norm, norm)
         self.adam.found_inf = self.skipped  # type: ignore[attr-defined]
+        for group in self.adam.param_groups:  # what it asks for in a capture, and warns of outside one
+            group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()
         self.adam.step()
-        self._set_learning_rates()
 
     def _accumulate(self, gradients: dict[str, Tensor]) -> None:
         """Candidate-weighted mean of the good micro-batches so far, left in `.grad` when the last one is in.

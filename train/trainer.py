@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from train.files import write_json
 from train.guards import FiniteGuard
 from train.loss import ranking_loss
 from train.memory import peak_memory_bytes, reset_peak_memory
-from train.metrics import MetricSet, ScoreHistogram, Throughput, peak_flops
+from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
 from train.optim import Optimizer
 from train.plots import plot_run
+from train.replay import Replay
 from train.tracing import StepTracer
 from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 
@@ -60,7 +62,10 @@ class Trainer:
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
         )
-        self.optimizer = Optimizer(self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard)
+        graphs = runtime.cuda_graphs and world.device.type == "cuda"
+        self.optimizer = Optimizer(
+            self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard, graphs=graphs
+        )
         self.pipeline = TrainPipelineSparseDist(
             self.model, self.optimizer, world.device, custom_model_fwd=self._forward
         )
@@ -73,6 +78,8 @@ class Trainer:
         # Found once: a walk over all modules takes longer than the update.
         self.routers = nn.ModuleList(module for module in ranking_model.modules() if isinstance(module, Router))
         self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
+        # A graph holds no collectives: more ranks balance as they are.
+        self.balance, self.account = Replay(self._balance, graphs and world.size == 1), Replay(self._account, graphs)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
         self.progress = Progress()
@@ -166,18 +173,36 @@ class Trainer:
         loss, logits, batch = self.pipeline.progress(batches)
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
-            self.load_violations = update_router_biases(self.routers, self._tokens_of_all_ranks)
+            self.load_violations = self.balance(self.optimizer.skipped)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
-        skipped = self.guard.found_inf.bool()  # on the device; what was skipped counts in no metric
-        self.loss_sum += torch.where(skipped, 0, loss)
-        self.good_steps += 1 - self.guard.found_inf
-        self.metrics.update(logits, torch.where(skipped, torch.nan, batch.labels), batch.weights, batch.group)
-        self.throughput.step(batch)
-        self.whole_run.step(batch)
+        rows = batch.labels, batch.weights, batch.group
+        history = self.account(self.guard.found_inf, loss, logits, *rows, history_lengths(batch))
+        self.throughput.step(batch, history)
+        self.whole_run.step(batch, history)
         self.tracer.step()
         self.tracker.advance()
         if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
             self._log()
+
+    def _balance(self, skipped: Tensor) -> dict[str, Tensor]:
+        return update_router_biases(self.routers, partial(self._tokens_of_all_ranks, skipped))
+
+    def _account(
+        self,
+        found_inf: Tensor,
+        loss: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        group: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """Add a step to what is logged, unless it was skipped; returns its `history_sums`."""
+        skipped = found_inf.bool()
+        self.loss_sum += torch.where(skipped, 0, loss)
+        self.good_steps += 1 - found_inf
+        self.metrics.update(logits, torch.where(skipped, torch.nan, labels), weights, group)
+        return history_sums(lengths)
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
@@ -194,7 +219,7 @@ class Trainer:
             log.warning("%s; %s", line, "skipped" if runtime.bad_batch == "skip" else "stopping")
         throughput = self.throughput.compute(self.forward_flops)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
-        values["lr"] = self.optimizer.adam.param_groups[0]["lr"]
+        values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
         if self.load_violations:
             values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
         self.tracker.log(self.progress.step, "train", values)
@@ -221,11 +246,11 @@ class Trainer:
             dist.all_reduce(mean)
         return mean.item() / self.world.size
 
-    def _tokens_of_all_ranks(self, counts: Tensor) -> Tensor:
+    def _tokens_of_all_ranks(self, skipped: Tensor, counts: Tensor) -> Tensor:
         """Expert loads summed over ranks; none when the step was skipped, which then moves no routing bias."""
         if self.world.size > 1:
             dist.all_reduce(counts)
-        return torch.where(self.optimizer.skipped.bool(), 0, counts)
+        return torch.where(skipped.bool(), 0, counts)
 
     def _validate(self) -> None:
         """NE on the validation split, mean over tasks, decides what is best and when to stop early."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.unit.factories import random_batch, random_spec
-from train.metrics import MetricSet, Throughput
+from train.metrics import MetricSet, Throughput, history_lengths, history_sums
 
 CPU = torch.device("cpu")
 RATES = {"click": 0.3, "like": 0.1}
@@ -49,7 +49,8 @@ def work(rank, path, results):
         for split in (300, 211):
             results[rank, exact_auc, split] = compute(shard(rank, split), exact_auc)
     meter = Throughput(CPU)
-    meter.step(random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank]))
+    batch = random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank])
+    meter.step(batch, history_sums(history_lengths(batch)))
     results[rank, "throughput"] = meter.compute(lambda *totals: math.fsum(totals))
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.factories import random_batch, random_spec
-from train.metrics import Throughput, peak_flops, throughput
+from train.metrics import Throughput, history_lengths, history_sums, peak_flops, throughput
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def run_steps(meter, clock, batches):
         with meter.data_wait():
             clock.now += 0.5
         clock.now += 1.5
-        meter.step(batch)
+        meter.step(batch, history_sums(history_lengths(batch)))
 
 
 def test_rates_and_waiting(clock):
@@ -109,7 +109,7 @@ def test_steps_do_not_sync_with_the_host():
             lengths=mode.from_tensor(batch.history_times.lengths()),
             stride=batch.num_requests,
         )
-        meter.step(batch)
+        meter.step(batch, history_sums(history_lengths(batch)))
 
 
 def test_peaks_by_device_name(monkeypatch):

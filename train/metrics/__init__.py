@@ -7,7 +7,7 @@ from train.metrics.collection import MetricSet
 from train.metrics.gauc import gauc
 from train.metrics.histogram import ScoreHistogram, score_histogram
 from train.metrics.ne import binary_entropy, log_loss, normalized_entropy
-from train.metrics.throughput import Throughput, peak_flops
+from train.metrics.throughput import Throughput, history_lengths, history_sums, peak_flops
 
 __all__ = [
     "CalibrationCurve",
@@ -19,6 +19,8 @@ __all__ = [
     "binary_entropy",
     "calibration_curve",
     "gauc",
+    "history_lengths",
+    "history_sums",
     "log_loss",
     "metric_intervals",
     "normalized_entropy",

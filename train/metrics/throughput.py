@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from modules.batch import RequestBatch
 
@@ -33,10 +34,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 ForwardFlops = Callable[[float, float, float, float], float]
-"""Model FLOPs of one forward, by requests, candidates, and sums over requests of the history length T and of T^2.
+"""Model FLOPs of one forward, by requests, candidates, and `history_sums`.
 
 It must be homogeneous (twice the batch, twice the FLOPs), so that the sums over many steps give the FLOPs of all.
 """
+
+
+def history_lengths(batch: RequestBatch) -> Tensor:
+    """[event types, R]: events of each request."""
+    return batch.history_times.lengths().view(len(batch.history_times.keys()), batch.num_requests)
+
+
+def history_sums(lengths: Tensor) -> Tensor:
+    """[2] float64: sums over requests of T and of T^2, T being a request's events of all types; lengths [types, R]."""
+    length = lengths.sum(dim=0).double()
+    return torch.stack([length.sum(), length.square().sum()])
 
 
 class Throughput:
@@ -68,8 +80,8 @@ class Throughput:
         self._waited = self._paused = 0.0
         self._start = self._now()
 
-    def step(self, batch: RequestBatch) -> None:
-        """Count one finished training step on `batch`."""
+    def step(self, batch: RequestBatch, history: Tensor) -> None:
+        """Count one finished training step on `batch`, of these `history_sums`."""
         if self._warmup_left:
             self._warmup_left -= 1
             if not self._warmup_left:
@@ -78,9 +90,7 @@ class Throughput:
         self._steps += 1
         self._requests += batch.num_requests
         self._examples += batch.num_candidates
-        num_events = len(batch.history_times.keys())
-        length = batch.history_times.lengths().view(num_events, batch.num_requests).sum(dim=0).double()
-        self._lengths += torch.stack([length.sum(), length.square().sum()])
+        self._lengths += history
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:

@@ -6,14 +6,19 @@ the classical impression batch and no case of its own. Packing rows into a batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+ALIGNMENT = 16
+"""Bytes; of the tensors of a packed batch."""
+_Keyed = tuple[list[str], int, list[int] | None]
+_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 UNKNOWN_ID = 0
 """Row of every table that unseen and missing ids map to; known ids start at 1."""
 
@@ -131,7 +136,7 @@ class RequestBatch(Pipelineable):
         requests = torch.arange(self.num_requests, device=counts.device)
         return torch.repeat_interleave(requests, counts, output_size=self.num_candidates)
 
-    @property
+    @cached_property
     def lookup(self) -> KeyedJaggedTensor:
         """Every id of the batch as one KeyedJaggedTensor over R, in the order of `FeatureSpec.lookups`.
 
@@ -144,19 +149,63 @@ class RequestBatch(Pipelineable):
         ends = torch.nn.functional.pad(per_candidate.cumsum(1), (1, 0))
         per_request = ends[:, self.candidate_offsets].diff(dim=1).to(per_candidate.dtype)
         lengths = [self.request_sparse.lengths(), per_request.flatten(), self.histories.lengths()]
+        counts = [part.length_per_key_or_none() for part in parts]
         return KeyedJaggedTensor(
             keys=[key for part in parts for key in part.keys()],
             values=torch.cat([part.values() for part in parts]),
             lengths=torch.cat(lengths),
             stride=requests,
+            # Who asks for it would wait for the device.
+            length_per_key=None if None in counts else [count for part in counts if part for count in part],
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> RequestBatch:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
-        return RequestBatch(**moved)
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RequestBatch:
-        return RequestBatch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self._moved(Tensor.pin_memory)
+
+    def packed(self) -> RequestBatch:
+        """The same batch in one piece of memory, which goes between processes and to a device as one tensor."""
+        tensors = self._tensors()
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        views = [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
+        for f in fields(self):
+            if isinstance(features := getattr(self, f.name), KeyedJaggedTensor):
+                features.length_per_key()  # kept from now on: later it would have to come from the device
+        return _assemble(self._about(), views)
+
+    def __reduce__(self) -> tuple[Callable[..., RequestBatch], tuple[object, ...]]:
+        tensors = self._tensors()
+        whole = _whole(tensors)
+        if whole is None:
+            return _assemble, (self._about(), tensors)
+        return _assemble, (self._about(), [whole], _places(tensors))
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> RequestBatch:
+        """Each tensor moved, all of them at once where they lie in one piece of memory."""
+        tensors = self._tensors()
+        whole = _whole(tensors)
+        if whole is None:
+            return _assemble(self._about(), [move(tensor) for tensor in tensors])
+        return _assemble(self._about(), [move(whole)], _places(tensors))
+
+    def _tensors(self) -> list[Tensor]:
+        parts = [getattr(self, f.name) for f in fields(self)]
+        pairs = [(p.values(), p.lengths()) if isinstance(p, KeyedJaggedTensor) else (p,) for p in parts]
+        return [tensor for pair in pairs for tensor in pair]
+
+    def _about(self) -> list[_Keyed | None]:
+        """Of each field what is no tensor."""
+        parts = [getattr(self, f.name) for f in fields(self)]
+        return [
+            (p.keys(), p.stride(), p.length_per_key_or_none()) if isinstance(p, KeyedJaggedTensor) else None
+            for p in parts
+        ]
 
     def record_stream(self, stream: torch.Stream) -> None:
         for f in fields(self):
@@ -179,6 +228,37 @@ class RequestBatch(Pipelineable):
             group=self.group,
             row=self.row,
         )
+
+
+def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The bytes that all of them are views of; None if there is no one such piece of memory."""
+    storage = tensors[0].untyped_storage()
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[_Place]:
+    return [(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+def _assemble(
+    about: Sequence[_Keyed | None], tensors: Sequence[Tensor], places: Sequence[_Place] | None = None
+) -> RequestBatch:
+    """The batch of `RequestBatch._tensors`, or of their places in the one tensor given."""
+    if places is not None:
+        memory = tensors[0].untyped_storage()
+        empty = partial(torch.empty, 0, device=memory.device)
+        tensors = [empty(dtype=dtype).set_(memory, *place) for dtype, *place in places]
+    given, parts = iter(tensors), []
+    for keyed in about:
+        if keyed is None:
+            parts.append(next(given))
+        else:
+            keys, stride, counts = keyed
+            values, lengths = next(given), next(given)
+            parts.append(KeyedJaggedTensor(keys, values, lengths=lengths, stride=stride, length_per_key=counts))
+    return RequestBatch(*parts)
 
 
 def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:

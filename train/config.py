@@ -81,6 +81,7 @@ class DLRMConfig(ModelConfig):
 class DataConfig:
     name: str = MISSING
     batch_size: int = 256  # requests a rank and step
+    eval_batch_size: int = 0  # the same of an evaluation; 0: batch_size
     num_workers: int = 1  # loader processes a rank; 0 loads in the training process
     prefetch: int = 4  # batches that each worker prepares ahead
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory

@@ -94,7 +94,7 @@ def evaluate_split(
     loader = build_loader(
         source,
         split,
-        batch_size=data.batch_size,
+        batch_size=data.eval_batch_size or data.batch_size,
         seed=0,
         rank=world.rank,
         world_size=world.size,

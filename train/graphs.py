@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from modules.batch import RequestBatch
 from modules.embedding import Tokens
 from modules.models.scoring import arch_inputs, scoring_inputs
+from train.replay import copy_all
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +116,7 @@ class _Graphs:
         self.output = output.detach()
 
     def run_forward(self, inputs: tuple[Tensor, ...]) -> None:
-        for static, tensor in zip(self.inputs, inputs, strict=False):  # what follows are the parameters
-            static.detach().copy_(tensor, non_blocking=True)
+        copy_all(self.inputs, inputs[: len(self.inputs)])  # what follows are the parameters
         self._forward.replay()
 
     def run_backward(self, gradient: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +49,19 @@ class _Graph:
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._results = function(*self._inputs)
 
-    @torch.no_grad()
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
-        # One launch for all that are of one type.
-        for dtype in {tensor.dtype for tensor in tensors}:
-            of_type = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
-            torch._foreach_copy_([self._inputs[index] for index in of_type], [tensors[index] for index in of_type])
+        copy_all(self._inputs, tensors)
         self._graph.replay()
         return self._results
+
+
+@torch.no_grad()
+def copy_all(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each tensor to its place, with few launches: all of one type together."""
+    by_type: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, tensor in zip(to, tensors, strict=True):
+        places, values = by_type.setdefault((place.dtype, tensor.dtype), ([], []))
+        places.append(place)
+        values.append(tensor)
+    for places, values in by_type.values():
+        torch._foreach_copy_(places, values)

@@ -157,3 +157,24 @@ def test_negative_id_is_named():
             group=np.zeros(0),
             row=np.zeros(0),
         )
+
+
+@pytest.mark.parametrize("counts", [COUNTS, np.zeros(3, np.int64)])
+def test_a_packed_batch_is_the_same_in_one_piece_of_memory(counts: np.ndarray) -> None:
+    batch = make_batch(make_spec(), counts)
+    packed = batch.packed()
+    again = pickle.loads(pickle.dumps(packed))
+    for other in (packed, again, packed.to(torch.device("cpu")), pickle.loads(pickle.dumps(batch))):
+        for field in fields(batch):
+            a, b = getattr(batch, field.name), getattr(other, field.name)
+            if isinstance(a, torch.Tensor):
+                assert torch.equal(a, b)
+                assert a.dtype == b.dtype
+            else:
+                assert (a.keys(), a.stride(), rows_of(a)) == (b.keys(), b.stride(), rows_of(b))
+    assert rows_of(packed.lookup) == rows_of(batch.lookup)
+    assert packed.lookup.length_per_key_or_none() == batch.lookup.length_per_key()
+    for one in (packed, again):
+        assert len({tensor.untyped_storage().data_ptr() for tensor in one._tensors()}) == 1
+    moved = packed.to(torch.device("meta"))
+    assert {tensor.device.type for tensor in moved._tensors()} == {"meta"}

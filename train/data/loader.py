@@ -74,7 +74,7 @@ class _Batches(Dataset):
         if requests.size == 0:
             return empty_batch(self.source.spec)
         batch = self.source.batch(self.split, requests)
-        return pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch
+        return (pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch).packed()
 
 
 class _Order(Sampler):

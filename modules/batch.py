@@ -239,7 +239,7 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[_Place]:
-    return [(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors]
+    return [(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 def _assemble(

@@ -29,6 +29,7 @@ class FiniteGuard:
         self.world, self.locate = world, locate
         self.finite = torch.ones((), device=world.device)  # of this step: 1 where all gradients of all ranks are finite
         self.culprit = torch.zeros((), device=world.device)  # 1 where this rank's were not
+        self.zero = torch.zeros((), device=world.device)  # made once: a scalar would be a launch wherever it is written
         self.found_inf = torch.zeros((), device=world.device)  # verdict of the last batch, 1 = skipped
         self._verdicts: deque[tuple[int, Tensor, Tensor, Tensor]] = deque(maxlen=window)
         assembly.register_forward_pre_hook(self._gate)
@@ -95,4 +96,4 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.guard.judge(list(gradients))
         finite = ctx.guard.finite.bool()
-        return (None, *(torch.where(finite, gradient, 0) for gradient in gradients))
+        return (None, *(torch.where(finite, gradient, ctx.guard.zero.to(gradient.dtype)) for gradient in gradients))

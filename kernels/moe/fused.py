@@ -24,7 +24,7 @@ from kernels import dispatch
 from kernels.custom_op import custom_op, watched
 from kernels.moe.reference import Permutation
 from kernels.mxfp8 import QUANTIZED
-from kernels.mxfp8.grouped import Operand, Quantized, fprop, wgrad
+from kernels.mxfp8.grouped import MATRIX, TABLES, Operand, Quantized, form_of, fprop, in_tables, swaps, wgrad
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
@@ -37,9 +37,11 @@ def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
     if group == 0:
         rounded = weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
         return rounded.transpose(1, 2) if transpose else rounded
-    from kernels.mxfp8.gluon_quantize import quantize_both
+    from kernels.mxfp8 import gluon_quantize, gluon_weights
 
-    results = quantize_both(weight, not transpose, transpose, group, group == 128, False)
+    if gluon_weights.serves(weight):
+        return gluon_weights.operand(weight, transpose, group)
+    results = gluon_quantize.quantize_both(weight, not transpose, transpose, group, group == 128, False)
     return Quantized(*(results[2:] if transpose else results[:2]), group)
 
 
@@ -61,7 +63,7 @@ def _forward(
     from kernels.moe.gluon_swiglu_quantized import swiglu_quantized
 
     permutation = triton_route.permutation(chosen, gate_up.shape[0])
-    rows, row_scales, *kept_rows = gather(x, permutation, group, keep and group > 0)
+    rows, row_scales, *kept_rows = gather(x, permutation, group, form_of(group, True) if keep and group else None)
     first = _operand(gate_up, group, False)
     if group:
         hidden = fprop(Quantized(rows, row_scales, group), first, permutation.ends)
@@ -88,14 +90,15 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
         return out, *(out.new_empty(0) for _ in range(_KEPT))
     num_experts, double, width = gate_up.shape
     rows = capacity_of(chosen.numel(), num_experts)
+    shape, scales, scale_dtype = (width, rows) if group else (rows, width), (0, 0), torch.uint8
     if group:
-        shape, scales = (width, rows), (width, -(-rows // 32))
-    else:
-        shape, scales = (rows, width), (0, 0)
+        form = form_of(group, True) if in_tables(x.dtype, width) else MATRIX
+        scales = (width, rows // 32) if form == MATRIX else (rows // 128, width)
+        scale_dtype = TABLES.get(form, torch.uint8)
     kept_rows = x.new_empty(shape, dtype=torch.float8_e4m3fn if group else torch.bfloat16)
     hidden = x.new_empty(rows, double, dtype=torch.bfloat16)
     indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in (chosen.shape, (rows,), (num_experts,))]
-    return out, hidden, kept_rows, x.new_empty(scales, dtype=torch.uint8), *indices
+    return out, hidden, kept_rows, x.new_empty(scales, dtype=scale_dtype), *indices
 
 
 def _differentiate(
@@ -120,13 +123,16 @@ def _differentiate(
     _, selections, ends = permutation
     dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
     needs_x, needs_weights, needs_gate_up, needs_down = needs
-    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, group > 0 and needs_down)
+    # Of the weight gradient of W_down, from dout's rows and the weighted result.
+    swapped = swaps(group, grad.shape[1], hidden.shape[1] // 2)
+    d_out_form = form_of(group, swapped) if group and needs_down else None
+    d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, d_out_form)
     d_hidden: Operand
     if group:
         d_result = fprop(Quantized(d_out, d_out_scales, group), _operand(down, group, True), ends)
         del d_out, d_out_scales
         pairs, row_scales, column_scales, *result, partial = swiglu_quantized_backward(
-            hidden, d_result, selections, weights, ends, group, overwrite
+            hidden, d_result, selections, weights, ends, group, overwrite, form_of(group, not swapped)
         )
         del d_result
         if needs_down:

@@ -11,6 +11,7 @@ from kernels.moe.gluon_gather_quantized import gather_quantized
 from kernels.moe.reference import Permutation
 from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_origin
 from kernels.mxfp8.gluon_quantize import launch_options, scales_like
+from kernels.mxfp8.grouped import MATRIX, form_of, in_tables
 
 
 @gluon.jit(do_not_specialize=["num_groups", "top_k"])
@@ -83,22 +84,28 @@ def gather_kernel(
             )
 
 
-def gather(x: Tensor, permutation: Permutation, group: int, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, D] -> codes [M, D], scales [M, D / 32], codes [D, M], scales [D, M / 32] of the rows in expert order.
+def gather(
+    x: Tensor, permutation: Permutation, group: int, column_form: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, D] -> codes [M, D] of the rows in expert order, their scales, the same of their columns [D, M].
 
-    The last two are empty unless `columns`. With group 0 the first is bfloat16 and all others are empty. Padding rows
+    The last two are empty if `column_form` is None; with group 0 the first is bfloat16 and all others are empty. If
+    `in_tables`, scales are in a table and in `column_form`, and otherwise matrices (see `mxfp8.grouped`). Padding rows
     are zeros; rows behind the last end are not written.
     """
     num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
-    whole_vectors = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
-    if group and x.dtype is torch.bfloat16 and num_columns % TILE == 0 and whole_vectors:
-        return gather_quantized(x, permutation, group, columns)
+    columns = column_form is not None
+    if group and in_tables(x.dtype, num_columns):
+        whole_vectors = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+        x = x if whole_vectors else x.clone(memory_format=torch.contiguous_format)
+        forms = form_of(group, second=False), column_form if columns else MATRIX
+        return gather_quantized(x, permutation, group, columns, forms)
     dtype = torch.float8_e4m3fn if group else torch.bfloat16
     row_codes = x.new_empty(num_rows, num_columns, dtype=dtype)
     column_codes = x.new_empty((num_columns, num_rows) if columns else (0, 0), dtype=torch.float8_e4m3fn)
-    row_scales = scales_like(row_codes if group else column_codes, False)
-    column_scales = scales_like(column_codes, False)
+    row_scales = scales_like(row_codes if group else column_codes, MATRIX)
+    column_scales = scales_like(column_codes, MATRIX)
     if row_codes.numel():
         gather_kernel[(num_rows // TILE * -(-num_columns // TILE),)](
             x,

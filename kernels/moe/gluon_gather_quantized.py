@@ -20,6 +20,7 @@ from kernels.mxfp8.gluon_pairs import (
     row_layout,
     store_columns,
     store_rows,
+    table_of,
     tile_place,
     words_layout,
 )
@@ -42,6 +43,8 @@ def gather_quantized_kernel(
     num_columns,
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
+    ROW_FORM: gl.constexpr,
+    COLUMN_FORM: gl.constexpr,
 ):
     """One tile of the gathered rows. x has two elements to a word, `stride` words to a row."""
     row, column = tile_place(gl.program_id(0), num_rows // 128, num_columns // 128)
@@ -60,11 +63,11 @@ def gather_quantized_kernel(
     along = smem.load(row_layout())
     across = smem.load(column_layout())
     buffers = smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, row, column // 32, num_columns // 32,
-               GROUP, False, False)  # fmt: skip
+    store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+               num_rows, num_columns // 32, GROUP, False, ROW_FORM)  # fmt: skip
     if COLUMNS:
-        store_columns(across, buffers.index(1), column_desc, column, row // 2, column_scales, column, row // 32,
-                      num_rows // 32, GROUP, False, False)  # fmt: skip
+        store_columns(across, buffers.index(1), column_desc, column, row // 2, column_scales, column_scales, column,
+                      row // 32, num_columns, num_rows // 32, GROUP, False, COLUMN_FORM)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -72,19 +75,20 @@ _launch = Launcher(gather_quantized_kernel, num_warps=WARPS, maxnreg=REGISTERS)
 
 
 def gather_quantized(
-    x: Tensor, permutation: Permutation, group: int, columns: bool
+    x: Tensor, permutation: Permutation, group: int, columns: bool, forms: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, D] bfloat16 -> codes [M, D], scales [M, D / 32], codes [D, M], scales [D, M / 32]; see `gather`."""
+    """x [N, D] bfloat16 -> codes [M, D], scales, codes [D, M], scales; see `gather`."""
     num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
     row_codes = x.new_empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
     column_codes = x.new_empty((num_columns, num_rows) if columns else (0, 0), dtype=torch.float8_e4m3fn)
-    row_scales, column_scales = scales_like(row_codes, False), scales_like(column_codes, False)
+    row_form, column_form = forms
+    row_scales, column_scales = scales_like(row_codes, row_form), scales_like(column_codes, column_form)
     if row_codes.numel():
         words = x.view(torch.int32)  # rows may lie apart
         stride, top_k = words.stride(0), permutation.rows.shape[1]
         _launch(
             (num_rows // 128 * (num_columns // 128), 1, 1),
-            (x.device, top_k, columns, group, stride % 16, *aligned(permutation.selections, permutation.ends)),
+            (x.device, top_k, columns, group, *forms, stride % 16, *aligned(permutation.selections, permutation.ends)),
             words,
             stride,
             permutation.selections,
@@ -93,11 +97,12 @@ def gather_quantized(
             top_k,
             codes_descriptor(row_codes),
             codes_descriptor(column_codes if columns else row_codes),
-            row_scales,
-            column_scales,
+            table_of(row_scales),
+            table_of(column_scales),
             num_rows,
             num_columns,
             columns,
             group,
+            *forms,
         )
     return row_codes, row_scales, column_codes, column_scales

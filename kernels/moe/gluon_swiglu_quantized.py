@@ -26,11 +26,13 @@ from kernels.mxfp8.gluon_pairs import (
     row_layout,
     store_columns,
     store_rows,
+    table_of,
     tile_place,
     words_descriptor,
     words_layout,
 )
 from kernels.mxfp8.gluon_quantize import scales_like
+from kernels.mxfp8.grouped import TABLES, form_of
 
 # Three programs of the forward and two of the backward share a multiprocessor, as shared memory lets them.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 80, 128
@@ -81,7 +83,9 @@ def _load_halves(desc, row, column, width, smem, full):
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def forward_kernel(hidden_desc, codes_desc, scales, ends, num_groups, num_rows, width, GROUP: gl.constexpr):
+def forward_kernel(
+    hidden_desc, codes_desc, scales, ends, num_groups, num_rows, width, GROUP: gl.constexpr, FORM: gl.constexpr
+):
     """One tile of the result."""
     row, column = tile_place(gl.program_id(0), num_rows // 128, width // 128)
     if row >= gl.load(ends + num_groups - 1):
@@ -99,8 +103,8 @@ def forward_kernel(hidden_desc, codes_desc, scales, ends, num_groups, num_rows, 
     left = _left(gate) * _sigmoid(_left(gate)) * _left(up)
     right = _right(gate) * _sigmoid(_right(gate)) * _right(up)
     buffers = smem.index(0)._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_rows(_pair(left, right), buffers.index(0), codes_desc, row, column // 2, scales, row, column // 32,
-               width // 32, GROUP, False, False)  # fmt: skip
+    store_rows(_pair(left, right), buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32,
+               num_rows, width // 32, GROUP, False, FORM)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -108,22 +112,24 @@ _launch_forward = Launcher(forward_kernel, num_warps=WARPS, maxnreg=FORWARD_REGI
 
 
 def swiglu_quantized(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """gate_up [M, 2F] bfloat16 -> codes [M, F], scales [M, F / 32]."""
+    """gate_up [M, 2F] bfloat16 -> codes [M, F] and their scales, in a table (see `mxfp8.grouped`)."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     codes = gate_up.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
-    scales = scales_like(codes, False)
+    form = form_of(group, second=False)
+    scales = scales_like(codes, form)
     if codes.numel():
         _launch_forward(
             (num_rows // 128 * (width // 128), 1, 1),
             (codes.device, group, *aligned(ends)),
             words_descriptor(gate_up),
             codes_descriptor(codes),
-            scales,
+            table_of(scales),
             ends,
             ends.shape[0],
             num_rows,
             width,
             group,
+            form,
         )
     return codes, scales
 
@@ -166,15 +172,15 @@ def _differentiate_chunk(smem, weight, partial, row, tile_columns, CHUNK: gl.con
 
 @gluon.jit
 def _store_gradient(words_smem, pairs_desc, row, column, row_scales, column_scales, num_rows, width,
-                    GROUP: gl.constexpr):  # fmt: skip
+                    GROUP: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """A tile of d gate or d up at `column` of the 2 * width, in both orientations."""
     along = words_smem.load(row_layout())
     across = words_smem.load(column_layout())
     buffers = words_smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_rows(along, buffers.index(0), pairs_desc, row, column, row_scales, row, column // 32, width // 16, GROUP,
-               False, False)  # fmt: skip
-    store_columns(across, buffers.index(1), pairs_desc, row, column + 64, column_scales, column, row // 32,
-                  num_rows // 32, GROUP, False, False)  # fmt: skip
+    store_rows(along, buffers.index(0), pairs_desc, row, column, row_scales, row_scales, row, column // 32, num_rows,
+               width // 16, GROUP, False, FORM)  # fmt: skip
+    store_columns(across, buffers.index(1), pairs_desc, row, column + 64, column_scales, column_scales, column,
+                  row // 32, 2 * width, num_rows // 32, GROUP, False, FORM)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
@@ -194,6 +200,8 @@ def backward_kernel(
     num_rows,
     width,
     GROUP: gl.constexpr,
+    FORM: gl.constexpr,
+    RESULT_FORM: gl.constexpr,
 ):
     """One tile of the gradient of the result before the weights; see `swiglu_quantized_backward`."""
     row, column = tile_place(gl.program_id(0), num_rows // 128, width // 128)
@@ -217,12 +225,13 @@ def backward_kernel(
     mbarrier.wait(full, 0)
     for chunk in gl.static_range(4):
         _differentiate_chunk(smem, weight[chunk], partial + column // 128, row, width // 128, chunk, LAYOUT)
-    _store_gradient(smem.index(0), pairs_desc, row, column, row_scales, column_scales, num_rows, width, GROUP)
-    _store_gradient(smem.index(1), pairs_desc, row, width + column, row_scales, column_scales, num_rows, width, GROUP)
+    _store_gradient(smem.index(0), pairs_desc, row, column, row_scales, column_scales, num_rows, width, GROUP, FORM)
+    _store_gradient(smem.index(1), pairs_desc, row, width + column, row_scales, column_scales, num_rows, width, GROUP,
+                    FORM)  # fmt: skip
     across = smem.index(2).load(column_layout())
     buffers = smem.index(2)._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, column, row // 32,
-                  num_rows // 32, GROUP, False, False)  # fmt: skip
+    store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, result_scales, column,
+                  row // 32, width, num_rows // 32, GROUP, False, RESULT_FORM)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -230,7 +239,14 @@ _launch_backward = Launcher(backward_kernel, num_warps=WARPS, maxnreg=BACKWARD_R
 
 
 def swiglu_quantized_backward(
-    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, group: int, overwrite: bool
+    gate_up: Tensor,
+    grad: Tensor,
+    selections: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    group: int,
+    overwrite: bool,
+    result_form: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `weights * swiglu(gate_up)` from that of the unweighted result's product, and the result again.
 
@@ -238,10 +254,11 @@ def swiglu_quantized_backward(
         gate_up: [M, 2F] bfloat16; grad: [M, F] bfloat16, what arrives at the result divided by the row's weight.
         selections: [M] int32, which of `weights` [N, k] belongs to each row, -1 for none.
         overwrite: the codes of d gate_up take the memory of gate_up.
+        result_form: of the scales of the weighted result, see `mxfp8.grouped`.
     Returns:
-        Of d gate_up: pairs [M, 4F] (see `mxfp8.grouped`), scales of the rows [M, 2F / 32] and of the columns
-        [2F, M / 32]; of the weighted result: codes [F, M], scales; and partial [M, F / 128] float32, whose sum over a
-        row is the gradient of its weight.
+        Of d gate_up: pairs [M, 4F] (see `mxfp8.grouped`), tables of the scales of its rows and of its columns; of the
+        weighted result: codes [F, M], scales; and partial [M, F / 128] float32, whose sum over a row is the gradient
+        of its weight.
     """
     num_rows, width = grad.shape
     pairs = (
@@ -249,16 +266,17 @@ def swiglu_quantized_backward(
         if overwrite
         else gate_up.new_empty(num_rows, 4 * width, dtype=torch.float8_e4m3fn)
     )
-    row_scales = gate_up.new_empty(num_rows, width // 16, dtype=torch.uint8)
-    column_scales = gate_up.new_empty(2 * width, num_rows // 32, dtype=torch.uint8)
+    form = form_of(group, second=False)
+    row_scales = gate_up.new_empty(width // 64, num_rows, dtype=TABLES[form])
+    column_scales = gate_up.new_empty(num_rows // 128, 2 * width, dtype=TABLES[form])
     result_codes = grad.new_empty(width, num_rows, dtype=torch.float8_e4m3fn)
-    result_scales = scales_like(result_codes, False)
+    result_scales = scales_like(result_codes, result_form)
     partial = grad.new_empty(num_rows, width // 128, dtype=torch.float32)
     if grad.numel():
         weights = weights.contiguous()
         _launch_backward(
             (num_rows // 128 * (width // 128), 1, 1),
-            (grad.device, group, weights.dtype, *aligned(selections, weights, ends)),
+            (grad.device, group, result_form, weights.dtype, *aligned(selections, weights, ends)),
             words_descriptor(gate_up),
             words_descriptor(grad),
             codes_descriptor(pairs),
@@ -267,12 +285,14 @@ def swiglu_quantized_backward(
             weights,
             ends,
             ends.shape[0],
-            row_scales,
-            column_scales,
-            result_scales,
+            table_of(row_scales),
+            table_of(column_scales),
+            table_of(result_scales),
             partial,
             num_rows,
             width,
             group,
+            form,
+            result_form,
         )
     return pairs, row_scales, column_scales, result_codes, result_scales, partial

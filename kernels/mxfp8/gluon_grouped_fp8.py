@@ -38,6 +38,7 @@ from kernels.mxfp8.gluon_grouped_tiles import (
     store_rows,
     table_descriptor,
 )
+from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.triton_grouped import transposed_scales
 
 _TILE_M = gl.constexpr(256)
@@ -54,17 +55,25 @@ _CONSUMER_REGISTERS = gl.constexpr(240)
 
 
 def grouped_mm(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, *, paired: bool = False
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    ends: Tensor,
+    *,
+    paired: bool = False,
+    differ: Tensor | None = None,
 ) -> Tensor:
     """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3. If `paired`, a is in `grouped` pairs.
 
     Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
     square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
-    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written.
+    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written. Scales of
+    either may be in a table: BYTES of a, VALUES of b, then with `differ`.
     """
     groups, n, k = b.shape
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
-    tables = transposed_scales(a_scales, b_scales.flatten(0, 1))
+    tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
     form = PAIRED_ROWS.value if paired else 0
     _launch(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
@@ -85,16 +94,33 @@ def grouped_wgrad(
 
     If `paired`, dy is in `grouped` pairs.
 
-    Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements. Groups have multiples of 128 columns; N
-    and K are multiples of 128.
+    Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements, or in tables. Groups have multiples of 128
+    columns; N and K are multiples of 128.
     """
-    n, k, groups = dy_scales.shape[0], x.shape[0], ends.shape[0]
+    n, k, groups = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0], ends.shape[0]
     out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
-    tables = transposed_scales(dy_scales, x_scales)
+    tables = _tables(dy_scales, x_scales, None)
     sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
     form = PAIRED_COLUMNS.value if paired else 0
     _launch(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
     return out
+
+
+def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(BYTES of a, VALUES of b, what is 0 if b's squares share their scales, the 0 that tiles are counted from)."""
+    if in_table(rows) and in_table(columns):
+        ticket = torch.zeros(1, dtype=torch.int32, device=rows.device)
+        return rows.view(torch.uint8), columns, ticket if differ is None else differ, ticket
+    row_table, column_table, numbers = transposed_scales(
+        rows.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(rows) else rows,
+        columns.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(columns) else columns,
+    )
+    return (
+        rows.view(torch.uint8) if in_table(rows) else row_table,
+        columns if in_table(columns) else column_table,
+        numbers if differ is None else differ,
+        numbers[1:],
+    )
 
 
 def _launch(
@@ -102,14 +128,14 @@ def _launch(
     b: Tensor,
     out: Tensor,
     rows: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
     ends: Tensor,
     sizes: tuple[int, ...],
     form: int,
     *,
     wgrad: bool,
 ) -> None:
-    row_scales, column_scales, numbers = tables
+    row_scales, column_scales, differ, ticket = tables
     _kernel[(processors(a.device),)](
         descriptor(a, [ROWS.value, _BLOCK_K.value]),
         descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
@@ -117,7 +143,8 @@ def _launch(
         table_descriptor(column_scales, _TILE_N.value),
         descriptor(rows, [ROWS.value, COLUMNS.value]),
         out,
-        numbers,
+        differ,
+        ticket,
         ends,
         *sizes,
         WGRAD=wgrad,
@@ -220,12 +247,12 @@ def _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_sm
 
 
 @gluon.jit
-def _multiply(out_desc, out, numbers, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, places,
+def _multiply(out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, places,
               written, read, N, WGRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C: blocks C, and C + 2 if there is one and the tile has such rows, of each tile."""
     done = 0
     received = 0
-    shared = gl.load(numbers) == 0
+    shared = gl.load(differ) == 0
     if C == 1:
         mbarrier.wait(order, 0)
     count = await_tile(places, written, received)
@@ -246,7 +273,7 @@ def _multiply(out_desc, out, numbers, a_smem, b_smem, rows_smem, columns_smem, o
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_groups", "tiles_m", "tiles_n", "M"])
+@gluon.jit(do_not_specialize=["differ", "ticket", "num_groups", "tiles_m", "tiles_n", "M"])
 def _kernel(
     a_desc,
     b_desc,
@@ -254,7 +281,8 @@ def _kernel(
     columns_desc,
     out_desc,
     out,
-    numbers,
+    differ,
+    ticket,
     ends,
     num_groups,
     tiles_m,
@@ -285,12 +313,12 @@ def _kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (out_desc, out, numbers, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+            (_multiply, (out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
                          places, written, read, N, WGRAD, 0)),
-            (_multiply, (out_desc, out, numbers, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+            (_multiply, (out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
                          places, written, read, N, WGRAD, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
-                          numbers + 1, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
+                          ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
                           _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False)),
         ],
         [4, 4],

@@ -46,6 +46,7 @@ from kernels.mxfp8.gluon_grouped_tiles import (
     store_transposed,
     table_descriptor,
 )
+from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.triton_grouped import transposed_words
 
 _TILE_N = gl.constexpr(256)
@@ -221,7 +222,7 @@ def _kernel(
 def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired: bool = False) -> Tensor:
     """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16.
 
-    If `paired`, the codes are in `grouped` pairs.
+    If `paired`, the codes are in `grouped` pairs. Scales may be in a table of WORDS.
     """
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
@@ -242,9 +243,10 @@ def grouped_wgrad(
 ) -> Tensor:
     """[E, R, C]: codes [R, M] with scales [R, M / 32], times values [C, M] bfloat16, over each group's columns.
 
-    [E, C, R] if `transposed`. R and C are multiples of 128. If `paired`, the codes are in `grouped` pairs.
+    [E, C, R] if `transposed`. R and C are multiples of 128. If `paired`, the codes are in `grouped` pairs. Scales may
+    be in a table of WORDS.
     """
-    rows, columns, groups = scales.shape[0], values.shape[0], ends.shape[0]
+    rows, columns, groups = scales.shape[1 if in_table(scales) else 0], values.shape[0], ends.shape[0]
     shape = (columns, rows) if transposed else (rows, columns)
     out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
     sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
@@ -269,7 +271,7 @@ def _launch(
     _kernel[(processors(codes.device),)](
         descriptor(codes, [ROWS.value, _BLOCK_K.value]),
         descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
-        table_descriptor(transposed_words(scales), _TILE_M.value),
+        table_descriptor(scales if in_table(scales) else transposed_words(scales), _TILE_M.value),
         descriptor(rows, [ROWS.value, COLUMNS.value]),
         out,
         torch.zeros(1, dtype=torch.int32, device=codes.device),

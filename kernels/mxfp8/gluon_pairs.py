@@ -17,9 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mxfp8.gluon_blocks import scale_bytes_of, store_scales, widen
+from kernels.mxfp8.grouped import BYTES, TILES, WORDS
 
 WARPS = 8  # that the layouts are made for
 REGISTERS = 80  # three programs share a multiprocessor
+# Forms of scales. A tile's part of a table is contiguous, that of a matrix is 4 bytes in each of 128 lines.
+_TILES, _WORDS, _BYTES = gl.constexpr(TILES), gl.constexpr(WORDS), gl.constexpr(BYTES)
 _BAND = gl.constexpr(16)
 
 
@@ -39,6 +42,11 @@ def words_descriptor(x: Tensor) -> TensorDescriptor:
     """Of bfloat16 [R, C], contiguous on a boundary of 16 bytes: tiles of 128 x 128 as int32 [128, 64]."""
     words = x.view(torch.int32)
     return TensorDescriptor(words, list(words.shape), list(words.stride()), [128, 64], words_layout())
+
+
+def table_of(scales: Tensor) -> Tensor:
+    """`scales` as the integers that kernels write."""
+    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.element_size()])
 
 
 def codes_descriptor(codes: Tensor) -> TensorDescriptor:
@@ -93,16 +101,23 @@ def _larger(a, b):
 
 
 @gluon.jit
-def _scaled(words, factors):
+def scaled_words(words, factors):
+    """Products of the halves as bfloat16."""
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _factor(scale_bytes):
+def factor_bits(scale_bytes):
     """The bits of 2^(127 - byte) as bfloat16, NaN for 255. No byte of a bfloat16 tensor lies between 247 and 255."""
     return gl.where(scale_bytes == 255, 0x7FC0, (254 - scale_bytes) << 7)
+
+
+@gluon.jit
+def power_bits(scale_bytes):
+    """The bits of 2^(byte - 127) as bfloat16, NaN for 255."""
+    return gl.where(scale_bytes == 255, 0x7FC0, gl.where(scale_bytes == 0, 0x40, scale_bytes << 7))
 
 
 @gluon.jit
@@ -159,46 +174,91 @@ def _column_codes(words):
 
 
 @gluon.jit
-def store_rows(words, buffer, desc, row, column, scales, line, block, num_blocks, GROUP: gl.constexpr,
-               SQUARE: gl.constexpr, SWIZZLE: gl.constexpr):  # fmt: skip
-    """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales from (line, block) of a matrix on.
+def _store_scales(scales, differ, scale_bytes, AXIS: gl.constexpr, line, block, num_lines, num_blocks,
+                  SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    if FORM <= _TILES:
+        store_scales(scales, scale_bytes, AXIS, line, block, 0, num_blocks, FORM == _TILES, True)
+    else:
+        LAYOUT: gl.constexpr = scale_bytes.type.layout
+        at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, gl.SliceLayout(AXIS, LAYOUT))
+        if FORM == _WORDS:
+            place = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS) * 8
+            gl.store(scales + at, gl.sum(scale_bytes << place, AXIS))
+        else:
+            shared = gl.max(scale_bytes, AXIS)
+            if FORM == _BYTES:
+                gl.store(scales + at, shared.to(gl.uint8))
+            else:
+                # The exponent of a bfloat16: byte 0 becomes 0, and 255, which stands beside NaNs, infinity.
+                gl.store(scales + at, (shared << 7).to(gl.int16))
+            if SQUARE:
+                gl.store(differ, 1, mask=gl.max(shared, 0) != gl.min(shared, 0))
 
-    `desc` and `buffer` have two codes to an element. The store of `buffer` is on its way when this returns.
-    """
-    blocks = gl.reshape(words, [128, 4, 16])
-    largest = gl.reduce(blocks, 2, _larger)
+
+@gluon.jit
+def row_scales(words, GROUP: gl.constexpr, SQUARE: gl.constexpr):
+    """Scale bytes [128, 4] of a tile in `row_layout`."""
+    largest = gl.reduce(gl.reshape(words, [128, 4, 16]), 2, _larger)
     bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
     if GROUP == 128:
         bits = widen(bits, 1, SQUARE)
-    scale_bytes = scale_bytes_of(bits)
-    # Before the codes leave: exchanges between threads may take shared memory that a copy still reads.
-    store_scales(scales, scale_bytes, 1, line, block, 0, num_blocks, SWIZZLE, True)
-    factors = gl.expand_dims(_factor(scale_bytes) * 0x10001, 2)
+    return scale_bytes_of(bits)
+
+
+@gluon.jit
+def column_scales(words, GROUP: gl.constexpr, SQUARE: gl.constexpr):
+    """Scale bytes [4, 128] of a tile in `column_layout`."""
+    largest = gl.reduce(gl.reshape(words, [4, 32, 64]), 1, _larger)
+    bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [4, 128])
+    if GROUP == 128:
+        bits = widen(bits, 0, SQUARE)
+    return scale_bytes_of(bits)
+
+
+@gluon.jit
+def scaled_rows(words, factors):
+    """A tile in `row_layout` times factors [128, 4], the bits of bfloat16 in int32."""
     LAYOUT: gl.constexpr = words.type.layout
-    scaled = gl.convert_layout(gl.reshape(_scaled(blocks, factors), [128, 64]), LAYOUT, assert_trivial=True)
-    codes = _row_codes(scaled)
+    blocks = gl.reshape(words, [128, 4, 16])
+    scaled = scaled_words(blocks, gl.expand_dims(factors * 0x10001, 2))
+    return gl.convert_layout(gl.reshape(scaled, [128, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def scaled_columns(words, factors):
+    """As `scaled_rows` for `column_layout` and factors [4, 128]."""
+    LAYOUT: gl.constexpr = words.type.layout
+    blocks = gl.reshape(words, [4, 32, 64])
+    left, right = gl.split(gl.reshape(factors, [4, 64, 2]))
+    pairs = gl.convert_layout(left | (right << 16), gl.SliceLayout(1, blocks.type.layout), assert_trivial=True)
+    scaled = scaled_words(blocks, gl.expand_dims(pairs, 1))
+    return gl.convert_layout(gl.reshape(scaled, [128, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(words, buffer, desc, row, column, scales, differ, line, block, num_lines, num_blocks,
+               GROUP: gl.constexpr, SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales in FORM from (line, block) of
+    [num_lines, num_blocks] on. `differ` is set to 1 if SQUARE, FORM is a table and the tile's lines have several.
+
+    `desc` and `buffer` have two codes to an element. The store of `buffer` is on its way when this returns.
+    """
+    scale_bytes = row_scales(words, GROUP, SQUARE)
+    # Before the codes leave: exchanges between threads may take shared memory that a copy still reads.
+    _store_scales(scales, differ, scale_bytes, 1, line, block, num_lines, num_blocks, SQUARE, FORM)
+    codes = _row_codes(scaled_rows(words, factor_bits(scale_bytes)))
     buffer.store(codes)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buffer)
 
 
 @gluon.jit
-def store_columns(words, buffer, desc, row, column, scales, line, block, num_blocks, GROUP: gl.constexpr,
-                  SQUARE: gl.constexpr, SWIZZLE: gl.constexpr):  # fmt: skip
+def store_columns(words, buffer, desc, row, column, scales, differ, line, block, num_lines, num_blocks,
+                  GROUP: gl.constexpr, SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """As `store_rows` for a tile in `column_layout`, whose transpose is quantised and stored."""
-    blocks = gl.reshape(words, [4, 32, 64])
-    largest = gl.reduce(blocks, 1, _larger)
-    PAIRS: gl.constexpr = largest.type.layout
-    bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [4, 128])
-    if GROUP == 128:
-        bits = widen(bits, 0, SQUARE)
-    scale_bytes = scale_bytes_of(bits)
-    store_scales(scales, scale_bytes, 0, line, block, 0, num_blocks, SWIZZLE, True)
-    left, right = gl.split(gl.reshape(_factor(scale_bytes), [4, 64, 2]))
-    factors = gl.convert_layout(left | (right << 16), PAIRS, assert_trivial=True)
-    LAYOUT: gl.constexpr = words.type.layout
-    scaled = gl.reshape(_scaled(blocks, gl.expand_dims(factors, 1)), [128, 64])
-    codes = _column_codes(gl.convert_layout(scaled, LAYOUT, assert_trivial=True))
+    scale_bytes = column_scales(words, GROUP, SQUARE)
+    _store_scales(scales, differ, scale_bytes, 0, line, block, num_lines, num_blocks, SQUARE, FORM)
+    codes = _column_codes(scaled_columns(words, factor_bits(scale_bytes)))
     # Of each four rows: two of the left column, two of the right.
     codes = gl.reshape(gl.permute(gl.reshape(codes, [32, 2, 2, 64]), [3, 1, 0, 2]), [128, 64])
     buffer.store(codes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -10,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from kernels.custom_op import custom_op
 from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_origin
 from kernels.mxfp8.gluon_quantize_tiles import has_whole_tiles, quantize_tiles
+from kernels.mxfp8.grouped import MATRIX, TABLES, TILES
 
 
 def launch_options() -> dict[str, int]:
@@ -79,22 +82,24 @@ def quantize_kernel(
         )
 
 
-def scales_like(codes: Tensor, swizzle: bool) -> Tensor:
-    """Uninitialised scales of codes [..., rows, columns] with blocks along the last axis."""
+def scales_like(codes: Tensor, form: int) -> Tensor:
+    """Uninitialised scales of codes [..., rows, columns] with blocks along the last axis, in a form of `grouped`."""
     *batch, rows, columns = codes.shape
     blocks = -(-columns // 32)
-    if swizzle:
+    if form == MATRIX:
+        return codes.new_empty(*batch, rows, blocks, dtype=torch.uint8)
+    if form == TILES:
         return codes.new_empty(*batch, -(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8)
-    return codes.new_empty(*batch, rows, blocks, dtype=torch.uint8)
+    return codes.new_empty(blocks // 4, math.prod(batch) * rows, dtype=TABLES[form])
 
 
-def _empty(x: Tensor, transpose: bool, swizzle: bool, wanted: bool) -> tuple[Tensor, Tensor]:
+def _empty(x: Tensor, transpose: bool, form: int, wanted: bool) -> tuple[Tensor, Tensor]:
     if not wanted:
         return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.uint8)
     *batch, rows, columns = x.shape
     shape = (*batch, columns, rows) if transpose else (*batch, rows, columns)
     codes = x.new_empty(shape, dtype=torch.float8_e4m3fn)
-    return codes, scales_like(codes, swizzle)
+    return codes, scales_like(codes, form)
 
 
 @custom_op("gemsmith::mxfp8_quantize")
@@ -106,12 +111,13 @@ def quantize_both(
     What `rows` and `columns` do not ask for is empty. With `swizzle` scales are [..., bytes] in tiles of 128 x 4.
     """
     x = x.contiguous()
-    row_codes, row_scales = _empty(x, False, swizzle, rows)
-    column_codes, column_scales = _empty(x, True, swizzle, columns)
+    form = TILES if swizzle else MATRIX
+    row_codes, row_scales = _empty(x, False, form, rows)
+    column_codes, column_scales = _empty(x, True, form, columns)
     if x.numel() == 0:
         return row_codes, row_scales.zero_(), column_codes, column_scales.zero_()
     if has_whole_tiles(x):
-        quantize_tiles(x, row_codes, row_scales, column_codes, column_scales, group, square, swizzle)
+        quantize_tiles(x, row_codes, row_scales, column_codes, column_scales, group, square, form)
         return row_codes, row_scales, column_codes, column_scales
     num_rows, num_columns = x.shape[-2:]
     batch = x.numel() // (num_rows * num_columns)
@@ -139,4 +145,5 @@ def quantize_both(
 
 @quantize_both.register_fake
 def _(x, rows, columns, group, square, swizzle):
-    return *_empty(x, False, swizzle, rows), *_empty(x, True, swizzle, columns)
+    form = TILES if swizzle else MATRIX
+    return *_empty(x, False, form, rows), *_empty(x, True, form, columns)

@@ -18,10 +18,14 @@ from kernels.mxfp8.gluon_pairs import (
     row_layout,
     store_columns,
     store_rows,
+    table_of,
     tile_place,
     words_descriptor,
     words_layout,
 )
+from kernels.mxfp8.grouped import TILES
+
+_TILES = gl.constexpr(TILES)
 
 
 @gluon.jit(do_not_specialize=["tile_rows", "row_scales_stride", "column_scales_stride"])
@@ -31,6 +35,7 @@ def quantize_tiles_kernel(
     column_desc,
     row_scales,
     column_scales,
+    differ,
     tile_rows,
     num_rows,
     num_columns,
@@ -40,9 +45,12 @@ def quantize_tiles_kernel(
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
     SQUARE: gl.constexpr,
-    SWIZZLE: gl.constexpr,
+    FORM: gl.constexpr,
 ):
-    """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all."""
+    """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all.
+
+    Scales in a table are those of all matrices, other scales are apart.
+    """
     smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = barriers.index(0)
@@ -53,19 +61,25 @@ def quantize_tiles_kernel(
     tma.async_copy_global_to_shared(x_desc, [row, column // 2], full, smem)
     matrix = row // num_rows
     first = row - matrix * num_rows
-    row_scales += matrix.to(gl.int64) * row_scales_stride
-    column_scales += matrix.to(gl.int64) * column_scales_stride
+    transposed_row = matrix * num_columns + column
+    if FORM > _TILES:
+        row_line, column_line = row, transposed_row
+    else:
+        row_line, column_line = first, column
+        row_scales += matrix.to(gl.int64) * row_scales_stride
+        column_scales += matrix.to(gl.int64) * column_scales_stride
     mbarrier.wait(full, 0)
     along = smem.load(row_layout())
     across = smem.load(column_layout())
     # Codes leave from where the words were.
     buffers = smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
     if ROWS:
-        store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, first, column // 32,
-                   num_columns // 32, GROUP, SQUARE, SWIZZLE)  # fmt: skip
+        store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, differ, row_line, column // 32,
+                   tile_rows * 128, num_columns // 32, GROUP, SQUARE, FORM)  # fmt: skip
     if COLUMNS:
-        store_columns(across, buffers.index(1), column_desc, matrix * num_columns + column, first // 2, column_scales,
-                      column, first // 32, num_rows // 32, GROUP, SQUARE, SWIZZLE)  # fmt: skip
+        num_lines = tile_rows * 128 // num_rows * num_columns
+        store_columns(across, buffers.index(1), column_desc, transposed_row, first // 2, column_scales, differ,
+                      column_line, first // 32, num_lines, num_rows // 32, GROUP, SQUARE, FORM)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -91,9 +105,13 @@ def quantize_tiles(
     column_scales: Tensor,
     group: int,
     square: bool,
-    swizzle: bool,
+    form: int,
+    differ: Tensor | None = None,
 ) -> None:
-    """Write the results of `gluon_quantize.quantize_both`; those that are empty are not wanted."""
+    """Write the results of `gluon_quantize.quantize_both`, with scales in `form`; those that are empty are not wanted.
+
+    `differ` (int32 [1]) becomes 1 if there is a table of the scales of squares, and one of them has several.
+    """
     num_rows, num_columns = x.shape[-2:]
     batch = x.numel() // (num_rows * num_columns)
     tile_rows = batch * num_rows // 128
@@ -102,12 +120,13 @@ def quantize_tiles(
     codes = [codes.flatten(0, -2) for codes in (row_codes, column_codes) if codes.numel()]
     _launch(
         (tile_rows * (num_columns // 128), 1, 1),
-        (x.device, rows, columns, group, square, swizzle),
+        (x.device, rows, columns, group, square, form),
         words_descriptor(x.flatten(0, -2)),
         codes_descriptor(codes[0]),
         codes_descriptor(codes[-1]),
-        row_scales,
-        column_scales,
+        table_of(row_scales),
+        table_of(column_scales),
+        row_codes if differ is None else differ,
         tile_rows,
         num_rows,
         num_columns,
@@ -117,5 +136,5 @@ def quantize_tiles(
         columns,
         group,
         square,
-        swizzle,
+        form,
     )

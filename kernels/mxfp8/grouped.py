@@ -7,6 +7,18 @@ behind the last end are undefined, in operands and in results, and are not read.
 Codes of both orientations of a matrix [M, C] may share a tensor, its pairs: e4m3 [M, 2C], which has the bytes of the
 matrix in bfloat16. In a tile of 128 x 128 of the matrix, where the row j of the tile had its 256 bytes, there are 128
 codes of the row j and then 128 codes of the column j.
+
+Scales of codes [..., lines, K] come in one of these forms:
+
+    MATRIX   uint8 [..., lines, ceil(K / 32)]
+    TILES    uint8, in tiles of 128 x 4 as tcgen05 instructions read them; no product here takes them
+    WORDS    int32 [K / 128, lines]: the four scales of 128 elements, the first in the lowest byte
+    BYTES    float8_e8m0fnu [K / 128, lines]: the scale that a group of 128 shares
+    VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity
+
+Tables are what products for Hopper read, a row of one for each step along K. Those with groups of 128 read BYTES of
+their first operand and VALUES of the second. Those with scales every 32 read WORDS of one operand; the other is
+dequantised beforehand, weights when they are quantised (`Rounded`), and of a weight gradient the narrower (`swaps`).
 """
 
 from __future__ import annotations
@@ -19,20 +31,61 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.mxfp8.reference import BLOCK, MXTensor
 
+MATRIX, TILES, WORDS, BYTES, VALUES = range(5)
+TABLES = {WORDS: torch.int32, BYTES: torch.float8_e8m0fnu, VALUES: torch.bfloat16}
+
+
+def in_table(scales: Tensor) -> bool:
+    return scales.dtype is not torch.uint8
+
 
 class Quantized(NamedTuple):
-    """codes [..., K] float8_e4m3fn and scales [..., ceil(K / 32)] uint8; `group` elements in a row share a scale.
+    """codes [..., K] float8_e4m3fn and their scales; `group` elements in a row share a scale.
 
     With `paired` codes are the pairs of the matrix and of its transpose, of which a product takes the part it needs.
+    `differ` int32 [1] comes with VALUES of weights: 0 if the lines of each square of 128 x 128 share their scale.
     """
 
     codes: Tensor
     scales: Tensor
     group: int = BLOCK
     paired: bool = False
+    differ: Tensor | None = None
+
+    @property
+    def lines(self) -> int:
+        """How many rows of blocks there are, in a matrix that is no batch."""
+        return self.scales.shape[1 if in_table(self.scales) else 0]
 
 
-Operand = Tensor | Quantized
+class Rounded(NamedTuple):
+    """Weights [E, N, K] in MXFP8 with scales every 32, dequantised: bfloat16 values.
+
+    64 neighbouring elements come in the order of `triton_grouped.dequantize_interleaved`: element 16 a + 4 b + 2 c + d
+    at 16 b + 8 c + 2 a + d.
+    """
+
+    values: Tensor
+
+
+Operand = Tensor | Quantized | Rounded
+
+
+def form_of(group: int, second: bool) -> int:
+    """Of the scales of the first or second operand of a product with groups of `group` elements."""
+    if group == BLOCK:
+        return MATRIX if second else WORDS
+    return VALUES if second else BYTES
+
+
+def swaps(group: int, dy_lines: int, x_lines: int) -> bool:
+    """Whether x, not dy, is the first operand of a weight gradient of dy [dy_lines, M] and x [x_lines, M]."""
+    return group == BLOCK and dy_lines < x_lines
+
+
+def in_tables(dtype: torch.dtype, width: int) -> bool:
+    """Whether rows of `width` elements of `dtype` are quantised with their scales in tables."""
+    return dtype is torch.bfloat16 and width % 128 == 0
 
 
 def fprop(a: Operand, b: Operand, ends: Tensor) -> Tensor:
@@ -41,7 +94,7 @@ def fprop(a: Operand, b: Operand, ends: Tensor) -> Tensor:
     a may be paired.
     """
     like, group = _describe(a)
-    shape = b.codes.shape if isinstance(b, Quantized) else b.shape
+    shape = (b if isinstance(b, Tensor) else b[0]).shape
     facts = {"in_features": shape[2], "out_features": shape[1]}
     if like.shape[0] == 0:
         return like.new_empty(0, shape[1], dtype=torch.bfloat16)
@@ -56,7 +109,7 @@ def wgrad(dy: Operand, x: Operand, ends: Tensor, dtype: torch.dtype) -> Tensor:
     bfloat16 operands are [M, N] and [M, K], quantised ones [N, M] and [K, M]. dy may be paired.
     """
     like, group = _describe(dy)
-    n, k = (operand.scales.shape[0] if isinstance(operand, Quantized) else operand.shape[1] for operand in (dy, x))
+    n, k = (operand.lines if isinstance(operand, Quantized) else operand.shape[1] for operand in (dy, x))
     facts = {"in_features": k, "out_features": n}
     if like.numel() == 0:
         return like.new_zeros(ends.shape[0], n, k, dtype=dtype)
@@ -85,15 +138,31 @@ def column_codes(dy: Quantized) -> Quantized:
     return Quantized(codes.flatten(2).flatten(0, 1), dy.scales, dy.group)
 
 
-def _values(operand: Quantized) -> Tensor:
+def matrix_scales(operand: Quantized) -> Tensor:
+    """The scales of an operand without pairs as a MATRIX."""
+    table = operand.scales
+    if not in_table(table):
+        return table
+    words = table.t().contiguous()
+    if table.dtype is torch.int32:
+        scales = words.view(torch.uint8)
+    else:
+        shared = words.view(torch.uint8) if words.element_size() == 1 else (words.view(torch.int16) >> 7).byte()
+        scales = shared.repeat_interleave(4, 1)
+    return scales.view(*operand.codes.shape[:-1], -1)
+
+
+def _values(operand: Quantized | Rounded) -> Tensor:
     """Exact in bfloat16, which tensor cores multiply; float32 elsewhere."""
+    if isinstance(operand, Rounded):
+        return operand.values.unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
     dtype = torch.bfloat16 if operand.codes.device.type == "cuda" else torch.float32
-    quantized = MXTensor(operand.codes, operand.scales, operand.codes.dim() - 1)
+    quantized = MXTensor(operand.codes, matrix_scales(operand), operand.codes.dim() - 1)
     return dispatch.choose("mxfp8_dequantize", None, operand.codes)(quantized, dtype)
 
 
 @dispatch.register("mxfp8_grouped_fprop", "reference")
-def _fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
+def _fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     return fprop(_values(row_codes(a)), _values(b), ends).bfloat16()
 
 

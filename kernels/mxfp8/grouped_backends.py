@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.custom_op import custom_op
-from kernels.mxfp8.grouped import Quantized, column_codes, row_codes
+from kernels.mxfp8.grouped import Quantized, Rounded, column_codes, row_codes, swaps
 
 
 def _supports(
@@ -143,13 +143,13 @@ def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
         return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
     from kernels.mxfp8 import gluon_grouped_fp8
 
-    return gluon_grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous(), paired=a.paired)
+    return gluon_grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon", supports=_g128, priority=20)
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
-        return dy.codes.new_zeros(ends.shape[0], dy.scales.shape[0], x.codes.shape[0], dtype=dtype)
+        return dy.codes.new_zeros(ends.shape[0], dy.lines, x.codes.shape[0], dtype=dtype)
     from kernels.mxfp8 import gluon_grouped_fp8
 
     written = dtype if dtype is torch.bfloat16 else torch.float32
@@ -158,27 +158,28 @@ def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tens
 
 
 @dispatch.register("mxfp8_grouped_fprop", "gluon_strict", supports=_strict, priority=10)
-def strict_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
-    if a.codes.shape[0] == 0 or b.codes.shape[0] == 0:
-        return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
+def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
+    if a.codes.shape[0] == 0 or b[0].shape[0] == 0:
+        return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
-    a_codes, a_scales, b_codes, b_scales = _operands(a, b)
-    b_values = triton_grouped.dequantize_interleaved(b_codes, b_scales)
+    a_codes, a_scales = _operands(a)
+    b_values = b.values if isinstance(b, Rounded) else triton_grouped.dequantize_interleaved(*_operands(b))
     return gluon_grouped_strict.grouped_mm(a_codes, a_scales, b_values, ends.contiguous(), paired=a.paired)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon_strict", supports=_strict, priority=10)
 def strict_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
-        return dy.codes.new_zeros(ends.shape[0], dy.scales.shape[0], x.codes.shape[0], dtype=dtype)
+        return dy.codes.new_zeros(ends.shape[0], dy.lines, x.codes.shape[0], dtype=dtype)
     from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
 
     dy_codes, dy_scales, x_codes, x_scales = _operands(dy, x)
     written = dtype if dtype is torch.bfloat16 else torch.float32
     ends = ends.contiguous()
-    # The smaller operand is dequantised beforehand; pairs are not.
-    if not dy.paired and dy_codes.shape[0] < x_codes.shape[0]:
+    # One operand is dequantised beforehand, not pairs and not one whose scales are in a table.
+    swapped = not dy.paired and swaps(dy.group, dy_codes.shape[0], x_codes.shape[0])
+    if swapped:
         values = triton_grouped.dequantize_interleaved(dy_codes, dy_scales)
         dw = gluon_grouped_strict.grouped_wgrad(x_codes, x_scales, values, ends, written, transposed=True)
     else:

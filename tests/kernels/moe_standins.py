@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels import mxfp8
 from kernels.moe.reference import ROWS, Permutation, permutation
+from kernels.mxfp8.grouped import MATRIX
 
 __all__ = [
     "collect",
@@ -40,12 +41,12 @@ def quantize_both(x: Tensor, rows: bool, columns: bool, group: int, square: bool
     )
 
 
-def gather(x: Tensor, places: Permutation, group: int, columns: bool) -> tuple[Tensor, ...]:
+def gather(x: Tensor, places: Permutation, group: int, column_form: int | None) -> tuple[Tensor, ...]:
     selections = places.selections.long()
     rows = x[selections.clamp(min=0) // places.rows.shape[1]].masked_fill((selections < 0)[:, None], 0.0)
     if not group:
         return rows.bfloat16(), *_nothing(x)[::-1], *_nothing(x)
-    return *quantized(rows, 1, group), *(quantized(rows, 0, group) if columns else _nothing(x))
+    return *quantized(rows, 1, group), *(_nothing(x) if column_form is None else quantized(rows, 0, group))
 
 
 def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
@@ -72,7 +73,14 @@ def swiglu_backward(
 
 
 def swiglu_quantized_backward(
-    gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, group: int, overwrite: bool
+    gate_up: Tensor,
+    grad: Tensor,
+    selections: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    group: int,
+    overwrite: bool,
+    result_form: int = MATRIX,
 ) -> tuple[Tensor, ...]:
     d_gate_up, result, partial = swiglu_backward(gate_up, grad.clone(), selections, weights, ends, False)
     rows, row_scales = quantized(d_gate_up, 1, group)

@@ -81,7 +81,8 @@ def _fp8(wgrad: bool) -> Compiled:
         "columns_desc": _table("bf16", 128, 16),
         "out_desc": _descriptor("bf16", 64, 64),
         "out": "*bf16",
-        "numbers": "*i32",
+        "differ": "*i32",
+        "ticket": "*i32",
     }
     form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
     return _compiled(gluon_grouped_fp8._kernel, types, {"WGRAD": wgrad, "A_FORM": form})

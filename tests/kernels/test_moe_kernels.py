@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import mxfp8
 from kernels.moe import reference
 from kernels.moe.reference import ROWS, capacity_of
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
@@ -15,8 +16,21 @@ from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, po
 pytest.importorskip("triton")
 from kernels.moe import gluon_gather, gluon_gather_quantized, gluon_swiglu, gluon_swiglu_quantized, triton_route
 from kernels.moe.gluon_swiglu_quantized import BACKWARD_REGISTERS, FORWARD_REGISTERS
+from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights
 from kernels.mxfp8.gluon_pairs import REGISTERS, WARPS, codes_layout, words_layout
-from kernels.mxfp8.grouped import Quantized, column_codes, fprop, row_codes, wgrad
+from kernels.mxfp8.grouped import (
+    BYTES,
+    TABLES,
+    VALUES,
+    WORDS,
+    Quantized,
+    column_codes,
+    form_of,
+    fprop,
+    matrix_scales,
+    row_codes,
+    wgrad,
+)
 from tests.kernels import moe_standins
 from tests.kernels.interpreting import interpret
 from tests.kernels.moe_cases import ROUTINGS, random, routing
@@ -71,28 +85,51 @@ def test_route_kernels_interpreted(monkeypatch, num_tokens, num_experts, top_k, 
 
 def test_kernels_compile_within_their_registers() -> None:
     words, codes = f"tensordesc<i32[128, 64],{words_layout()!r}>", f"tensordesc<i16[128, 64],{codes_layout()!r}>"
-    scales = {f"{name}_scales": "*u8" for name in ("row", "column", "result")}
+    scales = {"row_scales": "*u8", "column_scales": "*i16", "result_scales": "*i16"}
     groups = {"ends": "*i32", "num_groups": "i32"}
     pointers = {"selections": "*i32", "weights": "*fp32", "partial": "*fp32", **groups, **scales}
     sizes = {"num_rows": "i32", "width": "i32"}
     descriptors = {"hidden_desc": words, "grad_desc": words, "pairs_desc": codes, "result_desc": codes}
     gather = {"x": "*i32", "selections": "*i32", "row_desc": codes, "column_desc": codes, **groups, **scales}
     gather |= {"stride": "i32", "num_rows": "i32", "num_columns": "i32"}
+    quantize = {"x_desc": words, "row_desc": codes, "column_desc": codes, "differ": "*i32", **scales}
+    quantize |= dict.fromkeys(("tile_rows", "num_rows", "num_columns"), "i32")
+    quantize |= {"row_scales_stride": "i32", "column_scales_stride": "i32"}
     for kernel, signature, constants, registers, programs in (
-        (gluon_swiglu_quantized.backward_kernel, descriptors | pointers | sizes, {}, BACKWARD_REGISTERS, 2),
+        (
+            gluon_swiglu_quantized.backward_kernel,
+            descriptors | pointers | sizes | {"column_scales": "*u8"},
+            {"FORM": BYTES, "RESULT_FORM": VALUES},
+            BACKWARD_REGISTERS,
+            2,
+        ),
         (
             gluon_swiglu_quantized.forward_kernel,
             {"hidden_desc": words, "codes_desc": codes, "scales": "*u8", **groups, **sizes},
-            {},
+            {"FORM": BYTES},
             FORWARD_REGISTERS,
             3,
         ),
-        (gluon_gather_quantized.gather_quantized_kernel, gather, {"COLUMNS": True, "TOP_K": 2}, REGISTERS, 3),
+        (
+            gluon_gather_quantized.gather_quantized_kernel,
+            gather,
+            {"COLUMNS": True, "TOP_K": 2, "ROW_FORM": BYTES, "COLUMN_FORM": VALUES},
+            REGISTERS,
+            3,
+        ),
+        (
+            gluon_quantize_tiles.quantize_tiles_kernel,
+            quantize | {"row_scales": "*i16"},
+            {"ROWS": False, "COLUMNS": True, "SQUARE": True, "FORM": VALUES},
+            REGISTERS,
+            3,
+        ),
+        (gluon_weights.round_tiles_kernel, quantize | {"out_desc": words}, {"TRANSPOSE": True}, REGISTERS, 3),
     ):
         compiled = compile_ahead(
             kernel,
             {name: kind for name, kind in signature.items() if name in kernel.arg_names},
-            {"GROUP": 128, **constants},
+            {name: value for name, value in {"GROUP": 128, **constants}.items() if name in kernel.arg_names},
             target="sm_90",
             gluon=True,
             divisible_by_16=["num_rows", "num_columns", "width", "stride"],
@@ -105,6 +142,24 @@ def test_kernels_compile_within_their_registers() -> None:
         # Two elements at a time, and a whole tile of codes at once.
         assert compiled.contains("max.NaN.xorsign.abs.bf16x2")
         assert compiled.contains("cp.async.bulk.tensor.2d.global.shared")
+
+
+def test_tables_of_scales_are_those_of_the_matrix() -> None:
+    scales = torch.randint(1, 255, (256, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    shared = scales[:, ::4].repeat_interleave(4, 1)
+    codes = torch.zeros(256, 384, dtype=torch.float8_e4m3fn)
+    tables = {
+        WORDS: scales.view(torch.int32).t().contiguous(),
+        BYTES: shared[:, ::4].t().contiguous().view(torch.float8_e8m0fnu),
+        VALUES: torch.exp2(shared[:, ::4].t().float() - 127).bfloat16(),
+    }
+    for form, table in tables.items():
+        assert table.dtype is TABLES[form]
+        operand = Quantized(codes, table, 32 if form == WORDS else 128)
+        assert operand.lines == 256
+        assert torch.equal(matrix_scales(operand), scales if form == WORDS else shared)
+    weights = Quantized(codes.view(2, 128, 384), tables[VALUES], 128)
+    assert torch.equal(matrix_scales(weights), shared.view(2, 128, 12))
 
 
 def same_codes(actual: Tensor, expected: Tensor) -> bool:
@@ -132,15 +187,42 @@ def test_gpu_places(num_tokens: int, num_experts: int, top_k: int, load: str) ->
 @pytest.mark.parametrize("dim", [96, 256])
 def test_gpu_gather_bit_for_bit(group: int, dtype: torch.dtype, dim: int) -> None:
     x, places = random(300, 2 * dim, dtype=dtype)[:, :dim], reference.permutation(routing(300, 5, 2), 5)
-    expected = moe_standins.gather(x, places, group, group > 0)
-    with poisoned_empty():
-        actual = gluon_gather.gather(x.cuda(), type(places)(*(t.cuda() for t in places)), group, group > 0)
     end = int(places.ends[-1])
-    assert same_codes(actual[0][:end], expected[0][:end])
-    if group:
-        assert torch.equal(actual[1][:end].cpu(), expected[1][:end])
-        assert same_codes(actual[2][:, :end], expected[2][:, :end])
-        assert torch.equal(actual[3][:, : end // 32].cpu(), expected[3][:, : end // 32])
+    for form in [form_of(group, second) for second in (False, True)] if group else [None]:
+        expected = moe_standins.gather(x, places, group, form)
+        with poisoned_empty():
+            actual = gluon_gather.gather(x.cuda(), type(places)(*(t.cuda() for t in places)), group, form)
+        assert same_codes(actual[0][:end], expected[0][:end])
+        if group:
+            assert torch.equal(matrix_scales(Quantized(*actual[:2]))[:end].cpu(), expected[1][:end])
+            assert same_codes(actual[2][:, :end], expected[2][:, :end])
+            column_scales = matrix_scales(Quantized(*actual[2:]))[:, : end // 32]
+            assert torch.equal(column_scales.cpu(), expected[3][:, : end // 32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_gpu_weights_bit_for_bit(transpose: bool, apart: bool) -> None:
+    weight = random(3, 256, 384)
+    if apart:
+        weight[1, 140:150, 130] *= 2.0**14
+        weight[2, 7, 300:310] *= 2.0**14
+    weight = weight.bfloat16()
+    along = weight.mT.contiguous() if transpose else weight
+    with poisoned_empty():
+        quantized = gluon_weights.operand(weight.cuda(), transpose, 128)
+        rounded = gluon_weights.operand(weight.cuda(), transpose, 32)
+    codes, scales = moe_standins.quantized(along, -1, 128, True)
+    assert same_codes(quantized.codes, codes)
+    assert torch.equal(matrix_scales(quantized).cpu(), scales)
+    squares = scales.view(3, -1, 128, scales.shape[-1])
+    assert quantized.differ.item() == int((squares != squares[:, :, :1]).any())
+    assert quantized.differ.item() == int(apart)
+    exact = mxfp8.quantize(along, -1, backend="reference")
+    values = mxfp8.dequantize(exact, torch.bfloat16, backend="reference")
+    in_order = rounded.values.cpu().unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
+    assert torch.equal(in_order, values)
 
 
 # sigmoid by ex2 and a division of 2 ulp, products in float32, one rounding of the result.
@@ -184,8 +266,9 @@ def test_gpu_swiglu_and_its_gradients() -> None:
         with poisoned_empty():
             kept = gate_up.cuda()
             codes, scales = gluon_swiglu_quantized.swiglu_quantized(kept, on_gpu.ends, group)
-            backward = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False)
-            again = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True)
+            form = form_of(group, second=True)
+            backward = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False, form)
+            again = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True, form)
         pairs, row_scales, column_scales, *weighted_codes, partial = backward
         assert same_codes(again[0][:end], pairs[:end].cpu())
         assert again[0].data_ptr() == kept.data_ptr()
@@ -198,6 +281,7 @@ def test_gpu_swiglu_and_its_gradients() -> None:
             (across, moe_standins.quantized(d_gate_up, 0, group), True),
             (weighted_codes, moe_standins.quantized(weighted, 0, group), True),
         ):
+            actual_scales = matrix_scales(Quantized(actual_codes, actual_scales, group))
             if transposed:
                 actual_codes, actual_scales = actual_codes[:, :end], actual_scales[:, : end // 32]
             actual = actual_codes[: len(expected_codes)], actual_scales[: len(expected_scales)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import mxfp8
+from kernels.mxfp8.grouped import MATRIX, TILES
 from kernels.mxfp8.reference import swizzle_scales
 from kernels.testing import compile_ahead, poisoned_empty, sqnr_db
 
@@ -223,11 +224,18 @@ def test_quantiser_of_whole_tiles_compiles_to_pairs_and_tiles(target: str, group
 
     words, codes = f"tensordesc<i32[128, 64],{words_layout()!r}>", f"tensordesc<i16[128, 64],{codes_layout()!r}>"
     tensors = {"x_desc": words, "row_desc": codes, "column_desc": codes, "row_scales": "*u8", "column_scales": "*u8"}
+    tensors["differ"] = "*u8"
     sizes = ["num_rows", "num_columns", "tile_rows", "row_scales_stride", "column_scales_stride"]
     compiled = compile_ahead(
         quantize_tiles_kernel,
         {**tensors, **dict.fromkeys(sizes, "i32")},
-        {"ROWS": True, "COLUMNS": True, "GROUP": group, "SQUARE": square, "SWIZZLE": target == "sm_100"},
+        {
+            "ROWS": True,
+            "COLUMNS": True,
+            "GROUP": group,
+            "SQUARE": square,
+            "FORM": TILES if target == "sm_100" else MATRIX,
+        },
         target=target,
         gluon=True,
         num_warps=WARPS,

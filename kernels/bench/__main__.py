@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import fnmatch
 import importlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ import torch
 from kernels import dispatch
 from kernels.bench.case import Case, Problem
 from kernels.bench.environment import commit, environment, slug
-from kernels.bench.timing import captured, interleaved, interleaved_graphs, peak_memory
+from kernels.bench.timing import Timing, captured, graph_rounds, interleaved, interleaved_graphs, peak_memory
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -53,25 +57,50 @@ def run(
     facts = environment(device)
     path = out / slug(facts["device"]) / f"{family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        # Numbers of another torch, compiler or driver do not belong beside these.
-        results = earlier["cases"] if earlier["environment"] == facts else {}
     code = commit()
+    wrong = False
     print(", ".join(f"{name} {value}" for name, value in facts.items()), "commit", code)
     for case in cases:
-        result = measure(case.problem(device), device, seconds, min_rounds, graph) | {"commit": code}
-        results[case.name] = result
+        with _turn(path.parent):
+            problem = case.problem(device)
+        result = measure(problem, device, seconds, min_rounds, graph, _turn(path.parent)) | {"commit": code}
         _print(case.name, result)
-        path.write_text(json.dumps({"family": family, "environment": facts, "cases": results}, indent=1) + "\n")
+        with _turn(path.parent):
+            _add(path, family, facts, case.name, result)
+        wrong = wrong or any("wrong" in row for row in result["contenders"].values())
     print(f"written: {path}")
-    wrong = any("wrong" in row for case in cases for row in results[case.name]["contenders"].values())
     return int(wrong)
 
 
-def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: int, graph: bool) -> dict[str, Any]:
-    """Check every contender, then time those that are right; a row of the result is a time or the reason for none.
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _add(path: Path, family: str, facts: dict[str, Any], name: str, result: dict[str, Any]) -> None:
+    """Add a case to the file, in which numbers of another torch, compiler or driver do not belong beside it."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    cases = earlier["cases"] if earlier.get("environment") == facts else {}
+    text = json.dumps({"family": family, "environment": facts, "cases": cases | {name: result}}, indent=1)
+    path.write_text(text + "\n")
+
+
+def measure(
+    problem: Problem,
+    device: torch.device,
+    seconds: float,
+    min_rounds: int,
+    graph: bool,
+    turn: AbstractContextManager[None],
+) -> dict[str, Any]:
+    """Check every contender, then, in its turn, time those that are right; a row of the result is a time or the reason
+    for none.
 
     Where one of them cannot be captured, none is: times with and without launch overhead do not belong side by side.
     """
@@ -101,17 +130,8 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
         if runner.inputs:
             memory[name]["input_mib"] = sum(tensor.nbytes for tensor in runner.inputs) / 2**20
         steps[name] = runner.step
-    uncaptured = {}
-    if stream is not None:
-        replays, uncaptured = _capture_all(steps, stream)
-    if not steps:
-        timings = {}
-    elif stream is not None and not uncaptured:
-        timings = interleaved_graphs(replays, stream, device, seconds, min_rounds)
-    else:
-        # A backward runs on the stream of its forward.
-        with torch.cuda.stream(stream):
-            timings = interleaved(steps, device, seconds, min_rounds)
+    with turn:
+        timings, uncaptured = _time(steps, stream, device, seconds, min_rounds) if steps else ({}, {})
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():
         rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}
@@ -123,14 +143,33 @@ def measure(problem: Problem, device: torch.device, seconds: float, min_rounds: 
     return result | ({"uncaptured": uncaptured} if uncaptured else {})
 
 
+def _time(
+    steps: dict[str, Callable[[], Any]],
+    stream: torch.cuda.Stream | None,
+    device: torch.device,
+    seconds: float,
+    min_rounds: int,
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """(timings, by graphs if there is a stream and all can be captured, and why those that cannot cannot)."""
+    uncaptured: dict[str, str] = {}
+    if stream is not None:
+        rounds = graph_rounds(steps, stream)
+        replays, uncaptured = _capture_all(steps, stream, rounds)
+        if not uncaptured:
+            return interleaved_graphs(replays, stream, device, seconds, min_rounds, rounds), uncaptured
+    # A backward runs on the stream of its forward.
+    with torch.cuda.stream(stream):
+        return interleaved(steps, device, seconds, min_rounds), uncaptured
+
+
 def _capture_all(
-    steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream
+    steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream, rounds: int
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """(replays of graphs of all steps, why those that cannot be captured cannot)."""
     replays, uncaptured = {}, {}
     for name, step in steps.items():
         try:
-            replays[name] = captured(step, stream)
+            replays[name] = captured(step, stream, rounds)
         except RuntimeError as error:
             uncaptured[name] = str(error)
     return replays, uncaptured

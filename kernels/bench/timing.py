@@ -12,7 +12,8 @@ import torch
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 WARM_UP_ROUNDS = 3
 MAX_ROUNDS = 200
-GRAPH_ROUNDS = 10
+GRAPH_ROUNDS = 10  # at most
+GRAPH_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,22 @@ def peak_memory(step: Callable[[], Any], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
-def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """The replay of a CUDA graph of GRAPH_ROUNDS rounds of a cache flush and `step`, without launch overhead.
+def graph_rounds(steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream) -> int:
+    """As many as the slowest step does in GRAPH_MS: what a launch costs is lost in the time of a long step anyway."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    slowest = GRAPH_MS / GRAPH_ROUNDS
+    with torch.cuda.stream(stream):
+        for step in steps.values():
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            slowest = max(slowest, start.elapsed_time(end))
+    return max(int(GRAPH_MS / slowest), 1)
+
+
+def captured(step: Callable[[], Any], stream: torch.cuda.Stream, rounds: int) -> Callable[[], None]:
+    """The replay of a CUDA graph of `rounds` rounds of a cache flush and `step`, without launch overhead.
 
     A backward runs on the stream of its forward, so whatever `step` differentiates must have run on `stream`.
     RuntimeError if `step` cannot be captured.
@@ -103,7 +118,7 @@ def captured(step: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(GRAPH_ROUNDS):
+        for _ in range(rounds):
             flush.sum()
             step()
 
@@ -120,11 +135,12 @@ def interleaved_graphs(
     device: torch.device,
     seconds: float,
     min_rounds: int,
+    rounds: int,
 ) -> dict[str, Timing]:
-    """`interleaved` of graphs made by `captured`, less the time of a graph of nothing but the flushes."""
-    timings = interleaved({"": captured(lambda: None, stream), **steps}, device, seconds, min_rounds)
+    """`interleaved` of graphs of `rounds` made by `captured`, less the time of a graph of nothing but the flushes."""
+    timings = interleaved({"": captured(lambda: None, stream, rounds), **steps}, device, seconds, min_rounds)
     flushes = timings.pop("").median
     return {
-        name: Timing(*((value - flushes) / GRAPH_ROUNDS for value in (t.median, t.low, t.high)), t.rounds)
+        name: Timing(*((value - flushes) / rounds for value in (t.median, t.low, t.high)), t.rounds)
         for name, t in timings.items()
     }

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kernels import dispatch, moe, mxfp8
 from kernels.bench import Case, Problem, Runner, check_equal, check_relative_error
+from kernels.mxfp8.grouped import BYTES, MATRIX, TILES, WORDS, Quantized, matrix_scales
 
 # Tokens, width, hidden width, experts, experts of a token.
 GPU_LAYERS = [(32768, 1024, 2048, 32, 2), (16384, 7168, 2048, 8, 8), (65536, 512, 1024, 16, 2)]
@@ -54,19 +55,21 @@ def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 def _quantize(group: int, rows: int, features: int, device: torch.device) -> Problem:
     x = _random(device, rows, features).bfloat16()
 
-    def one_pass(tiled: bool) -> Runner:
-        """With scales as matrices, or in the tiles of 128 x 4 that tcgen05 instructions read."""
+    def one_pass(form: int) -> Runner:
+        """With scales as Hopper's products read them, as matrices, or in the tiles that tcgen05 instructions read."""
         dispatch.choose("mxfp8_quantize", "gluon", x, axis=-1)  # or it says why not
         from kernels.mxfp8.gluon_quantize import quantize_both
 
-        def outputs(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            if not tiled:
-                return results
-            codes, scales, codes_t, scales_t = results
-            unswizzle = mxfp8.unswizzle_scales
-            return codes, unswizzle(scales, rows, features // 32), codes_t, unswizzle(scales_t, features, rows // 32)
+        def matrix(codes: Tensor, scales: Tensor) -> Tensor:
+            if form == TILES:
+                return mxfp8.unswizzle_scales(scales, len(codes), codes.shape[1] // 32)
+            return matrix_scales(Quantized(codes, scales, group))
 
-        return Runner(lambda: quantize_both(x, True, True, group, False, tiled), outputs)
+        def outputs(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            along, across = results[:2], results[2:]
+            return along[0], matrix(*along), across[0], matrix(*across)
+
+        return Runner(lambda: quantize_both(x, True, True, group, False, form), outputs)
 
     def two_passes() -> Runner:
         def step() -> tuple[Tensor, ...]:
@@ -78,8 +81,9 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
     expected = two_passes().step()
     return Problem(
         contenders={
-            "gluon": partial(one_pass, False),
-            "gluon, tiled scales": partial(one_pass, True),
+            "gluon": partial(one_pass, WORDS if group == 32 else BYTES),
+            "gluon, scales in tiles": partial(one_pass, TILES),
+            "gluon, matrices of scales": partial(one_pass, MATRIX),
             "reference": two_passes,
         },
         check=check_equal(expected),

@@ -41,7 +41,7 @@ def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
 
     if gluon_weights.serves(weight):
         return gluon_weights.operand(weight, transpose, group)
-    results = gluon_quantize.quantize_both(weight, not transpose, transpose, group, group == 128, False)
+    results = gluon_quantize.quantize_both(weight, not transpose, transpose, group, group == 128, MATRIX)
     return Quantized(*(results[2:] if transpose else results[:2]), group)
 
 

@@ -25,6 +25,7 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: in
 def quantize(x: Tensor, axis: int, group: int, square: bool) -> MXTensor:
     """With blocks along the last axis but one, codes and scales are transposed views: they are contiguous along it."""
     from kernels.mxfp8.gluon_quantize import quantize_both
+    from kernels.mxfp8.grouped import MATRIX
 
     along_rows = axis % x.dim() == x.dim() - 1
     if x.dim() == 1:
@@ -33,7 +34,7 @@ def quantize(x: Tensor, axis: int, group: int, square: bool) -> MXTensor:
         matrix = x.flatten(0, -2)  # whole tiles of a batch of few rows, and a batch of any size
     else:
         matrix = x
-    results = quantize_both(matrix, along_rows, not along_rows, group, square, False)
+    results = quantize_both(matrix, along_rows, not along_rows, group, square, MATRIX)
     if along_rows:
         codes, scales = results[:2]
         return MXTensor(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), axis % x.dim())

@@ -104,14 +104,21 @@ def _empty(x: Tensor, transpose: bool, form: int, wanted: bool) -> tuple[Tensor,
 
 @custom_op("gemsmith::mxfp8_quantize")
 def quantize_both(
-    x: Tensor, rows: bool, columns: bool, group: int, square: bool, swizzle: bool
+    x: Tensor, rows: bool, columns: bool, group: int, square: bool, form: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [..., R, C] -> codes [..., R, C], scales [..., R, C / 32], codes [..., C, R], scales [..., C, R / 32].
+    """x [..., R, C] -> codes [..., R, C], their scales, codes [..., C, R], their scales, in a `form` of `grouped`.
 
-    What `rows` and `columns` do not ask for is empty. With `swizzle` scales are [..., bytes] in tiles of 128 x 4.
+    What `rows` and `columns` do not ask for is empty.
+
+    Raises:
+        ValueError: scales in a table, but x is not bfloat16 with sides in multiples of 128, or they are of squares.
     """
     x = x.contiguous()
-    form = TILES if swizzle else MATRIX
+    if form in TABLES and (square or not has_whole_tiles(x)):
+        raise ValueError(
+            f"scales in tables are those of bfloat16 matrices whose sides are multiples of 128, without squares, got "
+            f"{x.dtype} {list(x.shape)} and square={square}; use form={MATRIX}"
+        )
     row_codes, row_scales = _empty(x, False, form, rows)
     column_codes, column_scales = _empty(x, True, form, columns)
     if x.numel() == 0:
@@ -136,7 +143,7 @@ def quantize_both(
         COLUMNS=columns,
         GROUP=group,
         SQUARE=square,
-        SWIZZLE=swizzle,
+        SWIZZLE=form == TILES,
         EVEN=num_rows % TILE == 0 and num_columns % TILE == 0,
         **launch_options(),
     )
@@ -144,6 +151,5 @@ def quantize_both(
 
 
 @quantize_both.register_fake
-def _(x, rows, columns, group, square, swizzle):
-    form = TILES if swizzle else MATRIX
+def _(x, rows, columns, group, square, form):
     return *_empty(x, False, form, rows), *_empty(x, True, form, columns)

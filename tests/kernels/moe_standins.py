@@ -33,8 +33,8 @@ def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(0, 0, dtype=torch.float8_e4m3fn), like.new_empty(0, 0, dtype=torch.uint8)
 
 
-def quantize_both(x: Tensor, rows: bool, columns: bool, group: int, square: bool, swizzle: bool) -> tuple[Tensor, ...]:
-    assert not swizzle
+def quantize_both(x: Tensor, rows: bool, columns: bool, group: int, square: bool, form: int) -> tuple[Tensor, ...]:
+    assert form == MATRIX
     return (
         *(quantized(x, -1, group, square) if rows else _nothing(x)),
         *(quantized(x, -2, group, square) if columns else _nothing(x)),

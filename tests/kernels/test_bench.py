@@ -76,7 +76,8 @@ def test_a_case_is_captured_as_a_whole_or_not_at_all(
     class Stream:
         wait_stream = synchronize = lambda *arguments: None
 
-    def captured(step: Callable[[], object], stream: Stream) -> Callable[[], object]:
+    def captured(step: Callable[[], object], stream: Stream, rounds: int) -> Callable[[], object]:
+        assert rounds == 4
         if fails and isinstance(step(), list):  # the result of "peer"
             raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
         return step
@@ -85,11 +86,12 @@ def test_a_case_is_captured_as_a_whole_or_not_at_all(
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(bench, "graph_rounds", lambda steps, stream: 4)
     monkeypatch.setattr(bench, "captured", captured)
     monkeypatch.setattr(
         bench,
         "interleaved_graphs",
-        lambda steps, stream, *arguments: captures.append(list(steps)) or interleaved(steps, *arguments),
+        lambda steps, stream, *arguments: captures.append(list(steps)) or interleaved(steps, *arguments[:-1]),
     )
     run("doubling", [Case("double", doubling)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=True)
     (path,) = tmp_path.glob("*/doubling.json")
@@ -223,3 +225,10 @@ def test_committed_pages_are_made_from_the_committed_results() -> None:
 
 def test_slug() -> None:
     assert slug("NVIDIA H200 (80 GB)") == "nvidia-h200-80-gb"
+
+
+def test_processes_of_one_folder_take_turns(tmp_path: Path) -> None:
+    with bench._turn(tmp_path):
+        script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 1
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import mxfp8
-from kernels.mxfp8.grouped import MATRIX, TILES
+from kernels.mxfp8.grouped import BYTES, MATRIX, TABLES, TILES, VALUES, WORDS, Quantized, matrix_scales
 from kernels.mxfp8.reference import swizzle_scales
 from kernels.testing import compile_ahead, poisoned_empty, sqnr_db
 
@@ -136,7 +136,7 @@ def test_gpu_quantises_bit_for_bit_in_both_orientations(dtype: torch.dtype, shap
     x = of_every_kind(shape, dtype)
     for group, square in ((32, False), (128, False), (128, True)):
         with poisoned_empty():
-            codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, group, square, False)
+            codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, group, square, MATRIX)
         options = {"group": group, "square": square, "backend": "reference"}
         assert_same((codes, scales), mxfp8.quantize(x, -1, **options)[:2])
         assert_same((codes_t.mT, scales_t.mT), mxfp8.quantize(x, -2, **options)[:2])
@@ -159,7 +159,7 @@ def test_gpu_writes_both_orientations_and_tensor_core_tiles_of_scales(shape: tup
 
     x = uneven(*shape).bfloat16()
     with poisoned_empty():
-        codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, 32, False, True)
+        codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, 32, False, TILES)
     along, across = (mxfp8.quantize(x, axis, backend="reference") for axis in (2, 1))
     assert torch.equal(scales.cpu(), swizzle_scales(along.scales))
     assert torch.equal(scales_t.cpu(), swizzle_scales(across.scales.mT.contiguous()))
@@ -172,7 +172,31 @@ def test_gpu_operator_passes_opcheck() -> None:
     from kernels.mxfp8.gluon_quantize import quantize_both
 
     x = uneven(130, 96).bfloat16().cuda()
-    torch.library.opcheck(quantize_both.definition, (x, True, True, 32, False, False))
+    torch.library.opcheck(quantize_both.definition, (x, True, True, 32, False, MATRIX))
+    torch.library.opcheck(quantize_both.definition, (x.new_zeros(128, 256), True, True, 128, False, VALUES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "form"), [(32, WORDS), (128, BYTES), (128, VALUES)])
+def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
+    from kernels.mxfp8.gluon_quantize import quantize_both
+
+    x = uneven(256, 384).bfloat16()
+    with poisoned_empty():
+        results = quantize_both(x.cuda(), True, True, group, False, form)
+    for axis, codes, table in ((1, *results[:2]), (0, *results[2:])):
+        expected = mxfp8.quantize(x if axis else x.t(), group=group, backend="reference")
+        assert table.dtype is TABLES[form]
+        assert_same((codes, matrix_scales(Quantized(codes, table, group))), expected[:2])
+
+
+@pytest.mark.gpu
+def test_gpu_says_which_scales_come_in_tables() -> None:
+    from kernels.mxfp8.gluon_quantize import quantize_both
+
+    for x in (torch.zeros(128, 96, dtype=torch.bfloat16), torch.zeros(128, 128)):
+        with pytest.raises(ValueError, match="multiples of 128"):
+            quantize_both(x.cuda(), True, True, 32, False, WORDS)
 
 
 @pytest.mark.parametrize(

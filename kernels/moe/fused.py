@@ -24,7 +24,19 @@ from kernels import dispatch
 from kernels.custom_op import custom_op, watched
 from kernels.moe.reference import Permutation
 from kernels.mxfp8 import QUANTIZED
-from kernels.mxfp8.grouped import MATRIX, TABLES, Operand, Quantized, form_of, fprop, in_tables, swaps, wgrad
+from kernels.mxfp8.grouped import (
+    MATRIX,
+    TABLES,
+    Operand,
+    Quantized,
+    Rounded,
+    form_of,
+    fprop,
+    in_tables,
+    swaps,
+    wgrad,
+)
+from kernels.mxfp8.reference import BLOCK
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
@@ -112,11 +124,12 @@ def _differentiate(
     needs: list[bool],
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `_backward`. With `overwrite` the first of `kept` may be written over."""
+    """See `_backward`. With `overwrite` the first of `kept` may be written over, and the second given back."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu_backward
     from kernels.moe.gluon_swiglu_quantized import swiglu_quantized_backward
+    from kernels.mxfp8 import triton_grouped
 
     hidden, *kept_rows = kept[:3]
     permutation = Permutation(*kept[3:])
@@ -128,6 +141,7 @@ def _differentiate(
     d_out_form = form_of(group, swapped) if group and needs_down else None
     d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, d_out_form)
     d_hidden: Operand
+    rows: Operand
     if group:
         d_result = fprop(Quantized(d_out, d_out_scales, group), _operand(down, group, True), ends)
         del d_out, d_out_scales
@@ -139,7 +153,7 @@ def _differentiate(
             d_down = wgrad(Quantized(*d_out_t, group), Quantized(*result, group), ends, down.dtype)
         del d_out_t, result
         d_hidden, d_hidden_t = (Quantized(pairs, scales, group, True) for scales in (row_scales, column_scales))
-        rows: Operand = Quantized(*kept_rows, group)
+        rows = Quantized(*kept_rows, group)
     else:
         d_result = fprop(d_out, _operand(down, group, True), ends)
         d_hidden, result, partial = swiglu_backward(hidden, d_result, selections, weights, ends, overwrite)
@@ -152,8 +166,12 @@ def _differentiate(
     if needs_x:
         d_rows = fprop(d_hidden, _operand(gate_up, group, True), ends)
         dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
-        del d_rows
+        del d_rows, d_hidden
     if needs_gate_up:
+        if group == BLOCK:
+            rows = Rounded(triton_grouped.dequantize_interleaved(*kept_rows))
+            if overwrite:
+                kept_rows[0].untyped_storage().resize_(0)
         d_gate_up = wgrad(d_hidden_t, rows, ends, gate_up.dtype)
     return dx, d_weights, d_gate_up, d_down
 

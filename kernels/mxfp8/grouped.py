@@ -18,7 +18,7 @@ Scales of codes [..., lines, K] come in one of these forms:
 
 Tables are what products for Hopper read, a row of one for each step along K. Those with groups of 128 read BYTES of
 their first operand and VALUES of the second. Those with scales every 32 read WORDS of one operand; the other is
-dequantised beforehand, weights when they are quantised (`Rounded`), and of a weight gradient the narrower (`swaps`).
+dequantised beforehand (`Rounded`): weights when they are quantised, of a weight gradient the narrower (`swaps`).
 """
 
 from __future__ import annotations
@@ -59,13 +59,17 @@ class Quantized(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Weights [E, N, K] in MXFP8 with scales every 32, dequantised: bfloat16 values.
+    """An operand in MXFP8 with scales every 32, dequantised: bfloat16 values [..., lines, K].
 
     64 neighbouring elements come in the order of `triton_grouped.dequantize_interleaved`: element 16 a + 4 b + 2 c + d
     at 16 b + 8 c + 2 a + d.
     """
 
     values: Tensor
+
+    @property
+    def lines(self) -> int:
+        return self.values.shape[0]
 
 
 Operand = Tensor | Quantized | Rounded
@@ -106,10 +110,10 @@ def fprop(a: Operand, b: Operand, ends: Tensor) -> Tensor:
 def wgrad(dy: Operand, x: Operand, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over each expert's rows of dy^T x -> [E, N, K].
 
-    bfloat16 operands are [M, N] and [M, K], quantised ones [N, M] and [K, M]. dy may be paired.
+    bfloat16 operands are [M, N] and [M, K], quantised ones [N, M] and [K, M]. dy may be paired, x `Rounded`.
     """
     like, group = _describe(dy)
-    n, k = (operand.lines if isinstance(operand, Quantized) else operand.shape[1] for operand in (dy, x))
+    n, k = (operand.shape[1] if isinstance(operand, Tensor) else operand.lines for operand in (dy, x))
     facts = {"in_features": k, "out_features": n}
     if like.numel() == 0:
         return like.new_zeros(ends.shape[0], n, k, dtype=dtype)
@@ -167,5 +171,5 @@ def _fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "reference")
-def _wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
     return wgrad(_values(column_codes(dy)).t(), _values(x).t(), ends, dtype)

@@ -132,6 +132,14 @@ def _operands(*operands: Quantized) -> tuple[Tensor, ...]:
     return tuple(_addressable(tensor) for operand in operands for tensor in operand[:2])
 
 
+def _rounded(operand: Quantized | Rounded) -> Tensor:
+    if isinstance(operand, Rounded):
+        return operand.values
+    from kernels.mxfp8 import triton_grouped
+
+    return triton_grouped.dequantize_interleaved(*_operands(operand))
+
+
 _g128 = _supports_quantized((9, 0), (128,))
 _strict = _supports_quantized((9, 0), (32,))
 _blackwell = _supports_quantized((10, 0), (32, 128))
@@ -161,30 +169,24 @@ def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tens
 def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b[0].shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
-    from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
+    from kernels.mxfp8 import gluon_grouped_strict
 
-    a_codes, a_scales = _operands(a)
-    b_values = b.values if isinstance(b, Rounded) else triton_grouped.dequantize_interleaved(*_operands(b))
-    return gluon_grouped_strict.grouped_mm(a_codes, a_scales, b_values, ends.contiguous(), paired=a.paired)
+    return gluon_grouped_strict.grouped_mm(*_operands(a), _rounded(b), ends.contiguous(), paired=a.paired)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon_strict", supports=_strict, priority=10)
-def strict_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def strict_wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
-        return dy.codes.new_zeros(ends.shape[0], dy.lines, x.codes.shape[0], dtype=dtype)
-    from kernels.mxfp8 import gluon_grouped_strict, triton_grouped
+        return dy.codes.new_zeros(ends.shape[0], dy.lines, x.lines, dtype=dtype)
+    from kernels.mxfp8 import gluon_grouped_strict
 
-    dy_codes, dy_scales, x_codes, x_scales = _operands(dy, x)
     written = dtype if dtype is torch.bfloat16 else torch.float32
     ends = ends.contiguous()
-    # One operand is dequantised beforehand, not pairs and not one whose scales are in a table.
-    swapped = not dy.paired and swaps(dy.group, dy_codes.shape[0], x_codes.shape[0])
-    if swapped:
-        values = triton_grouped.dequantize_interleaved(dy_codes, dy_scales)
-        dw = gluon_grouped_strict.grouped_wgrad(x_codes, x_scales, values, ends, written, transposed=True)
+    # One operand is dequantised beforehand, and pairs are not.
+    if isinstance(x, Quantized) and not dy.paired and swaps(dy.group, dy.lines, x.lines):
+        dw = gluon_grouped_strict.grouped_wgrad(*_operands(x), _rounded(dy), ends, written, transposed=True)
     else:
-        values = triton_grouped.dequantize_interleaved(x_codes, x_scales)
-        dw = gluon_grouped_strict.grouped_wgrad(dy_codes, dy_scales, values, ends, written, paired=dy.paired)
+        dw = gluon_grouped_strict.grouped_wgrad(*_operands(dy), _rounded(x), ends, written, paired=dy.paired)
     return dw.to(dtype)
 
 

@@ -12,6 +12,7 @@ from kernels.mxfp8.grouped import MATRIX
 __all__ = [
     "collect",
     "combine",
+    "dequantize_interleaved",
     "gather",
     "permutation",
     "quantize_both",
@@ -39,6 +40,11 @@ def quantize_both(x: Tensor, rows: bool, columns: bool, group: int, square: bool
         *(quantized(x, -1, group, square) if rows else _nothing(x)),
         *(quantized(x, -2, group, square) if columns else _nothing(x)),
     )
+
+
+def dequantize_interleaved(codes: Tensor, scales: Tensor) -> Tensor:
+    values = mxfp8.dequantize(mxfp8.MXTensor(codes, scales, 1), backend="reference")
+    return values.unflatten(-1, (-1, 4, 4, 2, 2)).movedim(-4, -2).flatten(-5)
 
 
 def gather(x: Tensor, places: Permutation, group: int, column_form: int | None) -> tuple[Tensor, ...]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import fnmatch
 import importlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +18,15 @@ import torch
 from kernels import dispatch
 from kernels.bench.case import Case, Problem
 from kernels.bench.environment import commit, environment, slug
-from kernels.bench.timing import Timing, captured, graph_rounds, interleaved, interleaved_graphs, peak_memory
+from kernels.bench.timing import (
+    Timing,
+    captured,
+    graph_rounds,
+    interleaved,
+    interleaved_graphs,
+    peak_memory,
+    turn_of,
+)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -61,26 +66,15 @@ def run(
     wrong = False
     print(", ".join(f"{name} {value}" for name, value in facts.items()), "commit", code)
     for case in cases:
-        with _turn(path.parent):
+        with turn_of(path.parent):
             problem = case.problem(device)
-        result = measure(problem, device, seconds, min_rounds, graph, _turn(path.parent)) | {"commit": code}
+        result = measure(problem, device, seconds, min_rounds, graph, turn_of(path.parent)) | {"commit": code}
         _print(case.name, result)
-        with _turn(path.parent):
+        with turn_of(path.parent):
             _add(path, family, facts, case.name, result)
         wrong = wrong or any("wrong" in row for row in result["contenders"].values())
     print(f"written: {path}")
     return int(wrong)
-
-
-@contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _add(path: Path, family: str, facts: dict[str, Any], name: str, result: dict[str, Any]) -> None:

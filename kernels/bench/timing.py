@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,17 @@ WARM_UP_ROUNDS = 3
 MAX_ROUNDS = 200
 GRAPH_ROUNDS = 10  # at most
 GRAPH_MS = 20.0
+
+
+@contextlib.contextmanager
+def turn_of(folder: Path) -> Iterator[None]:
+    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True)

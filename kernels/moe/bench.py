@@ -24,6 +24,8 @@ GPU_LAYERS = [(32768, 1024, 2048, 32, 2), (16384, 7168, 2048, 8, 8), (65536, 512
 CPU_LAYERS = [(64, 32, 128, 4, 2)]
 GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
 
+PHASES = ("fwd", "fwd_bwd")
+
 # Three quantised products in a row leave 22 dB; one limit for all, the tests hold bfloat16 to a closer one.
 LIMIT = 8e-2
 
@@ -43,7 +45,7 @@ def cases(device: torch.device) -> list[Case]:
         *(
             Case(f"layer_{phase}_N{n}_D{d}_F{f}_E{e}_k{k}", partial(_layer, phase, n, d, f, e, k))
             for n, d, f, e, k in layers
-            for phase in ("fwd", "fwd_bwd")
+            for phase in PHASES
         ),
     ]
 

@@ -1,22 +1,22 @@
-"""`python -m kernels.moe.breakdown OUT.json [FIGURE.png]`: where the time of an expert layer goes, by kind of kernel.
+"""`python -m kernels.moe.breakdown FILE.json [--case GLOB]`: where the time of an expert layer goes, by kind of kernel.
 
 Forward and backward of the layers of `bench.py`, ours in each recipe and PyTorch's parts compiled, under the profiler:
-device time of each kernel, added up by what it is for, and the peak of the layer's memory. A figure of the stacked bars
-needs matplotlib and may be drawn elsewhere, from the JSON file alone:
-`python -m kernels.moe.breakdown --draw OUT.json FIGURE.png`.
+device time of each kernel, added up by what it is for, and the peak of the layer's memory, are added to the file.
+With `--draw FIGURE.png` matplotlib draws stacked bars of what is in the file.
 """
 
 from __future__ import annotations
 
+import argparse
+import fnmatch
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.bench.timing import peak_memory
+from kernels.bench.timing import peak_memory, turn_of
 
 STEPS = 5
 KINDS = ("products", "gather and quantise", "weights", "SwiGLU", "combine", "places", "other")
@@ -26,6 +26,7 @@ NAMES = (
     ("gather_quantized", "gather and quantise"),
     ("quantize_kernel", "weights"),
     ("quantize_tiles_kernel", "weights"),
+    ("round_tiles_kernel", "weights"),
     ("forward_kernel", "SwiGLU"),
     ("backward_kernel", "SwiGLU"),
     ("combine_kernel", "combine"),
@@ -77,19 +78,25 @@ def measure(step: Callable[[], Any]) -> dict[str, Any]:
     return {"kinds": kinds, "kernels": kernels, "peak_mib": peak_memory(step, torch.device("cuda"))}
 
 
-def run() -> dict[str, Any]:
+def run(path: Path, pattern: str) -> None:
+    """Measure the cases that match and add them to the file, in turns with processes that do so for others."""
     from kernels.bench.environment import commit, environment
-    from kernels.moe.bench import cases
+    from kernels.moe.bench import PHASES, cases
 
     device = torch.device("cuda")
-    layers = {
-        case.name.removeprefix("layer_fwd_bwd_"): {
-            name: measure(prepare().step) for name, prepare in reversed(case.problem(device).contenders.items())
-        }
-        for case in cases(device)
-        if case.name.startswith("layer_fwd_bwd_")
-    }
-    return {"environment": environment(device), "commit": commit(), "layers": layers}
+    prefix = f"layer_{PHASES[-1]}_"
+    facts = {"environment": environment(device), "commit": commit()}
+    for case in cases(device):
+        if not case.name.startswith(prefix) or not fnmatch.fnmatch(case.name, pattern):
+            continue
+        steps = {name: prepare().step for name, prepare in reversed(case.problem(device).contenders.items())}
+        for step in steps.values():
+            step()  # compiles
+        with turn_of(path.resolve().parent):
+            arms = {name: measure(step) for name, step in steps.items()}
+            layers = json.loads(path.read_text())["layers"] if path.exists() else {}
+            layers[case.name.removeprefix(prefix)] = arms
+            path.write_text(json.dumps({**facts, "layers": layers}, indent=1) + "\n")
 
 
 def draw(results: dict[str, Any], path: str) -> None:
@@ -110,15 +117,17 @@ def draw(results: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=100)
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[0] == "--draw":
-        draw(json.loads(Path(arguments[1]).read_text()), arguments[2])
-        return
-    results = run()
-    Path(arguments[0]).write_text(json.dumps(results, indent=1) + "\n")
-    if len(arguments) > 1:
-        draw(results, arguments[1])
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kernels.moe.breakdown")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--case", default="*", metavar="GLOB", help="only layers whose case matches (default: all)")
+    parser.add_argument("--draw", metavar="FIGURE", help="draw what is in the file")
+    options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.file.read_text()), options.draw)
+    else:
+        run(options.file, options.case)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,7 +17,7 @@ from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
-from kernels.bench.timing import interleaved
+from kernels.bench.timing import interleaved, turn_of
 from kernels.gdpa import bench as gdpa_bench
 from kernels.gdpa import bench_peer
 from kernels.ikbo import bench_lce_peer
@@ -228,7 +228,7 @@ def test_slug() -> None:
 
 
 def test_processes_of_one_folder_take_turns(tmp_path: Path) -> None:
-    with bench._turn(tmp_path):
+    with turn_of(tmp_path):
         script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 1
     assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 0

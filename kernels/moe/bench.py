@@ -1,8 +1,9 @@
 """Benchmark cases of the routed experts: `python -m kernels.bench moe`.
 
 A layer is a router and its experts. Ours is held against the same layer in BF16 out of PyTorch parts, compiled: sort,
-`torch._grouped_mm`, SwiGLU, `index_add_`. Both score with the same compiled router; what it selects follows from a bias
-that outweighs the scores, so that contenders of other roundings agree on it, at a random load.
+`torch._grouped_mm`, SwiGLU, `index_add_`. Both score with the same compiled router, but for the choice of the largest
+scores, which is part of ours; what is chosen follows from a bias that outweighs the scores, so that contenders of other
+roundings agree on it, at a random load.
 """
 
 from __future__ import annotations
@@ -94,10 +95,16 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
     )
 
 
-def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _torch_top_k(scores: Tensor, k: int) -> Tensor:
+    return scores.topk(k).indices
+
+
+def route(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, choose: Callable[[Tensor, int], Tensor] = _torch_top_k
+) -> tuple[Tensor, Tensor]:
     """(experts [N, k], weights [N, k] float32): softmax scores, selected by score + bias [N, E], normalised."""
     scores = functional.linear(x, gate).float().softmax(-1)
-    chosen = (scores.detach() + bias).topk(top_k).indices
+    chosen = choose(scores.detach() + bias, top_k)
     weights = scores.gather(1, chosen)
     return chosen, weights / weights.sum(-1, keepdim=True)
 
@@ -146,7 +153,7 @@ def _layer(phase: str, n: int, d: int, f: int, e: int, top_k: int, device: torch
     on_gpu = device.type == "cuda"
 
     def ours(recipe: str, x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        chosen, weights = (_compiled(route) if on_gpu else route)(x, gate, bias, top_k)
+        chosen, weights = (_compiled(route) if on_gpu else route)(x, gate, bias, top_k, moe.top_k)
         backend = "fused" if on_gpu else None
         return moe.experts(x, chosen, weights, gate_up, down, recipe=recipe, backend=backend)
 

@@ -48,6 +48,7 @@ NAMES = (
     ("softmax", "other"),
     ("fill", "other"),
     ("topk", "places"),
+    ("top_k", "places"),
     # What the grouped products of kernels.mxfp8 are called, and what prepares their scales.
     ("_kernel", "products"),
     ("_transpose", "products"),

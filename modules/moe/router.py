@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.moe import top_k
 from modules.precision import FP32Linear
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
@@ -86,7 +87,7 @@ class Router(nn.Module):
         if self.force_balance:
             selections = torch.arange(scores.shape[0] * self.top_k, device=scores.device)
             return (selections % self.num_experts).view(-1, self.top_k)
-        return (scores + self.expert_bias).topk(self.top_k, dim=-1).indices
+        return top_k(scores + self.expert_bias, self.top_k)
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:

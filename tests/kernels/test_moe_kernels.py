@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,10 +12,18 @@ from torch import Tensor
 from kernels import mxfp8
 from kernels.moe import reference
 from kernels.moe.reference import ROWS, capacity_of
+from kernels.moe.top_k import top_k
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
 pytest.importorskip("triton")
-from kernels.moe import gluon_gather, gluon_gather_quantized, gluon_swiglu, gluon_swiglu_quantized, triton_route
+from kernels.moe import (
+    gluon_gather,
+    gluon_gather_quantized,
+    gluon_swiglu,
+    gluon_swiglu_quantized,
+    triton_route,
+    triton_top_k,
+)
 from kernels.moe.gluon_swiglu_quantized import BACKWARD_REGISTERS, FORWARD_REGISTERS
 from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights
 from kernels.mxfp8.gluon_pairs import REGISTERS, WARPS, codes_layout, words_layout
@@ -81,6 +90,47 @@ def test_route_kernels_interpreted(monkeypatch, num_tokens, num_experts, top_k, 
     partial = random(places.selections.shape[0], 5)
     actual = triton_route.collect(partial, places.rows, torch.float32)
     torch.testing.assert_close(actual, moe_standins.collect(partial, places.rows, torch.float32))
+
+
+def scores_of_every_kind() -> Tensor:
+    scores = random(150, 20)
+    scores[3] = 1.0
+    scores[4, 7], scores[5, 9:12] = math.nan, -math.nan
+    scores[6], scores[7, :18] = -math.inf, -math.inf
+    scores[8, 0], scores[8, 5:] = -0.0, 0.0
+    return scores
+
+
+def check_top_k(chosen: Tensor, scores: Tensor, k: int) -> None:
+    """Of equal scores the first, where torch.topk takes any."""
+    assert torch.equal(chosen, scores.sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 20])
+def test_top_k_interpreted(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    interpret(monkeypatch, triton_top_k)
+    scores = scores_of_every_kind()
+    check_top_k(triton_top_k.top_k(scores, k), scores, k)
+    assert triton_top_k.top_k(scores[:0], k).shape == (0, k)
+
+
+def test_top_k_is_torchs_and_says_what_it_takes() -> None:
+    scores = random(30, 7).requires_grad_()
+    chosen = top_k(scores, 3)
+    assert torch.equal(chosen, scores.topk(3).indices)
+    assert not chosen.requires_grad
+    for wrong, k in ((scores, 8), (scores, 0), (scores[0], 1)):
+        with pytest.raises(ValueError, match=r"k in 1..E"):
+            top_k(wrong, k)
+
+
+@pytest.mark.gpu
+def test_gpu_top_k() -> None:
+    for scores in (scores_of_every_kind(), random(3000, 32), random(70, 16).bfloat16(), random(5, 1000)):
+        for k in (1, 2, 8):
+            with poisoned_empty():
+                check_top_k(top_k(scores.cuda(), k, backend="triton").cpu(), scores, k)
+    torch.library.opcheck(triton_top_k.top_k.definition, (random(40, 8).cuda(), 3))
 
 
 def test_kernels_compile_within_their_registers() -> None:

@@ -1,0 +1,46 @@
+"""Which experts score highest: the operator and its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+
+
+@dispatch.register("moe_top_k", "reference")
+def _reference(scores: Tensor, k: int) -> Tensor:
+    return scores.topk(k, dim=-1).indices
+
+
+def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, num_experts: int, k: int) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)):
+        return reason
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"compares float32, bfloat16 and float16, not {dtype}"
+    if num_experts > 1024 or k > 32:
+        return f"holds up to 1024 scores of a token and chooses up to 32, got {num_experts} and {k}"
+    return None
+
+
+@dispatch.register("moe_top_k", "triton", supports=_supports, priority=10)
+def _triton(scores: Tensor, k: int) -> Tensor:
+    from kernels.moe import triton_top_k
+
+    return triton_top_k.top_k(scores, k)
+
+
+def top_k(scores: Tensor, k: int, *, backend: str | None = None) -> Tensor:
+    """The k largest of scores [N, E] of each token, largest first -> their indices [N, k] int64, without a gradient.
+
+    Of equal scores the triton backend takes the first, torch.topk any.
+
+    Raises:
+        ValueError: k outside 1..E.
+    """
+    if scores.dim() != 2 or not 1 <= k <= scores.shape[1]:
+        raise ValueError(f"scores must be [N, E] with k in 1..E, got {list(scores.shape)} and k={k}")
+    scores = scores.detach()
+    return dispatch.choose("moe_top_k", backend, scores, num_experts=scores.shape[1], k=k)(scores, k)

@@ -383,3 +383,12 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
         "void at::native::vectorized_elementwise_kernel<4>": "other",
     }
     assert {kernel: kind_of(kernel) for kernel in kinds} == kinds
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_top_k_compiles(target: str) -> None:
+    types = {"scores": "*fp32", "chosen": "*i64", "num_rows": "i32", "num_columns": "i32"}
+    compiled = compile_ahead(
+        triton_top_k.top_k_kernel, types, {"K": 2, "COLUMNS": 32, "BLOCK": 128}, target=target, num_warps=4
+    )
+    assert compiled.spill_bytes == 0

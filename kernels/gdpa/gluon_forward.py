@@ -21,7 +21,7 @@ from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
 from kernels.jagged.gluon_descriptor import head_descriptor
-from kernels.launch import processors
+from kernels.launch import Launcher, processors
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 
 HEAD_DIMS = (64, 128)
@@ -55,7 +55,8 @@ def forward(
     Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
     one of `kernels.gdpa.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
     i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
-    Values must be finite: what lies behind a row is multiplied by zeros. ValueError for other head dimensions.
+    Values must be finite: what lies behind a row is multiplied by zeros. A row of more than `max_q` queries or `max_k`
+    keys is a device assertion. ValueError for other head dimensions.
     """
     num_queries, num_heads, head_dim = q.shape
     value_dim = v.shape[2]
@@ -70,7 +71,9 @@ def forward(
     # few tiles had better be spread over all processors.
     kept = max_k <= BLOCK_K * (_STAGE_FEATURES // (head_dim + value_dim))
     run = RUN if kept and left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
-    schedule = scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right))
+    schedule = scheduling.tile_schedule(
+        q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, BLOCK_K, (left, right), max_q
+    )
     programs = min(most, (schedule.shape[0] - 1) * num_heads)
     launch(out, q, k, v, schedule, programs, run, activations, score_scale, out_scale, (left, right))
     return out
@@ -97,12 +100,16 @@ def launch(
     v_descriptor, v_head_stride = head_descriptor(v, BLOCK_K)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
     kinds, kinds_of_heads = head_kinds(activations)
-    _forward_kernel[(programs,)](
-        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, num_heads, num_heads // num_kv_heads,
-        q_head_stride, k_head_stride, v_head_stride, float(score_scale), float(out_scale), *window,
-        KINDS=kinds, HEAD_KINDS=kinds_of_heads, LEFT=window[0] >= 0, RIGHT=window[1] >= 0, RUN=run, BLOCK_K=BLOCK_K,
-        D=head_dim, DV=value_dim, STAGES=_STAGE_FEATURES // (head_dim + value_dim),
-        num_warps=4, maxnreg=_MAX_REGISTERS,
+    sizes = (num_heads, num_heads // num_kv_heads, q_head_stride, k_head_stride, v_head_stride)
+    left, right = window
+    constants = (
+        kinds, kinds_of_heads, left >= 0, right >= 0, run, BLOCK_K, head_dim, value_dim,
+        _STAGE_FEATURES // (head_dim + value_dim),
+    )  # fmt: skip
+    _launch_forward(
+        (programs, 1, 1), (q.device, q.dtype, *sizes, left, right, *constants),
+        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, *sizes,
+        float(score_scale), float(out_scale), left, right, *constants,
     )  # fmt: skip
 
 
@@ -222,3 +229,6 @@ def _forward_kernel(
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

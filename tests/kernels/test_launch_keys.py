@@ -16,6 +16,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
+from kernels.gdpa import gluon_forward
 from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
 from kernels.launch import Launcher
 
@@ -29,6 +30,7 @@ LAUNCHERS = (
     attention_rows._launch_statistics,
     gluon_attention_forward._launch_forward,
     gluon_attention_backward._launch_backward,
+    gluon_forward._launch_forward,
     triton_checks._launch,
 )
 
@@ -76,7 +78,7 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
 
     monkeypatch.setattr(Launcher, "__call__", launch)
-    for module in (gluon_attention_forward, gluon_attention_backward):
+    for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for heads, dim, dtype, layout, rows in itertools.product(
         ((4, 2), (1, 1)),
@@ -94,5 +96,7 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
             out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
             gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+            activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
+            gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
         triton_checks.assert_lengths(offsets, max(rows))
     assert all(hits.values()), hits

@@ -1,4 +1,4 @@
-"""Row lengths are checked on the device: in one launch, or by the schedule of the Hopper attention."""
+"""Row lengths are checked on the device: in one launch, or by the schedules of the Hopper attention and GDPA."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.kernels.interpreting import interpret
 TOO_LONG = """
 import torch
 from kernels import jagged
+from kernels.gdpa import gdpa
 from kernels.jagged.checks import check_lengths
 
 offsets = torch.tensor([0, 200, 500], device="cuda")
@@ -60,6 +61,8 @@ def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
         'check_lengths(offsets, 299, "max_length")',
         "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=299, max_k=300)",
         "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=300, max_k=299)",
+        "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, score_scale=1.0)",
+        "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, score_scale=1.0)",
     ],
 )
 def test_a_longer_row_is_a_device_assertion(call: str) -> None:

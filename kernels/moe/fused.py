@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.custom_op import custom_op, watched
-from kernels.moe.reference import Permutation
+from kernels.moe.reference import ROWS, Permutation, capacity_of
 from kernels.mxfp8 import QUANTIZED
 from kernels.mxfp8.grouped import (
     MATRIX,
@@ -40,7 +40,7 @@ from kernels.mxfp8.reference import BLOCK
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
-_KEPT = 6  # tensors
+_KEPT = 7  # tensors
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -67,7 +67,7 @@ def _forward(
     group: int,
     dtype: torch.dtype,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
@@ -95,8 +95,6 @@ def _forward(
 
 @_forward.register_fake
 def _(x, chosen, weights, gate_up, down, group, dtype, keep):
-    from kernels.moe.reference import capacity_of
-
     out = x.new_empty(x.shape, dtype=dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
@@ -109,7 +107,8 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
         scale_dtype = TABLES.get(form, torch.uint8)
     kept_rows = x.new_empty(shape, dtype=torch.float8_e4m3fn if group else torch.bfloat16)
     hidden = x.new_empty(rows, double, dtype=torch.bfloat16)
-    indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in (chosen.shape, (rows,), (num_experts,))]
+    shapes = (chosen.shape, (rows,), (num_experts,), (rows // ROWS,))
+    indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in shapes]
     return out, hidden, kept_rows, x.new_empty(scales, dtype=scale_dtype), *indices
 
 
@@ -133,7 +132,7 @@ def _differentiate(
 
     hidden, *kept_rows = kept[:3]
     permutation = Permutation(*kept[3:])
-    _, selections, ends = permutation
+    _, selections, ends, _ = permutation
     dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
     needs_x, needs_weights, needs_gate_up, needs_down = needs
     # Of the weight gradient of W_down, from dout's rows and the weighted result.
@@ -168,7 +167,7 @@ def _differentiate(
         dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
         del d_rows, d_hidden
     if needs_gate_up:
-        if group == BLOCK:
+        if group == BLOCK and kept_rows[0].numel():
             rows = Rounded(triton_grouped.dequantize_interleaved(*kept_rows))
             if overwrite:
                 kept_rows[0].untyped_storage().resize_(0)

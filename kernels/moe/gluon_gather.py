@@ -20,6 +20,7 @@ def gather_kernel(
     x_stride,
     selections,
     ends,
+    order,
     num_groups,
     top_k,
     row_codes,
@@ -34,7 +35,8 @@ def gather_kernel(
     R: gl.constexpr,
 ):
     """One tile of the gathered rows; with GROUP 0 `row_codes` are bfloat16 and nothing is quantised."""
-    first_row, first_column = tile_origin(num_rows // 128, (num_columns + 127) // 128)
+    place, first_column = tile_origin(num_rows // 128, (num_columns + 127) // 128)
+    first_row = gl.load(order + place // 128) * 128
     if first_row >= gl.load(ends + num_groups - 1):
         return
     LAYOUT: gl.constexpr = tile_layout(R)
@@ -112,6 +114,7 @@ def gather(
             x.stride(0),
             permutation.selections,
             permutation.ends,
+            permutation.order,
             permutation.ends.shape[0],
             permutation.rows.shape[1],
             row_codes,

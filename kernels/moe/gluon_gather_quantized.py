@@ -26,6 +26,8 @@ from kernels.mxfp8.gluon_pairs import (
 )
 from kernels.mxfp8.gluon_quantize import scales_like
 
+_BAND = gl.constexpr(32)  # rows of tiles, in the order of their tokens, that programs take together
+
 
 @gluon.jit(do_not_specialize=["num_groups"])
 def gather_quantized_kernel(
@@ -33,6 +35,7 @@ def gather_quantized_kernel(
     stride,
     selections,
     ends,
+    order,
     num_groups,
     TOP_K: gl.constexpr,
     row_desc,
@@ -47,7 +50,8 @@ def gather_quantized_kernel(
     COLUMN_FORM: gl.constexpr,
 ):
     """One tile of the gathered rows. x has two elements to a word, `stride` words to a row."""
-    row, column = tile_place(gl.program_id(0), num_rows // 128, num_columns // 128)
+    place, column = tile_place(gl.program_id(0), num_rows // 128, num_columns // 128, _BAND)
+    row = gl.load(order + place // 128) * 128
     if row >= gl.load(ends + num_groups - 1):
         return
     smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
@@ -88,11 +92,12 @@ def gather_quantized(
         stride, top_k = words.stride(0), permutation.rows.shape[1]
         _launch(
             (num_rows // 128 * (num_columns // 128), 1, 1),
-            (x.device, top_k, columns, group, *forms, stride % 16, *aligned(permutation.selections, permutation.ends)),
+            (x.device, top_k, columns, group, *forms, stride % 16, *aligned(*permutation[1:])),
             words,
             stride,
             permutation.selections,
             permutation.ends,
+            permutation.order,
             permutation.ends.shape[0],
             top_k,
             codes_descriptor(row_codes),

@@ -24,6 +24,8 @@ from kernels.mxfp8 import grouped_mm
 
 ROWS = 128
 """Experts begin at multiples of this many rows in a `Permutation`: the longest group of elements with one scale."""
+NEIGHBOURS = 4
+"""Tiles of ROWS rows that stay together in the order of a `Permutation`, so that what is written is in long pieces."""
 
 
 class Permutation(NamedTuple):
@@ -32,6 +34,9 @@ class Permutation(NamedTuple):
     rows: Tensor  # [N, k] int32: the row of each selection
     selections: Tensor  # [capacity] int32: the selection at each row, -1 for padding
     ends: Tensor  # [E] int32: cumulative ends of the padded groups
+    # [capacity / ROWS] int32: tiles of ROWS rows, NEIGHBOURS at a time, in the order of the first tokens of these. Who
+    # gathers in this order finds tokens that several experts want in the cache.
+    order: Tensor
 
 
 def capacity_of(num_selections: int, num_experts: int) -> int:
@@ -50,7 +55,19 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     row = torch.arange(chosen.numel(), device=chosen.device) + shift[chosen[order]]
     selections = chosen.new_full((capacity_of(chosen.numel(), num_experts),), -1).scatter_(0, row, order)
     rows = torch.empty_like(order).scatter_(0, order, row)
-    return Permutation(rows.view(experts.shape).int(), selections.int(), padded.cumsum(0).int())
+    order = _tile_order(selections // experts.shape[1], padded.sum())
+    return Permutation(rows.view(experts.shape).int(), selections.int(), padded.cumsum(0).int(), order)
+
+
+def _tile_order(tokens: Tensor, end: Tensor) -> Tensor:
+    """Of tokens [capacity] at the rows, of which those from `end` on are undefined."""
+    count = tokens.shape[0] // ROWS
+    first = torch.arange(0, count, NEIGHBOURS, device=tokens.device)
+    # What lies behind the end comes last, and the last tiles, if they are fewer, very last.
+    live = (first * ROWS < end) & (first + NEIGHBOURS <= count)
+    order = tokens[first * ROWS].masked_fill(~live, torch.iinfo(torch.int64).max).argsort(stable=True)
+    tiles = first[order, None] + torch.arange(NEIGHBOURS, device=tokens.device)
+    return tiles.flatten()[:count].int()
 
 
 class Order(NamedTuple):

@@ -1,7 +1,8 @@
 """Places of routed rows in expert order, and weighted sums of rows back to their tokens; Triton.
 
-Two launches give the permutation, whatever the load of the experts: programs count their selections, then each adds up
-the counts of all, which says where every expert begins and how many of its rows come from earlier programs.
+Three launches give the permutation, whatever the load of the experts: programs count their selections, then each adds
+up the counts of all, which says where every expert begins and how many of its rows come from earlier programs. Then
+tiles of rows are ranked by their first tokens.
 """
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from kernels.jagged.triton_common import cdiv, next_power_of_2
 from kernels.launch import Launcher, aligned
-from kernels.moe.reference import ROWS, Permutation, capacity_of
+from kernels.moe.reference import NEIGHBOURS, ROWS, Permutation, capacity_of
 
 _HITS = 16384  # elements of the table of selections x experts that a program counts in at a time
 _PROGRAMS = 512  # at most: each reads the counts of all
+_BLOCKS = 64  # of tiles that a program ranks
 
 
 @triton.jit
@@ -83,14 +85,55 @@ _launch_count = Launcher(count_kernel, num_warps=4)
 _launch_place = Launcher(place_kernel, num_warps=4)
 
 
+@triton.jit
+def _first_token(selections, block, end, num_tiles, TOP_K: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """Of TILES tiles of rows; more than any where there are none or fewer."""
+    row = block * TILES * ROWS
+    live = (row < end) & ((block + 1) * TILES <= num_tiles)
+    return tl.where(live, tl.load(selections + row, mask=live, other=0) // TOP_K, 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_tiles"])
+def order_kernel(
+    selections,
+    ends,
+    order,
+    num_experts,
+    num_tiles,
+    TOP_K: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(ends + num_experts - 1)
+    token = _first_token(selections, own, end, num_tiles, TOP_K, TILES, ROWS)
+    num_blocks = (num_tiles + TILES - 1) // TILES
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_blocks, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        others = _first_token(selections, other, end, num_tiles, TOP_K, TILES, ROWS)[None, :]
+        earlier = (others == token[:, None]) & (other[None, :] < own[:, None])
+        before = ((others < token[:, None]) | earlier) & (other < num_blocks)[None, :]
+        rank += tl.sum(before.to(tl.int32), 1)
+    tile = tl.arange(0, TILES)[None, :]
+    tiles = own[:, None] * TILES + tile
+    tl.store(order + rank[:, None] * TILES + tile, tiles, mask=(own < num_blocks)[:, None] & (tiles < num_tiles))
+
+
+_launch_order = Launcher(order_kernel, num_warps=4)
+
+
 def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """See `reference.permutation`; rows of `selections` behind the last end are not written."""
     count = experts.numel()
     rows = experts.new_empty(experts.shape, dtype=torch.int32)
     selections = experts.new_empty(capacity_of(count, num_experts), dtype=torch.int32)
     ends = experts.new_empty(num_experts, dtype=torch.int32)
+    num_tiles = selections.shape[0] // ROWS
+    order = experts.new_empty(num_tiles, dtype=torch.int32)
     if count == 0:
-        return Permutation(rows, selections, ends.zero_())
+        return Permutation(rows, selections, ends.zero_(), order)
     experts = experts.contiguous()
     width = next_power_of_2(num_experts)
     block = max(min(_HITS // width, 1024), 16)
@@ -115,7 +158,11 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
         max(4096 // width, 1),
         ROWS,
     )
-    return Permutation(rows, selections, ends)
+    top_k = experts.shape[1]
+    arguments = (selections, ends, order, num_experts, num_tiles, top_k, NEIGHBOURS, ROWS, _BLOCKS)
+    grid = (cdiv(num_tiles, NEIGHBOURS * _BLOCKS), 1, 1)
+    _launch_order(grid, (experts.device, top_k), *arguments)
+    return Permutation(rows, selections, ends, order)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

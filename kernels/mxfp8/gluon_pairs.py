@@ -80,16 +80,16 @@ def column_layout():
 
 
 @gluon.jit
-def tile_place(tile, tile_rows, tile_columns):
-    """(first row, first column) of a tile by its number.
+def tile_place(tile, tile_rows, tile_columns, BAND: gl.constexpr = _BAND):
+    """(first row, first column) of a tile by its number; BAND rows of tiles are taken together.
 
     Codes of rows and of columns lie across each other in memory, so that the tiles in flight should form a square. A
     program takes one tile: programs that took more would drift apart, and with them the tiles in flight.
     """
-    band = tile // (_BAND * tile_columns)
-    inside = tile - band * (_BAND * tile_columns)
-    rows = gl.minimum(tile_rows - band * _BAND, _BAND)
-    return (band * _BAND + inside % rows) * 128, inside // rows * 128
+    band = tile // (BAND * tile_columns)
+    inside = tile - band * (BAND * tile_columns)
+    rows = gl.minimum(tile_rows - band * BAND, BAND)
+    return (band * BAND + inside % rows) * 128, inside // rows * 128
 
 
 @gluon.jit

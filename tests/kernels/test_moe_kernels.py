@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import mxfp8
 from kernels.moe import reference
-from kernels.moe.reference import ROWS, capacity_of
+from kernels.moe.reference import NEIGHBOURS, ROWS, capacity_of
 from kernels.moe.top_k import top_k
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
@@ -59,6 +59,11 @@ def test_places_are_stable_padded_and_inverse(num_tokens: int, num_experts: int,
     flat = places.rows.flatten()
     assert torch.equal(places.selections[flat.long()].long(), torch.arange(len(flat)))
     assert len(selections) >= start
+    order, tokens = places.order.tolist(), places.selections[::ROWS] // top_k
+    assert sorted(order) == list(range(len(selections) // ROWS))
+    whole = [tile for tile in order if tile % NEIGHBOURS == 0 and tile * ROWS < start][: len(order) // NEIGHBOURS]
+    whole = [tile for tile in whole if tile + NEIGHBOURS <= len(order)]
+    assert tokens[whole].tolist() == sorted(tokens[whole].tolist())
 
 
 def test_the_capacity_fits_the_worst_division() -> None:
@@ -70,6 +75,7 @@ def test_the_capacity_fits_the_worst_division() -> None:
 def assert_same_places(actual: reference.Permutation, expected: reference.Permutation) -> None:
     assert torch.equal(actual.rows.cpu(), expected.rows)
     assert torch.equal(actual.ends.cpu(), expected.ends)
+    assert torch.equal(actual.order.cpu(), expected.order)
     # Behind the last end nothing is written.
     end = int(expected.ends[-1])
     assert torch.equal(actual.selections[:end].cpu(), expected.selections[:end])
@@ -140,7 +146,15 @@ def test_kernels_compile_within_their_registers() -> None:
     pointers = {"selections": "*i32", "weights": "*fp32", "partial": "*fp32", **groups, **scales}
     sizes = {"num_rows": "i32", "width": "i32"}
     descriptors = {"hidden_desc": words, "grad_desc": words, "pairs_desc": codes, "result_desc": codes}
-    gather = {"x": "*i32", "selections": "*i32", "row_desc": codes, "column_desc": codes, **groups, **scales}
+    gather = {
+        "x": "*i32",
+        "selections": "*i32",
+        "order": "*i32",
+        "row_desc": codes,
+        "column_desc": codes,
+        **groups,
+        **scales,
+    }
     gather |= {"stride": "i32", "num_rows": "i32", "num_columns": "i32"}
     quantize = {"x_desc": words, "row_desc": codes, "column_desc": codes, "differ": "*i32", **scales}
     quantize |= dict.fromkeys(("tile_rows", "num_rows", "num_columns"), "i32")

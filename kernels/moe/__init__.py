@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.moe import fused  # noqa: F401  importing it registers its backend
 from kernels.moe.reference import Order, combine, gather, swiglu
-from kernels.moe.top_k import top_k
+from kernels.moe.selection import top_k
 from kernels.mxfp8 import check_recipe
 
 __all__ = ["Order", "combine", "experts", "gather", "swiglu", "top_k"]

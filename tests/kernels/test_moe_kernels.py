@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import mxfp8
 from kernels.moe import reference
 from kernels.moe.reference import NEIGHBOURS, ROWS, capacity_of
-from kernels.moe.top_k import top_k
+from kernels.moe.selection import top_k
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
 pytest.importorskip("triton")

@@ -25,7 +25,7 @@ from kernels.moe import (
     triton_top_k,
 )
 from kernels.moe.gluon_swiglu_quantized import BACKWARD_REGISTERS, FORWARD_REGISTERS
-from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights
+from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights, triton_grouped
 from kernels.mxfp8.gluon_pairs import REGISTERS, WARPS, codes_layout, words_layout
 from kernels.mxfp8.grouped import (
     BYTES,
@@ -33,11 +33,13 @@ from kernels.mxfp8.grouped import (
     VALUES,
     WORDS,
     Quantized,
+    Rounded,
     column_codes,
     form_of,
     fprop,
     matrix_scales,
     row_codes,
+    swaps,
     wgrad,
 )
 from tests.kernels import moe_standins
@@ -379,6 +381,48 @@ def test_gpu_products_of_pairs(group: int) -> None:
     one, other = (operand._replace(codes=pairs, paired=True) for operand in (along, across))
     assert torch.equal(fprop(one, weights, ends)[:end], fprop(along, weights, ends)[:end])
     assert torch.equal(wgrad(other, x_t, ends, torch.float32), wgrad(across, x_t, ends, torch.float32))
+
+
+def in_form(operand: Quantized, form: int) -> Quantized:
+    """With the scales of a matrix in another form."""
+    scales = operand.scales.flatten(0, -2)
+    shared = scales[:, ::4].t().contiguous()
+    if form == WORDS:
+        table = scales.contiguous().view(torch.int32).t().contiguous()
+    elif form == VALUES:
+        table = (shared.short() << 7).view(torch.bfloat16)
+    else:
+        table = shared.view(torch.float8_e8m0fnu) if form == BYTES else operand.scales
+    differ = torch.zeros(1, dtype=torch.int32, device=scales.device) if form == VALUES else None
+    return operand._replace(scales=table, differ=differ)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 128])
+def test_gpu_products_with_tables_of_scales(group: int) -> None:
+    """Equal to those with matrices of scales, to the last bit."""
+    places = reference.permutation(routing(700, 5, 2), 5)
+    ends, end = places.ends.cuda(), int(places.ends[-1])
+    d, weight, x = random(places.selections.shape[0], 384), random(5, 256, 384), random(places.selections.shape[0], 256)
+    along, across, weights, x_t = (
+        Quantized(*(t.cuda() for t in moe_standins.quantized(value, axis, group, square)), group)
+        for value, axis, square in ((d, 1, False), (d, 0, False), (weight, 2, group == 128), (x, 0, False))
+    )
+    first, second = form_of(group, second=False), form_of(group, second=True)
+    product = fprop(along, weights, ends)[:end]
+    assert torch.equal(fprop(in_form(along, first), in_form(weights, second), ends)[:end], product)
+    # One in a table and one not: a plain operand comes from another dtype or width.
+    assert torch.equal(fprop(along, in_form(weights, second), ends)[:end], product)
+    assert torch.equal(fprop(in_form(along, first), weights, ends)[:end], product)
+    for dy, other in ((across, x_t), (x_t, across)):
+        gradient = wgrad(dy, other, ends, torch.float32)
+        swapped = swaps(group, dy.lines, other.lines)
+        forms = (second, first) if swapped else (first, second)
+        tables = (in_form(operand, form) for operand, form in zip((dy, other), forms, strict=True))
+        assert torch.equal(wgrad(*tables, ends, torch.float32), gradient)
+    if group == 32:
+        rounded = Rounded(triton_grouped.dequantize_interleaved(weights.codes, weights.scales))
+        assert torch.equal(fprop(in_form(along, first), rounded, ends)[:end], product)
 
 
 def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:

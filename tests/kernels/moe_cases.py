@@ -39,3 +39,7 @@ def layer(num_tokens: int, dim: int, expert_dim: int, num_experts: int, top_k: i
         "down": random(num_experts, dim, expert_dim, seed=4) / expert_dim**0.5,
     }
     return chosen, leaves, random(num_tokens, dim, seed=5)
+
+
+def same_codes(actual: Tensor, expected: Tensor) -> bool:
+    return torch.equal(actual.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

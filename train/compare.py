@@ -116,7 +116,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
                 with file.open("a") as output:
                     process = subprocess.Popen(
                         [*command, "--only", str(seed), arm],
-                        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]},
+                        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs]},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )

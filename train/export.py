@@ -5,11 +5,12 @@ The lookup of embeddings and their assembly into tokens stay outside, in eager P
 KeyedJaggedTensors, and whoever serves tables usually has them elsewhere. `train.score` puts the two together.
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
-arguments: `max_candidates=` of a request (10000), and `key=value` overrides of the run's configuration
+arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
+of the run's configuration
 (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
 Written to `out`, by default RUN_DIR/export:
 
-- `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere an exported program;
+- `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere (and with `compile=false`) an exported program;
 - `embedding.pt`: the weights of tables and of the token assembly;
 - `export.json`: configuration, features, ranges, modules of the operators, and which of the two `model.pt2` is.
 """
@@ -89,7 +90,8 @@ def main(arguments: list[str]) -> Path:
         torch.float32 if config.precision.name == "fp32" else torch.bfloat16,
         options["max_candidates"],
     )
-    if device.type == "cuda":
+    compiled = device.type == "cuda" and options["compile"] == "true"
+    if compiled:
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(out / "model.pt2"), inductor_configs=COMPILE_OPTIONS
         )
@@ -97,7 +99,7 @@ def main(arguments: list[str]) -> Path:
         save(program, out / "model.pt2")
     torch.save(model.embedding.state_dict(), out / "embedding.pt")
     about = {
-        "compiled": device.type == "cuda",
+        "compiled": compiled,
         "operators": operator_modules(program),
         "device": device.type,
         "checkpoint": str(path.resolve()),
@@ -143,7 +145,7 @@ def _checkpoint(options: dict[str, Any]) -> Path:
 
 def _options(arguments: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "out": None}
-    options |= {"max_candidates": 10000, "overrides": []}
+    options |= {"max_candidates": 10000, "compile": "true", "overrides": []}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
@@ -152,7 +154,9 @@ def _options(arguments: list[str]) -> dict[str, Any]:
             if not value.isdecimal() or int(value) < 2:
                 raise ValueError(f"{argument} must be a number of at least 2, e.g. {key}={options[key]}")
             options[key] = int(value)
-        elif key in ("run_dir", "checkpoint", "out"):
+        elif key == "compile" and value not in ("true", "false"):
+            raise ValueError(f"{argument} must be true or false, e.g. {key}=false")
+        elif key in ("run_dir", "checkpoint", "out", "compile"):
             options[key] = value
         else:
             options["overrides"].append(argument)

@@ -102,6 +102,7 @@ def test_export_names_what_is_wrong() -> None:
         (["out=x"], "name a run or one of its checkpoints"),
         (["run_dir=nowhere"], "holds no whole checkpoint"),
         (["run_dir"], "is not key=value"),
+        (["run_dir=x", "compile=no"], "compile=no must be true or false"),
         (["run_dir=x", "max_candidates=one"], "max_candidates=one must be a number of at least 2"),
     ):
         with pytest.raises(ValueError, match=message):

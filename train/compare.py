@@ -22,8 +22,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -242,18 +244,20 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
     baseline, passed = arms[0].name, True
     seeds = {arm.name: options.seeds for arm in arms} | {baseline: [*options.seeds, *options.baseline_seeds]}
     runs = {arm: [report.read_run(out / f"seed-{seed}" / arm, seed) for seed in seeds[arm]] for arm in seeds}
-    for other in [arm.name for arm in arms[1:]]:
-        if options.assert_equal:
+    others = [arm.name for arm in arms[1:]]
+    if options.assert_equal:
+        for other in others:
             difference = report.first_difference(runs[baseline][: len(runs[other])], runs[other])
             print(
                 f"{other} differs from {baseline}: {difference}" if difference else f"{baseline} and {other} are equal"
             )
             passed &= not difference
-            continue
-        pair = {name: runs[name] for name in (baseline, other)}
-        result = report.compare(
-            baseline, other, pair, budget=options.budget, resamples=options.resamples, mapped=mapped
-        )
+        return passed
+    pairs = [{name: runs[name] for name in (baseline, other)} for other in others]
+    judge = partial(report.compare, budget=options.budget, resamples=options.resamples, mapped=mapped)
+    with ThreadPoolExecutor() as threads:  # what takes long is in the processes of `mapped`, if there are any
+        results = list(threads.map(judge, repeat(baseline), others, pairs))
+    for other, pair, result in zip(others, pairs, results, strict=True):
         stem = "report" if len(arms) == 2 else f"report-{other}"
         write_json(out / f"{stem}.json", result)
         print(report.write(out, stem, result, pair))

@@ -3,7 +3,8 @@
 A consumer takes a tile's blocks of keys from the last to the first, so that only the first one taken can reach over the
 end of the row. Two products are issued together: the scores of the next block, and the pending activations times the
 values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
-nothing drains between tiles, which is what decides the speed on short rows.
+nothing drains between tiles, which is what decides the speed on short rows. The consumers take no turns at issuing
+products: each waits for its own, and that makes them alternate.
 
 The product with the values is complete before the activations of the next block are. So a consumer waits for it when it
 has half of them: the place of the values is free for the loader that much earlier, and the other consumer waits for
@@ -119,7 +120,7 @@ def attend(
     BLOCK_K: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: queries 64 * C to 64 * C + 63 of every tile."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -145,7 +146,6 @@ def attend(
     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
     p = gl.convert_layout(rounded(activated(s, score_scale, kind, KINDS, dtype), dtype), LP)
     base = 0  # number, in the order of loading, of the first block of the tile at hand
-    step = 0
     if RUN > 1:
         keep = (turns > 1) & (next_row == row) & (next_head == head) & (num_blocks <= STAGES)
     else:
@@ -169,21 +169,16 @@ def attend(
                 mbarrier.arrive(k_empty.index(k_load % STAGES), count=1, pred=not keep)
                 mbarrier.wait(v_full.index(v_load % STAGES), (v_load // STAGES) & 1)
                 mbarrier.arrive(v_empty.index(v_load % STAGES), count=1, pred=not keep)
-                mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
-                mbarrier.arrive(order.index(1 - C), count=1)
-                step += 1
         for i in range(num_blocks - todo, num_blocks - 1):
             k_load = base + i + 1
             v_load = base + i
             k_stage = k_load % STAGES
             v_stage = v_load % STAGES
             mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
-            mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
             s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_token,))
-            mbarrier.arrive(order.index(1 - C), count=1)
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=not keep)
             if LEFT or RIGHT:
                 start = (first_block + num_blocks - 2 - i) * BLOCK_K
@@ -197,7 +192,6 @@ def attend(
             mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
             z = activated(right_scores, score_scale, kind, KINDS, dtype)
             p = gl.convert_layout(_joined(rounded(y, dtype), rounded(z, dtype)), LP)
-            step += 1
 
         # The last block's values, with the scores of the next tile's first block.
         mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
@@ -208,7 +202,6 @@ def attend(
         next_slot = 2 * ((turn + 1) % 2) + C
         mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
         mbarrier.wait(k_full.index(k_stage), (base // STAGES) & 1, pred=more)
-        mbarrier.wait(order.index(C), (step & 1) ^ (1 - C))
         token = warpgroup_mma(
             q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
@@ -224,7 +217,6 @@ def attend(
         else:
             keep_next = False
         s = warpgroup_mma_wait(1, deps=(token,))
-        mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more & (not keep_next))
         start = (next_first + next_blocks - 1) * BLOCK_K
         if _crossed(start, next_position + C * ROWS, next_length, left, right, BLOCK_K, LEFT, RIGHT, True):
@@ -236,7 +228,6 @@ def attend(
         mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
         z = rounded(activated(right_scores, score_scale, next_kind, KINDS, dtype), dtype)
         p = gl.convert_layout(_joined(y, z), LP)
-        step += 1
 
         buffer = o_smem.index(C)
         tma.store_wait(0)

@@ -123,7 +123,7 @@ def _load(
 
     The values of a block are asked for after the keys of the next one, because their place becomes free later.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _order = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     loaded = 0
     pending = loaded > 0  # whether the values of the block loaded last have still to be asked for
     v_row = 0
@@ -202,9 +202,6 @@ def _forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(2):
-        mbarrier.init(order.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -214,7 +211,7 @@ def _forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, num_heads,

@@ -30,9 +30,10 @@ def hopper_steps(
     if reason := dispatch.needs_capability(q.device.type, capability, (9, 0)):
         raise dispatch.UnsupportedError(reason)
     from kernels import scheduling
-    from kernels.gdpa.gluon_forward import BLOCK_K, BLOCK_Q, RUN, launch
+    from kernels.gdpa.gluon_forward import BLOCK_Q, RUN, block_of_keys, launch
 
-    schedule = scheduling.tile_schedule(q_offsets, k_offsets, q.shape[0], max_k, BLOCK_Q, BLOCK_K)
+    block_k = block_of_keys(k.shape[0], k_offsets.shape[0] - 1, max_k)
+    schedule = scheduling.tile_schedule(q_offsets, k_offsets, q.shape[0], max_k, BLOCK_Q, block_k)
     num_tiles = int(schedule[0, 0])
     in_order = schedule.clone()
     tiles = schedule[1 : 1 + num_tiles]
@@ -43,7 +44,9 @@ def hopper_steps(
     def step(table: Tensor, programs: int, run: int) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-            launch(out, q, k, v, table, min(programs, items), run, (activation,) * q.shape[1], 1.0, 1.0, (-1, -1))
+            launch(
+                out, q, k, v, table, block_k, min(programs, items), run, (activation,) * q.shape[1], 1.0, 1.0, (-1, -1)
+            )
             return out
 
         return attend

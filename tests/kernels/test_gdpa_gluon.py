@@ -30,7 +30,7 @@ def descriptor(dtype: str, *block: int) -> str:
 
 def compiled_forward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: tuple[int, int] = UNLIMITED, run: int = 2, d: int = 128,
-    dtype: str = "bf16",
+    dtype: str = "bf16", block_k: int = 128,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
     kernel = gluon_forward._forward_kernel
@@ -40,15 +40,15 @@ def compiled_forward(
         "LEFT": window[0] >= 0,
         "RIGHT": window[1] >= 0,
         "RUN": run,
-        "BLOCK_K": 128,
+        "BLOCK_K": block_k,
         "D": d,
         "DV": d,
-        "STAGES": 512 // (2 * d),
+        "STAGES": 65536 // (block_k * 2 * d),
     }
     signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
         "q_desc": descriptor(dtype, 64, d),
-        "k_desc": descriptor(dtype, 128, d),
-        "v_desc": descriptor(dtype, 128, d),
+        "k_desc": descriptor(dtype, block_k, d),
+        "v_desc": descriptor(dtype, block_k, d),
         "out_desc": descriptor(dtype, 64, d),
         "out": f"*{dtype}",
         "schedule": "*i32",
@@ -63,7 +63,7 @@ def compiled_forward(
     ("options", "spill_bytes"),
     [
         ({}, 0),
-        ({"d": 64, "dtype": "fp16"}, 0),
+        ({"d": 64, "dtype": "fp16", "block_k": 64}, 0),
         ({"names": MIXED}, 64),
         ({"window": (64, 64), "run": 1}, 64),
     ],
@@ -145,6 +145,14 @@ def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
             assert all((gradient == 0).all() for gradient in attempt_backward(queries, keys, 64))
 
 
+@pytest.mark.parametrize(
+    ("num_keys", "max_k", "block_k"),
+    [(4000, 1000, 64), (25_600, 256, 128), (12_800, 256, 64), (25_600, 512, 64), (51_200, 1024, 128), (0, 0, 64)],
+)
+def test_short_rows_of_unequal_lengths_have_narrow_blocks(num_keys: int, max_k: int, block_k: int) -> None:
+    assert gluon_forward.block_of_keys(num_keys, 100, max_k) == block_k
+
+
 def lengths_of(rows: int, high: int, seed: int) -> list[int]:
     return torch.randint(0, high + 1, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -195,8 +203,10 @@ def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("block_k", [64, 128])
 @pytest.mark.parametrize("name", CASES)
-def test_forward_matches_float64(name: str) -> None:
+def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_forward, "block_of_keys", lambda *arguments: block_k)
     inputs, rest = problem(name)
     with poisoned_empty():
         runs = [gluon_forward.forward(*inputs, *rest) for _ in range(3)]

@@ -243,4 +243,5 @@ def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
 
     Custom operators and autograd functions are not on autocast's list, so public functions call this themselves.
     """
-    return tuple(operand.to(autocast_dtype(operand)) for operand in operands)
+    dtypes = [autocast_dtype(operand) for operand in operands]
+    return tuple([x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(operands, dtypes, strict=True)])

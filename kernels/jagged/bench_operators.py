@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, jagged
-from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
 from kernels.jagged import bench_padded
 
 # Rows, maximum length, width, and the narrow width of products and softmax.
 GPU_SHAPE = (1024, 200, 256, 8)
 CPU_SHAPE = (8, 10, 16, 4)
 # About the bytes of a product or a segment sum, and of an elementwise operation or a gradient, in bf16 and in float32.
-COPIES_MB = (6, 58, 116, 232)
+MOVED_MB = (6, 58, 116, 232)
 
 # Relative errors that a correct result stays below: one rounding of the result, or tf32 products.
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -66,14 +66,23 @@ def cases(device: torch.device) -> list[Case]:
         for direction in ("fwd", "bwd")
         for precision in ("bf16", "tf32", "fp32")
         if precision == "fp32" or (on_gpu and (product or precision == "bf16"))
-    ] + [Case(f"copy_{size}MB", partial(_copy, size * 1_000_000)) for size in (COPIES_MB if on_gpu else COPIES_MB[:1])]
+    ] + [
+        Case(f"{kind}_{size}MB", partial(_moving, kind, size * 1_000_000))
+        for kind in ("copy", "read", "fill")
+        for size in (MOVED_MB if on_gpu else MOVED_MB[:1])
+    ]
 
 
-def _copy(size: int, device: torch.device) -> Problem:
-    """What moving so many bytes takes in practice, reading one half and writing the other."""
-    source = torch.arange(size // 2, device=device).to(torch.uint8)
+def _moving(kind: str, size: int, device: torch.device) -> Problem:
+    """What moving bytes takes in practice: reading one half and writing the other, only reading, only writing."""
+    source = torch.arange(size // (8 if kind == "copy" else 4), device=device).float()
     target = torch.empty_like(source)
-    return Problem({"torch": lambda: Runner(lambda: target.copy_(source))}, check_equal((source,)), 0.0, float(size))
+    step, expected = {
+        "copy": (lambda: torch.neg(source, out=target), -source),
+        "read": (lambda: source.sum(), source.double().sum()),
+        "fill": (lambda: target.fill_(1.0), torch.ones_like(source)),
+    }[kind]
+    return Problem({"torch": lambda: Runner(step)}, check_relative_error((expected,), 1e-5), 0.0, float(size))
 
 
 # Operator -> whether it has products of matrices, whose float32 operands may be rounded to tf32.

@@ -74,7 +74,9 @@ def jagged_linear(
             raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
     x, weight = dispatch.autocast_operands(x, weight)
     bias, row_bias = (None if b is None else dispatch.autocast_operands(b)[0] for b in (bias, row_bias))
-    return dispatch.choose("jagged_linear", backend, x)(x, offsets, weight, bias, row_bias, activation)
+    width, inner = weight.shape
+    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width)
+    return chosen(x, offsets, weight, bias, row_bias, activation)
 
 
 def _check_names(op: str, activation: str) -> None:

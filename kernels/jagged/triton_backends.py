@@ -183,8 +183,34 @@ def _linear(
 ) -> Tensor:
     from kernels.jagged import triton_linear
 
-    differentiable = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, row_bias)
-    )
-    keep = differentiable and activation not in ("none", "relu")
-    return triton_linear.linear(x, offsets, weight, bias, row_bias, activation, keep)[0]
+    return triton_linear.linear(
+        x, offsets, weight, bias, row_bias, activation, _keeps(activation, x, weight, bias, row_bias)
+    )[0]
+
+
+def _supports_linear_stream(
+    *, device: str, capability: Hashable, dtype: torch.dtype, inner: int, width: int, **facts: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+        return reason
+    if dtype not in FLOATS:
+        return f"takes float16, bfloat16 and float32, not {dtype}"
+    if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):
+        return f"needs widths in multiples of 8 up to 256, got {inner} in and {width} out"
+    return None
+
+
+@dispatch.register("jagged_linear", "gluon", supports=_supports_linear_stream, priority=5)
+def _linear_stream(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    from kernels.jagged import gluon_linear
+
+    keep = _keeps(activation, x, weight, bias, row_bias)
+    return gluon_linear.linear(x, offsets, weight, bias, row_bias, activation, keep)[0]
+
+
+def _keeps(activation: str, *operands: Tensor | None) -> bool:
+    """Whether a backward will need what the activation was applied to."""
+    differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
+    return differentiable and activation not in ("none", "relu")

@@ -12,7 +12,6 @@ from kernels.jagged.triton_activations import activate, slope
 from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_parts import join, num_parts, part_of, reduction_blocks, slots
 
-LOADS = 4  # of a thread from each operand of the backward, which keeps their float32 values in registers
 PART = 128  # places of a program that sums them
 APART = 16  # places of a program that does not
 
@@ -52,8 +51,19 @@ def _forward_kernel(
     y_row = row_of(offsets, num_rows, place, STEPS) if DENSE else place
     left = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0).to(tl.float32)
     right = tl.load(y + y_row[:, None] * y_stride + column[None, :], mask=mask, other=0).to(tl.float32)
-    z = activate(_combine(left, right, OP), ACTIVATION)
+    z = activate(_combine(left, right, OP), ACTIVATION, out.dtype.element_ty != tl.float32)
     tl.store(out + place[:, None] * width + column[None, :], z.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load(x, place, last, stride, inside, EVEN: tl.constexpr):
+    """Behind the last place that one again: loads without conditions are issued together."""
+    at = x + tl.minimum(place, last) * stride
+    if EVEN:
+        values = tl.load(at)
+    else:
+        values = tl.load(at, mask=inside[None, :], other=0)
+    return values
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -79,38 +89,60 @@ def _gradient_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
     SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """A program has a part of a row, whose y is one vector, with DENSE, or else PART values."""
     if DENSE:
         row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
-        if (tl.program_id(0) >= num_rows) & (first >= last):
-            return
     else:
         first = tl.program_id(0).to(tl.int64) * PART
         last = tl.minimum(first + PART, total)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = column < width
+    if DENSE:  # noqa: SIM102
+        if first >= last:
+            empty = tl.zeros([BLOCK_W], dy.dtype.element_ty)
+            tl.store(dy + row * width + column, empty, mask=inside & (tl.program_id(0) < num_rows))
+            return
     partial = tl.zeros([SUMS, BLOCK_W], tl.float32)
     if DENSE:
         # Without an operation y is only written.
         right = tl.load(y + row * y_stride + column, mask=inside & (OP != "none"), other=0).to(tl.float32)[None, :]
-    for start in range(first, last, BLOCK_L):
-        place = start + tl.arange(0, BLOCK_L)
-        mask = (place < last)[:, None] & inside[None, :]
-        at = place[:, None] * width + column[None, :]
-        g = tl.load(grad + place[:, None] * grad_stride + column[None, :], mask=mask, other=0).to(tl.float32)
-        left = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0).to(tl.float32)
-        if not DENSE:
-            right = tl.load(y + place[:, None] * y_stride + column[None, :], mask=mask, other=0).to(tl.float32)
-        g *= slope(_combine(left, right, OP), ACTIVATION)
+    # 64-bit arithmetic for the corner of a part, 32-bit within it.
+    tall = (last - first).to(tl.int32)
+    grad += first * grad_stride + column[None, :]
+    x += first * x_stride + column[None, :]
+    dx += first * width + column[None, :]
+    if not DENSE:
+        y += first * y_stride + column[None, :]
+        dy += first * width + column[None, :]
+    i = tl.arange(0, BLOCK_L)[:, None]
+    if DENSE:
+        # A row is worked down: what comes next is on its way meanwhile.
+        next_g = _load(grad, i, tall - 1, grad_stride, inside, EVEN)
+        next_left = _load(x, i, tall - 1, x_stride, inside, EVEN)
+    for start in range(0, tall, BLOCK_L):
+        place = start + i
+        if DENSE:
+            g, left = next_g, next_left
+            next_g = _load(grad, place + BLOCK_L, tall - 1, grad_stride, inside, EVEN)
+            next_left = _load(x, place + BLOCK_L, tall - 1, x_stride, inside, EVEN)
+        else:
+            g = _load(grad, place, tall - 1, grad_stride, inside, EVEN)
+            left = _load(x, place, tall - 1, x_stride, inside, EVEN)
+            right = _load(y, place, tall - 1, y_stride, inside, EVEN).to(tl.float32)
+        g = g.to(tl.float32)
+        left = left.to(tl.float32)
+        g *= slope(_combine(left, right, OP), ACTIVATION, dx.dtype.element_ty != tl.float32)
         of_y = g * left if OP == "mul" else g
         of_x = g * right if OP == "mul" else g
-        tl.store(dx + at, of_x.to(dx.dtype.element_ty), mask=mask)
+        mask = (place < tall) & inside[None, :]
+        tl.store(dx + place * width, of_x.to(dx.dtype.element_ty), mask=mask)
         if DENSE:
-            # Masked places are zero: their g is.
+            of_y = tl.where(place < tall, of_y, 0.0)
             partial += tl.sum(tl.reshape(of_y, [BLOCK_L // SUMS, SUMS, BLOCK_W]), 0)
         else:
-            tl.store(dy + at, of_y.to(dy.dtype.element_ty), mask=mask)
+            tl.store(dy + place * width, of_y.to(dy.dtype.element_ty), mask=mask)
     if DENSE:
         whole = end - begin <= PART
         sums = tl.sum(partial, 0)
@@ -168,7 +200,10 @@ def gradient(
         part, programs = PART, num_parts(total, num_rows, PART)
     else:
         part, programs = APART, cdiv(total, APART)
-    blocks = reduction_blocks(width, programs, x.element_size(), LOADS)
+    if dense and x.element_size() < 4:
+        blocks = reduction_blocks(width, programs, x.element_size(), 2, warps=2, widest=128)
+    else:
+        blocks = reduction_blocks(width, programs, x.element_size(), 4)
     parts = slots(x, total if dense else 0, part, width)
     _gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
         grad,
@@ -189,6 +224,7 @@ def gradient(
         DENSE=dense,
         PART=part,
         STEPS=steps_of(num_rows),
+        EVEN=width % blocks["BLOCK_W"] == 0,
         **blocks,
     )
     if dense:

@@ -160,8 +160,8 @@ def _copies_of(rows: Tensor, selected_offsets: Tensor, num_rows: int) -> tuple[T
         return selected_offsets.index_select(0, order).long(), first
     begins = rows.new_empty(count, dtype=torch.int64)
     first = rows.new_empty(num_rows + 1, dtype=torch.int64)
-    _rank_kernel[(cdiv(count + num_rows + 1, 16),)](
-        rows.contiguous(), selected_offsets.contiguous(), begins, first, count, num_rows, BLOCK_M=16, BLOCK_N=256
+    _rank_kernel[(cdiv(count + num_rows + 1, 4),)](
+        rows.contiguous(), selected_offsets.contiguous(), begins, first, count, num_rows, BLOCK_M=4, BLOCK_N=1024
     )
     return begins, first
 
@@ -283,7 +283,7 @@ def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
 def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
     """[M + 1]: offsets of the rows `rows` one behind another."""
     out = offsets.new_empty(rows.shape[0] + 1)
-    _select_offsets_kernel[(1,)](offsets.contiguous(), rows.contiguous(), out, rows.shape[0], BLOCK=1024)
+    _select_offsets_kernel[(1,)](offsets.contiguous(), rows.contiguous(), out, rows.shape[0], BLOCK=1024, num_warps=16)
     return out
 
 
@@ -315,7 +315,7 @@ def slice_offsets(offsets: Tensor, start: Tensor, length: Tensor) -> tuple[Tenso
     count = start.shape[0]
     begin, out = start.new_empty(count, dtype=torch.int64), offsets.new_empty(count + 1)
     _slice_offsets_kernel[(1,)](
-        offsets.contiguous(), start.contiguous(), length.contiguous(), begin, out, count, BLOCK=1024
+        offsets.contiguous(), start.contiguous(), length.contiguous(), begin, out, count, BLOCK=1024, num_warps=16
     )
     return begin, out
 

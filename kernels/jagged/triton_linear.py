@@ -5,6 +5,8 @@ to the float32 sum. Backward, the activation's gradient and the row sums, which 
 pass; the two products are PyTorch's.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,8 @@ from kernels.jagged.triton_activations import activate
 from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, num_parts, part_of
 from kernels.jagged.triton_segment import reduce
+
+_CHUNK = 1024  # rows whose sums a program adds up
 
 
 @triton.jit
@@ -77,13 +81,14 @@ def _linear_kernel(
     at = i[:, None] * E + column[None, :]
     if KEEP:
         tl.store(before + start * E + at, z.to(before.dtype.element_ty), mask=mask)
-    tl.store(out + start * E + at, activate(z, ACTIVATION).to(out.dtype.element_ty), mask=mask)
+    y = activate(z, ACTIVATION, out.dtype.element_ty != tl.float32)
+    tl.store(out + start * E + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 def _config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
     single = dtype is torch.float32
     return {
-        "BLOCK_M": 64,
+        "BLOCK_M": 128 if precision_of(dtype) == "tf32x3" else 64,
         "BLOCK_N": max(16, min(64 if single else 128, next_power_of_2(width))),
         "BLOCK_K": max(16, min(32 if single else 64, next_power_of_2(inner))),
         "num_warps": 4 if single else 8,
@@ -139,22 +144,70 @@ def linear(
     return out, before
 
 
-@linear.register_fake
-def _(x, offsets, weight, bias, row_bias, activation, keep):
+def linear_like(x, offsets, weight, bias, row_bias, activation, keep):
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0] if keep else 0, weight.shape[0])
 
 
-def _save_linear(ctx, inputs, output):
+@triton.jit
+def _bias_kernel(
+    sums,
+    of_rows,
+    of_chunks,
+    num_rows,
+    width,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Rounds the sums of rows and adds up those of a chunk of rows."""
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    total = tl.zeros([BLOCK_B, BLOCK_W], tl.float32)
+    for start in tl.static_range(0, CHUNK, BLOCK_B):
+        row = first + start + tl.arange(0, BLOCK_B)
+        mask = (row < num_rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        values = tl.load(sums + at, mask=mask, other=0)
+        tl.store(of_rows + at, values.to(of_rows.dtype.element_ty), mask=mask)
+        total += values
+    result = tl.sum(total, 0).to(of_chunks.dtype.element_ty)
+    tl.store(of_chunks + tl.program_id(0) * width + column, result, mask=column < width)
+
+
+@custom_op("gemsmith::jagged_bias_gradients")
+def bias_gradients(sums: Tensor, bias_dtype: torch.dtype, row_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(sums over all rows [E], the sums of each [B, E]) in their dtypes, from sums [B, E] float32."""
+    num_rows, width = sums.shape
+    of_bias, of_rows = sums.new_empty(width, dtype=bias_dtype), sums.new_empty(sums.shape, dtype=row_dtype)
+    if sums.numel() == 0:
+        return of_bias.zero_(), of_rows
+    chunks = cdiv(num_rows, _CHUNK)
+    of_chunks = of_bias.unsqueeze(0) if chunks == 1 else sums.new_empty(chunks, width)
+    _bias_kernel[(chunks, cdiv(width, 8))](
+        sums, of_rows, of_chunks, num_rows, width, CHUNK=_CHUNK, BLOCK_B=256, BLOCK_W=8
+    )
+    if chunks > 1:
+        of_bias.copy_(of_chunks.sum(0))
+    return of_bias, of_rows
+
+
+@bias_gradients.register_fake
+def _(sums, bias_dtype, row_dtype):
+    return sums.new_empty(sums.shape[1], dtype=bias_dtype), sums.new_empty(sums.shape, dtype=row_dtype)
+
+
+def save_linear(ctx, inputs, output):
     x, offsets, weight, bias, row_bias, ctx.activation, keep = inputs
     out, before = output
     ctx.mark_non_differentiable(before)
     # The sign of relu's result is that of what it was applied to.
     point = before if keep else out if ctx.activation == "relu" else None
     ctx.save_for_backward(x, offsets, weight, *(() if point is None else (point,)))
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias, row_bias)]
+    ctx.dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in (bias, row_bias)]
 
 
-def _linear_gradient(ctx, grad, _):
+def linear_backward(product, ctx, grad, _):
+    """`product(grad, offsets, weight)` is grad @ weight."""
     x, offsets, weight, *point = ctx.saved_tensors
     needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     if point:
@@ -162,11 +215,11 @@ def _linear_gradient(ctx, grad, _):
         grad, sums = triton_elementwise.gradient(grad, point[0], sums, offsets, "none", ctx.activation, True)
     elif needs_sums:
         sums = reduce(grad, offsets, "sum", torch.float32)
-    dx = grad @ weight if ctx.needs_input_grad[0] else None
+    dx = product(grad, offsets, weight) if ctx.needs_input_grad[0] else None
     dw = grad.mT @ x if ctx.needs_input_grad[2] else None
-    db = sums.sum(0).to(ctx.dtypes[0]) if ctx.needs_input_grad[3] else None
-    d_row = sums.to(ctx.dtypes[1]) if ctx.needs_input_grad[4] else None
-    return dx, None, dw, db, d_row, None, None
+    db, d_row = bias_gradients(sums, *ctx.dtypes) if needs_sums else (None, None)
+    return dx, None, dw, db if ctx.needs_input_grad[3] else None, d_row if ctx.needs_input_grad[4] else None, None, None
 
 
-linear.register_autograd(_linear_gradient, setup_context=_save_linear)
+linear.register_fake(linear_like)
+linear.register_autograd(partial(linear_backward, lambda grad, _, weight: grad @ weight), setup_context=save_linear)

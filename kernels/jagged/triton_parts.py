@@ -147,16 +147,18 @@ def join(
     )
 
 
-def reduction_blocks(width: int, programs: int, itemsize: int, loads: int) -> dict[str, int]:
-    """Blocks of programs of four warps that each go down a part: BLOCK_L places of BLOCK_W columns at a time.
+def reduction_blocks(
+    width: int, programs: int, itemsize: int, loads: int, warps: int = 4, widest: int = 256
+) -> dict[str, int]:
+    """Blocks of programs that each go down a part: BLOCK_L places of BLOCK_W columns, `widest` at most, at a time.
 
     A thread has `loads` loads of 16 bytes in flight, because hiding the latency of memory takes some 40 KB a
     multiprocessor. SUMS places are summed apart until the end of the part: as many as the threads span, so that no
     thread waits for another one in the loop. Columns are fewer where parts alone would not fill a GPU.
     """
-    block_w = min(next_power_of_2(max(width, 1)), 256)
+    block_w = min(next_power_of_2(max(width, 1)), widest)
     while block_w > 32 and programs * cdiv(width, block_w) < ENOUGH_PROGRAMS:
         block_w //= 2
-    at_once = 128 * LOAD_BYTES // itemsize
+    at_once = 32 * warps * LOAD_BYTES // itemsize
     sums = max(at_once // block_w, 1)
-    return {"BLOCK_L": sums * loads, "BLOCK_W": block_w, "SUMS": sums}
+    return {"BLOCK_L": sums * loads, "BLOCK_W": block_w, "SUMS": sums, "num_warps": warps}

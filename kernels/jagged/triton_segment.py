@@ -30,6 +30,7 @@ def _reduce_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
     SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """For the maximum, `ties` gets how many places have it."""
     row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
@@ -39,14 +40,24 @@ def _reduce_kernel(
     other: tl.constexpr = float("-inf") if KIND == "max" else 0.0
     partial = tl.full([SUMS, BLOCK_W], other, tl.float32)
     count = tl.zeros([SUMS, BLOCK_W], tl.int32)
-    for start in range(first, last, BLOCK_L):
+    # 64-bit arithmetic for the corner of a part, 32-bit within it.
+    tall = (last - first).to(tl.int32)
+    corner = x + first * x_stride + column[None, :]
+    for start in range(0, tall, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
-        mask = (place < last)[:, None] & (column < width)[None, :]
-        values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=other).to(tl.float32)
-        values = tl.reshape(values, [BLOCK_L // SUMS, SUMS, BLOCK_W])
+        real = (place < tall)[:, None]
+        # Behind the last place that one again: loads without conditions are issued together.
+        at = corner + tl.minimum(place, tall - 1)[:, None] * x_stride
+        if EVEN:
+            values = tl.load(at)
+        else:
+            values = tl.load(at, mask=(column < width)[None, :], other=0)
+        if KIND != "max":
+            values = tl.where(real, values, 0)
+        values = tl.reshape(values.to(tl.float32), [BLOCK_L // SUMS, SUMS, BLOCK_W])
         if KIND == "max":
             larger = larger_of(partial, tl.reduce(values, 0, larger_of))
-            real = tl.reshape(mask, [BLOCK_L // SUMS, SUMS, BLOCK_W])
+            real = tl.reshape(tl.broadcast_to(real, [BLOCK_L, BLOCK_W]), [BLOCK_L // SUMS, SUMS, BLOCK_W])
             equal = tl.sum((real & (values == larger[None, :, :])).to(tl.int32), 0)
             count = tl.where(partial == larger, count, 0) + equal
             partial = larger
@@ -113,6 +124,7 @@ def _max_gradient_kernel(
     STEPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Ties share the gradient evenly."""
     row, _, _, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
@@ -124,15 +136,19 @@ def _max_gradient_kernel(
     count = tl.load(ties + row * width + column, mask=inside, other=1)
     g = tl.load(grad + row * grad_stride + column, mask=inside, other=0).to(tl.float32)
     share = (g / count.to(tl.float32)).to(out.dtype.element_ty)
-    for start in range(first, last, BLOCK_L):
+    # 64-bit arithmetic for the corner of a part, 32-bit within it.
+    tall = (last - first).to(tl.int32)
+    corner = x + first * x_stride + column[None, :]
+    out += first * width + column[None, :]
+    for start in range(0, tall, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
-        mask = (place < last)[:, None] & inside[None, :]
-        values = tl.load(x + place[:, None] * x_stride + column[None, :], mask=mask, other=0)
-        tl.store(
-            out + place[:, None] * width + column[None, :],
-            tl.where(values == top[None, :], share[None, :], 0.0).to(out.dtype.element_ty),
-            mask=mask,
-        )
+        at = corner + tl.minimum(place, tall - 1)[:, None] * x_stride  # as in `_reduce_kernel`
+        if EVEN:
+            values = tl.load(at)
+        else:
+            values = tl.load(at, mask=inside[None, :], other=0)
+        share_of = tl.where(values == top[None, :], share[None, :], 0.0).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * width, share_of, mask=(place < tall)[:, None] & inside[None, :])
 
 
 def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties: Tensor | None) -> None:
@@ -142,7 +158,7 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     total, width = values.shape
     num_rows = offsets.shape[0] - 1
     programs = num_parts(total, num_rows, PART)
-    blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
+    blocks = reduction_blocks(width, programs, values.element_size(), LOADS, warps=2, widest=64)
     parts = slots(values, total, PART, width)
     counts = None if ties is None else slots(values, total, PART, width, torch.int32)
     _reduce_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
@@ -158,6 +174,7 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
         KIND=kind,
         PART=PART,
         STEPS=steps_of(num_rows),
+        EVEN=width % blocks["BLOCK_W"] == 0,
         **blocks,
     )
     join(parts, offsets, out, total, PART, kind, counts, ties)
@@ -247,6 +264,8 @@ def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offset
         STEPS=steps_of(num_rows),
         BLOCK_L=blocks["BLOCK_L"],
         BLOCK_W=blocks["BLOCK_W"],
+        num_warps=blocks["num_warps"],
+        EVEN=width % blocks["BLOCK_W"] == 0,
     )
     return out
 

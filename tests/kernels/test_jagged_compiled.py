@@ -37,10 +37,10 @@ INDICES = {
     "squares",
     "rows",
 }
-SUMS = {"parts"}
+SUMS = {"parts", "sums"}
 COUNTS = {"ties", "counts"}
 POINTERS = {*"x y a b both out source grad largest dx dy weight bias row_bias before".split()}
-POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out".split()}
+POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out of_rows of_chunks".split()}
 FLOATS = {"fill"}
 OPTIONS = ("num_warps", "num_stages")
 
@@ -80,8 +80,9 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
         f"join {kind}": (triton_parts._join_kernel, {"KIND": kind, **BY_PART, "BLOCK_W": 256, "num_warps": 2})
         for kind in ("mean", "max")
     },
-    "ranks of selected rows": (triton_gather._rank_kernel, {"BLOCK_M": 16, "BLOCK_N": 256}),
+    "ranks of selected rows": (triton_gather._rank_kernel, {"BLOCK_M": 4, "BLOCK_N": 1024}),
     "rows of places": (triton_linear._row_kernel, {**BY_PART, "BLOCK": 256}),
+    "bias gradients": (triton_linear._bias_kernel, {"CHUNK": 1024, "BLOCK_B": 256, "BLOCK_W": 8}),
     "softmax": (triton_softmax._column_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
     "softmax gradient": (triton_softmax._column_gradient_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
     **{
@@ -92,11 +93,11 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
         for gradient in (False, True)
     },
     **{
-        f"segment {kind}": (triton_segment._reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4})
+        f"segment {kind}": (triton_segment._reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4, "EVEN": True})
         for kind in ("sum", "mean", "max")
     },
     "segment spread": (triton_segment._spread_kernel, {"KIND": "mean", **STEPS, **TILE}),
-    "segment max gradient": (triton_segment._max_gradient_kernel, LONG_TILE),
+    "segment max gradient": (triton_segment._max_gradient_kernel, {**LONG_TILE, "EVEN": True}),
     "elementwise": (
         triton_elementwise._forward_kernel,
         {"OP": "mul", "ACTIVATION": "gelu", "DENSE": True, **STEPS, **TILE},
@@ -104,7 +105,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         f"elementwise gradient {dense}": (
             triton_elementwise._gradient_kernel,
-            {"OP": "mul", "ACTIVATION": "gelu", "DENSE": dense, **LONG_TILE, "SUMS": 4},
+            {"OP": "mul", "ACTIVATION": "gelu", "DENSE": dense, **LONG_TILE, "SUMS": 4, "EVEN": True},
         )
         for dense in (False, True)
     },

@@ -1,0 +1,270 @@
+"""`jagged_linear` on Hopper for layers of up to 256 in and 256 out: one stream of all values past a weight that stays.
+
+    out[i] = activation(x[i] @ weight^T + bias + row_bias[b]) for i in row b        x [N, D], weight [E, D] -> [N, E]
+
+Such a layer takes as long as reading x and writing the result, if nothing else is read and nobody waits. A program
+keeps the weight, or of a float32 one a part of its columns, in shared memory, and works through tiles of 64 values,
+whatever rows these are of: one warpgroup loads them with TMA and looks up their rows, two multiply and finish every
+other tile each (`gluon_linear_consumer`), so that one's product fills the tensor cores while the other applies the
+activation.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.custom_op import custom_op
+from kernels.jagged.gluon_linear_consumer import RING, ROWS, multiply
+from kernels.jagged.triton_common import cdiv, next_power_of_2, precision_of, steps_of
+from kernels.jagged.triton_linear import linear_backward, linear_like, save_linear
+from kernels.launch import Launcher, aligned, processors
+
+MAX_WIDTH = 256
+LINE = 128  # bytes of a row of a piece
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+_MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(224)
+_LOADER_REGISTERS = gl.constexpr(56)
+
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr):
+    """The row that holds a place; 32 offsets at a time, because steps wait for each other."""
+    way = gl.arange(0, 32, layout=_LANES)
+    row = place * 0
+    for level in gl.static_range(LEVELS):
+        step = 1 << (5 * (LEVELS - 1 - level))
+        candidate = row + way * step
+        real = candidate < num_rows
+        begin = gl.load(offsets + candidate, mask=real, other=0).to(gl.int32)
+        row += (gl.sum((real & (begin <= place)).to(gl.int32), 0) - 1) * step
+    return row
+
+
+@gluon.jit
+def _rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
+    """The rows of a tile's places: those of the first and the last, and between them, if they differ, of each."""
+    lowest = _row_of(offsets, num_rows, first, LEVELS)
+    span = _row_of(offsets, num_rows, gl.minimum(first + ROWS, total) - 1, LEVELS) - lowest
+    place = first + gl.arange(0, ROWS, layout=_LANES)
+    row = place * 0 + lowest
+    for level in gl.static_range(5 * LEVELS):
+        step = 1 << (5 * LEVELS - 1 - level)
+        if step <= span:
+            candidate = row + step
+            real = candidate < num_rows
+            begin = gl.load(offsets + candidate, mask=real, other=0).to(gl.int32)
+            row = gl.where(real & (begin <= place), candidate, row)
+    return row
+
+
+@gluon.jit
+def _load(x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS: gl.constexpr,
+          D_PIECES: gl.constexpr, SLOTS: gl.constexpr, TRANSPOSED: gl.constexpr, ROW_BIAS: gl.constexpr,
+          LEVELS: gl.constexpr):  # fmt: skip
+    """The loading warpgroup: the weight, then pieces of the tiles into a ring that does not stop between tiles."""
+    PIECE: gl.constexpr = x_desc.block_type.shape[1]
+    full, empty, placed, ready, _split = barriers
+    mbarrier.expect(ready, D_PIECES * weight_desc.block_type.nbytes)
+    column = gl.program_id(0) % COLUMNS * (weights.shape[2] if TRANSPOSED else weights.shape[1])
+    for p in gl.static_range(D_PIECES):
+        if TRANSPOSED:
+            tma.async_copy_global_to_shared(weight_desc, [p * PIECE, column], ready, weights.index(p))
+        else:
+            tma.async_copy_global_to_shared(weight_desc, [column, p * PIECE], ready, weights.index(p))
+    tile = 0
+    start = gl.program_id(0) // COLUMNS * ROWS
+    for first in range(start, total, gl.num_programs(0) // COLUMNS * ROWS):
+        for p in gl.static_range(SLOTS):
+            piece = tile * SLOTS + p
+            slot = piece % RING
+            bar = full.index(slot)
+            mbarrier.wait(empty.index(slot), ((piece // RING) & 1) ^ 1)
+            if p < D_PIECES:
+                mbarrier.expect(bar, x_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(x_desc, [first, p * PIECE], bar, ring.index(slot))
+            else:
+                mbarrier.arrive(bar, count=1)
+        if ROW_BIAS:
+            # Whoever read these rows has released the pieces that the ones above take the place of.
+            index = tile % rows.shape[0]
+            rows.index(index).store(_rows_of(offsets, num_rows, first, total, LEVELS))
+            _barrier()
+            mbarrier.arrive(placed.index(index), count=1)
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit(do_not_specialize=["total", "num_rows"])
+def _linear_kernel(
+    x_desc,
+    weight_desc,
+    out_desc,
+    before_desc,
+    out,
+    before,
+    offsets,
+    bias,
+    row_bias,
+    total,
+    num_rows,
+    row_bias_stride,
+    E,
+    BLOCK_E: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D_PIECES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr,
+    ROW_BIAS: gl.constexpr,
+    KEEP: gl.constexpr,
+    EVEN: gl.constexpr,
+    EXACT: gl.constexpr,
+    LEVELS: gl.constexpr,
+):
+    dtype: gl.constexpr = x_desc.dtype
+    SINGLE: gl.constexpr = dtype == gl.float32
+    SLOTS: gl.constexpr = D_PIECES if SINGLE else max(D_PIECES, BLOCK_E // x_desc.block_type.shape[1])
+    HELD: gl.constexpr = (RING + SLOTS - 1) // SLOTS
+    ring = gl.allocate_shared_memory(dtype, [RING] + x_desc.block_type.shape, x_desc.layout)
+    weights = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
+    lows = weights
+    if EXACT:
+        lows = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
+    rows = gl.allocate_shared_memory(gl.int32, [HELD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    placed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+    once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(HELD):
+        mbarrier.init(placed.index(i), count=1)
+    mbarrier.init(once.index(0), count=1)
+    mbarrier.init(once.index(1), count=2)
+    fence_async_shared()
+    barriers = (full, empty, placed, once.index(0), once.index(1))
+    gl.warp_specialize(
+        [
+            (multiply, (out_desc, before_desc, ring, weights, lows, rows, barriers, out, before, bias, row_bias,
+                         row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
+                         ROW_BIAS, KEEP, EVEN, SINGLE, EXACT, 0)),
+            (multiply, (out_desc, before_desc, ring, weights, lows, rows, barriers, out, before, bias, row_bias,
+                         row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
+                         ROW_BIAS, KEEP, EVEN, SINGLE, EXACT, 1)),
+            (_load, (x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS, D_PIECES,
+                     SLOTS, TRANSPOSED, ROW_BIAS, LEVELS)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+_launch = Launcher(_linear_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+
+
+@cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
+
+
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block), _layout(block, x.dtype))
+
+
+def _addressable(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy if its rows are not contiguous ones at multiples of 16 bytes, as TMA wants them."""
+    stride = matrix.stride(0)
+    ordered = matrix.stride(1) == 1 and matrix.shape[1] <= stride
+    if ordered and stride * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+@custom_op("gemsmith::jagged_linear_stream")
+def linear(
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_bias: Tensor | None,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH."""
+    total, inner = x.shape
+    width = weight.shape[0]
+    out, before = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
+    if out.numel() == 0:
+        return out, before
+    single, exact = x.dtype is torch.float32, precision_of(x.dtype) == "tf32x3"
+    # tf32 operands must lie with what is summed over along their rows.
+    transposed = not single and weight.stride(0) == 1 and weight.stride(1) != 1
+    x, weight = _addressable(x), _addressable(weight.mT if transposed else weight)
+    given = (bias is not None, row_bias is not None)
+    bias, row_bias = bias.contiguous() if given[0] else x, _addressable(row_bias) if given[1] else x
+    offsets = offsets.contiguous()
+    piece = LINE // x.element_size()
+    block_e = min(max(64, next_power_of_2(width)), 256 if not single else 64 if exact else 128)
+    columns = cdiv(width, block_e)
+    constants = (
+        block_e,
+        columns,
+        cdiv(inner, piece),
+        transposed,
+        activation,
+        *given,
+        keep,
+        width % block_e == 0,
+        exact,
+        cdiv(steps_of(offsets.shape[0] - 1), 5),
+    )
+    sizes = (row_bias.stride(0), width)
+    out_desc = _descriptor(out, ROWS.value, piece)
+    _launch(
+        (min(processors(x.device) // columns, cdiv(total, ROWS.value)) * columns, 1, 1),
+        (
+            x.device,
+            x.dtype,
+            offsets.dtype,
+            bias.dtype,
+            row_bias.dtype,
+            aligned(offsets, bias, row_bias),
+            sizes,
+            constants,
+        ),
+        _descriptor(x, ROWS.value, piece),
+        _descriptor(weight, *((piece, block_e) if transposed else (block_e, piece))),
+        out_desc,
+        _descriptor(before, ROWS.value, piece) if keep else out_desc,
+        out,
+        before,
+        offsets,
+        bias,
+        row_bias,
+        total,
+        offsets.shape[0] - 1,
+        *sizes,
+        *constants,
+    )
+    return out, before
+
+
+def _times(grad, offsets, weight):
+    return linear(grad, offsets, weight.mT, None, None, "none", False)[0]
+
+
+linear.register_fake(linear_like)
+linear.register_autograd(partial(linear_backward, _times), setup_context=save_linear)

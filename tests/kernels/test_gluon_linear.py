@@ -1,0 +1,126 @@
+"""The Hopper kernel of `jagged_linear`: compiled, refused where it cannot serve, and on a GPU held to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels import dispatch, jagged
+from kernels.jagged import gluon_linear
+from kernels.jagged.pointwise import ACTIVATIONS
+from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.jagged_problems import offsets_of
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact", "block_e"), [("bf16", False, 256), ("fp32", False, 128), ("fp32", True, 64)]
+)
+def test_compiles(dtype: str, exact: bool, block_e: int) -> None:
+    kernel = gluon_linear._linear_kernel
+    line = 64 if dtype == "bf16" else 32
+    constants = {"BLOCK_E": block_e, "COLUMNS": 256 // block_e, "D_PIECES": 256 // line, "TRANSPOSED": False}
+    constants |= {"ACTIVATION": "gelu", "BIAS": True, "ROW_BIAS": True, "KEEP": True, "EVEN": True}
+    constants |= {"EXACT": exact, "LEVELS": 2}
+
+    def descriptor(rows: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, line], gl.bfloat16 if dtype == "bf16" else gl.float32)
+        return f"tensordesc<{dtype}{[rows, line]},{layout!r}>"
+
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants}
+    signature |= dict.fromkeys(("out", "before", "bias", "row_bias"), f"*{dtype}") | {"offsets": "*i64"}
+    signature |= dict.fromkeys(("x_desc", "out_desc", "before_desc"), descriptor(64))
+    signature["weight_desc"] = descriptor(block_e)
+    compiled = compile_ahead(
+        kernel, signature, constants, target="sm_90", divisible_by_16=("row_bias_stride", "E"), gluon=True, maxnreg=168
+    )
+    assert compiled.spill_bytes == 0
+    assert compiled.contains("wgmma.mma_async")
+    assert compiled.shared_bytes <= 227 * 1024
+
+
+def test_what_it_serves() -> None:
+    hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "inner": 256, "width": 256}
+    served = dispatch.explain("jagged_linear", "gluon", **hopper)
+    assert "chosen" in served
+    for change in ({"capability": (10, 0)}, {"dtype": torch.float64}, {"width": 12}, {"inner": 264}, {"width": 0}):
+        assert "refused" in dispatch.explain("jagged_linear", "gluon", **hopper | change)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def hopper(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+
+
+LENGTHS = [[0, 5, 0, 70, 1, 0], [1], [0, 0], [], [64, 32, 32, 64], [0] * 50 + [517] + [0] * 50, [1] * 170 + [33] * 900]
+WIDTHS = [(64, 200), (200, 72), (40, 8), (128, 128), (8, 256)]
+CASES = [(lengths, 256, 256) for lengths in LENGTHS] + [(LENGTHS[0], *widths) for widths in WIDTHS]
+# The hardware's tanh is as exact as a rounding or two of a half-precision result.
+ROUNDED = Tolerance("z, the tanh and the result rounded; sums of 256 products", roundings=4, reduction=256)
+GRADIENTS = Tolerance("z, dz and the result rounded; sums over 30 thousand places", roundings=6, reduction=30000)
+
+
+def problem(lengths: list[int], inner: int, width: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(width)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    # Rows of x and of the row bias are the ends of wider ones, some of strides that TMA cannot address.
+    before = 14 if width == 256 else 8
+    return {
+        "x": random(sum(lengths), inner + before).to(dtype)[:, before:],
+        "weight": (random(inner, width).mT / inner**0.5).to(dtype),
+        "bias": random(width).to(dtype),
+        "row_bias": random(len(lengths), width + 8).to(dtype)[:, 8:],
+    }
+
+
+def check(lengths: list[int], inputs: dict[str, torch.Tensor], activation: str) -> None:
+    offsets = offsets_of(lengths, torch.int32 if len(lengths) % 2 else torch.int64).cuda()
+
+    def run(backend: str, **tensors: torch.Tensor) -> torch.Tensor:
+        return jagged.jagged_linear(offsets=offsets, activation=activation, backend=backend, **tensors)
+
+    with poisoned_empty():
+        check_gradients(partial(run, "gluon"), partial(run, "reference"), inputs, ROUNDED, GRADIENTS)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("lengths", "inner", "width"), CASES, ids=lambda value: str(value)[:20])
+def test_matches_the_reference(lengths: list[int], inner: int, width: int, dtype: torch.dtype) -> None:
+    inputs = problem(lengths, inner, width, dtype)
+    check(lengths, inputs, "gelu")
+    with torch.no_grad():  # what the activation was applied to is not kept then
+        given = {"offsets": offsets_of(lengths).cuda(), "activation": "gelu"}
+        out = jagged.jagged_linear(**inputs, **given, backend="gluon")
+        exact = jagged.jagged_linear(**{name: tensor.double() for name, tensor in inputs.items()}, **given)
+        assert_close_to_oracle(out, exact, ROUNDED)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("without", [(), ("bias",), ("row_bias",), ("bias", "row_bias")], ids=str)
+def test_every_activation_and_bias(activation: str, without: tuple[str, ...], dtype: torch.dtype) -> None:
+    lengths = [0, 5, 0, 70, 1, 0, 300]
+    tensors = problem(lengths, 256, 256, dtype) | {"weight": torch.randn(256, 256, device="cuda").to(dtype) / 16}
+    check(lengths, {name: tensor for name, tensor in tensors.items() if name not in without}, activation)
+
+
+@hopper
+def test_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [0, 5, 0, 70, 1, 0, 300]
+    offsets, inputs = offsets_of(lengths).cuda(), problem(lengths, 256, 200, torch.float32)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    out = jagged.jagged_linear(**inputs, offsets=offsets, backend="gluon")
+    exact = jagged.jagged_linear(**{name: tensor.double() for name, tensor in inputs.items()}, offsets=offsets)
+    assert 1e-5 < (out - exact).norm() / exact.norm() < 2e-3

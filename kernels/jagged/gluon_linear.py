@@ -32,8 +32,8 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
 _MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(224)
-_LOADER_REGISTERS = gl.constexpr(56)
+_CONSUMER_REGISTERS = gl.constexpr(232)
+_LOADER_REGISTERS = gl.constexpr(40)
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

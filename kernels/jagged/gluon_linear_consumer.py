@@ -19,14 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gdpa.gluon_activations import value_and_slope
 from kernels.jagged.triton_activations import activate
 
 ROWS = gl.constexpr(64)  # values of a tile
 RING = gl.constexpr(12)  # pieces of a tile in shared memory, each of ROWS lines; what the weight leaves room for
 
-_GELU = gl.constexpr(("gelu",))
-_SILU = gl.constexpr(("silu",))
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -38,45 +35,27 @@ def _low(x):
 
 
 @gluon.jit
-def _tanh(x):
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _activate(z, ACTIVATION: gl.constexpr, SINGLE: gl.constexpr):
-    """float32 -> float32; for half-precision results with the hardware's tanh, whose relative error is 5e-4."""
-    if SINGLE or ACTIVATION == "none" or ACTIVATION == "relu":
-        y = activate(z, ACTIVATION, False)
-    elif ACTIVATION == "sigmoid":
-        y = 0.5 + 0.5 * _tanh(0.5 * z)
-    elif ACTIVATION == "tanh":
-        y = _tanh(z)
-    elif ACTIVATION == "gelu":
-        y, _slope = value_and_slope(z, 1.0, 0, _GELU)
+def _row_biases(row_bias, row, column, stride, E, EVEN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of columns from `column` on, as many as an instruction of LAYOUT has, for places of rows `row`."""
+    columns = column + gl.arange(0, LAYOUT.instr_shape[1], gl.SliceLayout(0, LAYOUT))
+    at = gl.expand_dims(row_bias + row.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
+    if EVEN:
+        values = gl.load(at)
     else:
-        y, _slope = value_and_slope(z, 1.0, 0, _SILU)
-    return y
+        values = gl.load(at, mask=gl.expand_dims(columns < E, 0), other=0)
+    return values
 
 
 @gluon.jit
-def _biased(z, column, row, bias, row_bias, row_bias_stride, E, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
-            EVEN: gl.constexpr):  # fmt: skip
-    """Columns from `column` on with their biases; `row` are the rows of the places."""
-    LAYOUT: gl.constexpr = z.type.layout
-    columns = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, LAYOUT))
-    inside = columns < E
+def _biased(z, column, bias, E, BIAS: gl.constexpr, EVEN: gl.constexpr):
+    """Columns from `column` on with the bias of all places."""
     if BIAS:
+        columns = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
         if EVEN:
             values = gl.load(bias + columns)
         else:
-            values = gl.load(bias + columns, mask=inside, other=0)
+            values = gl.load(bias + columns, mask=columns < E, other=0)
         z += gl.expand_dims(values.to(gl.float32), 0)
-    if ROW_BIAS:
-        at = gl.expand_dims(row_bias + row.to(gl.int64) * row_bias_stride, 1) + gl.expand_dims(columns, 0)
-        if EVEN:
-            z += gl.load(at).to(gl.float32)
-        else:
-            z += gl.load(at, mask=gl.expand_dims(inside, 0), other=0).to(gl.float32)
     return z
 
 
@@ -93,52 +72,43 @@ def _halves(x):
 
 
 @gluon.jit
-def _finish(z, out_desc, before_desc, ring, rows, bias, row_bias, row_bias_stride, first, piece, E,
-            COLUMN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
-            KEEP: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """Biases, activation and half-precision stores of the columns from COLUMN on, from the operand's own place.
+def _finish(z, out_desc, before_desc, ring, bias, first, piece, E,
+            COLUMN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr,
+            EVEN: gl.constexpr):  # fmt: skip
+    """Bias, activation and half-precision stores of one or two pieces from column COLUMN on, from the operand's place.
 
-    What is kept from before the activation goes through the same place, two pieces at a time, so that one is activated
-    while the other is copied out.
+    What is kept from before the activation goes through the same place: one piece is activated while the other is
+    copied out.
     """
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
-    HALF: gl.constexpr = z.shape[1] // 2
-    if HALF > PIECE:
-        left, right = _halves(z)
-        _finish(left, out_desc, before_desc, ring, rows, bias, row_bias, row_bias_stride, first, piece, E, COLUMN,
-                ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
-        _finish(right, out_desc, before_desc, ring, rows, bias, row_bias, row_bias_stride, first,
-                piece + HALF // PIECE, E, COLUMN + HALF, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
-    elif HALF == PIECE:
+    if z.shape[1] > PIECE:
         left, right = _halves(z)
         NEXT: gl.constexpr = COLUMN + PIECE
-        row = rows.load(gl.SliceLayout(1, left.type.layout))
         left_slot = ring.index(piece % RING)
         right_slot = ring.index((piece + 1) % RING)
-        left = _biased(left, COLUMN, row, bias, row_bias, row_bias_stride, E, BIAS, ROW_BIAS, EVEN)
+        left = _biased(left, COLUMN, bias, E, BIAS, EVEN)
         if KEEP:
             _put(before_desc, left_slot, left, first, COLUMN)
         else:
-            _put(out_desc, left_slot, _activate(left, ACTIVATION, False), first, COLUMN)
-        right = _biased(right, NEXT, row, bias, row_bias, row_bias_stride, E, BIAS, ROW_BIAS, EVEN)
+            _put(out_desc, left_slot, activate(left, ACTIVATION, True), first, COLUMN)
+        right = _biased(right, NEXT, bias, E, BIAS, EVEN)
         if KEEP:
             _put(before_desc, right_slot, right, first, NEXT)
-            left = _activate(left, ACTIVATION, False)
+            left = activate(left, ACTIVATION, True)
             tma.store_wait(1)
             _put(out_desc, left_slot, left, first, COLUMN)
-            right = _activate(right, ACTIVATION, False)
+            right = activate(right, ACTIVATION, True)
             tma.store_wait(1)
             _put(out_desc, right_slot, right, first, NEXT)
         else:
-            _put(out_desc, right_slot, _activate(right, ACTIVATION, False), first, NEXT)
+            _put(out_desc, right_slot, activate(right, ACTIVATION, True), first, NEXT)
     else:
         slot = ring.index(piece % RING)
-        row = rows.load(gl.SliceLayout(1, z.type.layout))
-        z = _biased(z, COLUMN, row, bias, row_bias, row_bias_stride, E, BIAS, ROW_BIAS, EVEN)
+        z = _biased(z, COLUMN, bias, E, BIAS, EVEN)
         if KEEP:
             _put(before_desc, slot, z, first, COLUMN)
             tma.store_wait(0)
-        _put(out_desc, slot, _activate(z, ACTIVATION, False), first, COLUMN)
+        _put(out_desc, slot, activate(z, ACTIVATION, True), first, COLUMN)
 
 
 @gluon.jit
@@ -151,23 +121,21 @@ def _store(out, z, first, column, total, E):
 
 
 @gluon.jit
-def _finish_single(z, out, before, row, bias, row_bias, row_bias_stride, first, column, total, E,
-                   ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr, KEEP: gl.constexpr,
-                   EVEN: gl.constexpr):  # fmt: skip
+def _finish_single(z, out, before, bias, first, column, total, E,
+                   ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """float32 from registers: four threads of a matrix instruction's result have a whole sector of 32 bytes."""
     if z.shape[1] > 64:
         left, right = _halves(z)
         HALF: gl.constexpr = z.shape[1] // 2
-        _finish_single(left, out, before, row, bias, row_bias, row_bias_stride, first, column, total, E, ACTIVATION,
-                       BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
-        _finish_single(right, out, before, row, bias, row_bias, row_bias_stride, first, column + HALF, total, E,
-                       ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
+        _finish_single(left, out, before, bias, first, column, total, E, ACTIVATION,
+                       BIAS, KEEP, EVEN)  # fmt: skip
+        _finish_single(right, out, before, bias, first, column + HALF, total, E,
+                       ACTIVATION, BIAS, KEEP, EVEN)  # fmt: skip
     else:
-        row = gl.convert_layout(row, gl.SliceLayout(1, z.type.layout))
-        z = _biased(z, column, row, bias, row_bias, row_bias_stride, E, BIAS, ROW_BIAS, EVEN)
+        z = _biased(z, column, bias, E, BIAS, EVEN)
         if KEEP:
             _store(before, z, first, column, total, E)
-        _store(out, _activate(z, ACTIVATION, True), first, column, total, E)
+        _store(out, activate(z, ACTIVATION, False), first, column, total, E)
 
 
 @gluon.jit
@@ -181,6 +149,9 @@ def multiply(out_desc, before_desc, ring, weights, lows, rows, barriers, out, be
         [3, 0], [4, 1], [16, BLOCK_E, 256 // ring.dtype.primitive_bitwidth]
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
+    PIECE: gl.constexpr = ring.shape[2]
+    WIDTH: gl.constexpr = min(BLOCK_E, 128)
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // ring.dtype.primitive_bitwidth])
     full, empty, placed, ready, split = barriers
     column = gl.program_id(0) % COLUMNS * BLOCK_E
     mbarrier.wait(ready, 0)
@@ -197,6 +168,10 @@ def multiply(out_desc, before_desc, ring, weights, lows, rows, barriers, out, be
     for first in range(gl.program_id(0) // COLUMNS * ROWS + C * step, total, 2 * step):
         z = gl.zeros((ROWS, BLOCK_E), gl.float32, LAYOUT)
         index = tile % rows.shape[0]
+        if ROW_BIAS:  # of the first half, on their way while the tensor cores work
+            mbarrier.wait(placed.index(index), (tile // rows.shape[0]) & 1)
+            row = rows.index(index).load(gl.SliceLayout(1, PART))
+            added = _row_biases(row_bias, row, column, row_bias_stride, E, EVEN, PART)
         for p in gl.static_range(SLOTS):
             piece = tile * SLOTS + p
             slot = piece % RING
@@ -214,20 +189,30 @@ def multiply(out_desc, before_desc, ring, weights, lows, rows, barriers, out, be
                 _barrier()
                 mbarrier.arrive(empty.index((piece - 1) % RING), count=1)
         z = warpgroup_mma_wait(0, deps=(z,))
-        if ROW_BIAS:
-            mbarrier.wait(placed.index(index), (tile // rows.shape[0]) & 1)
+        _barrier()  # all of the operand is read
         if SINGLE:
-            row = rows.index(index).load(gl.SliceLayout(1, LAYOUT))
-            _barrier()
             mbarrier.arrive(empty.index((tile * SLOTS + SLOTS - 1) % RING), count=1)
-            _finish_single(z, out, before, row, bias, row_bias, row_bias_stride, first, column, total, E, ACTIVATION,
-                           BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
+            if ROW_BIAS:
+                z += gl.convert_layout(added, LAYOUT).to(gl.float32)
+            _finish_single(z, out, before, bias, first, column, total, E, ACTIVATION, BIAS, KEEP, EVEN)
         else:
-            _barrier()  # all of the operand is read
-            _finish(z, out_desc, before_desc, ring, rows.index(index), bias, row_bias, row_bias_stride, first,
-                    tile * SLOTS, E, 0, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN)  # fmt: skip
+            base = tile * SLOTS
+            if BLOCK_E > WIDTH:
+                left, right = _halves(z)
+                if ROW_BIAS:
+                    left += gl.convert_layout(added, left.type.layout).to(gl.float32)
+                    added = _row_biases(row_bias, row, WIDTH, row_bias_stride, E, EVEN, PART)
+                _finish(left, out_desc, before_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
+                if ROW_BIAS:
+                    right += gl.convert_layout(added, right.type.layout).to(gl.float32)
+                _finish(right, out_desc, before_desc, ring, bias, first, base + WIDTH // PIECE, E, WIDTH, ACTIVATION,
+                        BIAS, KEEP, EVEN)  # fmt: skip
+            else:
+                if ROW_BIAS:
+                    z += gl.convert_layout(added, LAYOUT).to(gl.float32)
+                _finish(z, out_desc, before_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
             tma.store_wait(0)
             _barrier()
             for p in gl.static_range(SLOTS):
-                mbarrier.arrive(empty.index((tile * SLOTS + p) % RING), count=1)
+                mbarrier.arrive(empty.index((base + p) % RING), count=1)
         tile += 2

@@ -36,13 +36,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from train import checkpoint, distributed, report
 from train.build import build
 from train.config import Config, register_schema, split_values, to_config
-from train.deadline import Deadline
 from train.distributed import World
 from train.files import write_json
 from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
-STOP = "stop.json"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -72,8 +70,6 @@ def main(arguments: list[str]) -> int:
         if world.is_first:
             _claim(out, arms, overrides)
         world.barrier()
-        if options.train_seconds:
-            overrides = [*overrides, f"runtime.stop_file='{out / STOP}'"]
         if options.only:
             seed, name = options.only
             _train_arms([arm for arm in arms if arm.name == name], arms[0], int(seed), overrides, out, world)
@@ -98,13 +94,6 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     gpus = visible.split(",")
     baseline_seeds = (*options.seeds, *options.baseline_seeds)
     waiting = [(arm.name, seed) for arm in arms for seed in (baseline_seeds if arm == arms[0] else options.seeds)]
-    deadline = None
-    if options.train_seconds:
-        if len(waiting) > options.jobs:
-            raise ValueError(f"--train-seconds needs all runs to train at a time: --jobs {len(waiting)}")
-        runs = [out / f"seed-{seed}" / arm for arm, seed in waiting]
-        steps = _compose(overrides, arms[0]).runtime.steps
-        deadline = Deadline(options.train_seconds, runs, steps, out / STOP)
     slots = list(range(options.jobs))
     running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or they would be left to themselves
@@ -118,14 +107,16 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
                 with file.open("a") as output:
                     process = subprocess.Popen(
                         [*command, "--only", str(seed), arm],
-                        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs]},
+                        env={
+                            "OMP_NUM_THREADS": "1",  # as torchrun has it; else each would take all processors
+                            **os.environ,
+                            "CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs],
+                        },
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
                 running[process] = slot, file
             time.sleep(0.1)
-            if deadline:
-                deadline.check()
             for process in [process for process in running if process.poll() is not None]:
                 slot, file = running.pop(process)
                 slots.append(slot)
@@ -153,8 +144,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--budget", type=float, default=0.05, help="largest NE gap allowed, in per cent")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap intervals")
     parser.add_argument("--jobs", type=int, default=1, help="arms and seeds to train at a time, each in a process")
-    parser.add_argument("--train-seconds", type=float,
-                        help="of training: all runs stop at the step that the slowest reaches by then")  # fmt: skip
     parser.add_argument("--only", nargs=2, metavar=("SEED", "ARM"), help=argparse.SUPPRESS)  # what --jobs starts
     parser.add_argument("--out", type=Path, help="report folder; default RUN_DIR, else runs/compare-<time>")
     parser.add_argument(
@@ -175,8 +164,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(
             "the arms need different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 b:model.dropout=0.1"
         )
-    if options.train_seconds and options.jobs == 1 and not options.only:
-        parser.error("--train-seconds is for runs that train side by side; add --jobs N for N of them")
     if options.jobs > 1 and "RANK" in os.environ:
         parser.error("--jobs starts processes itself; leave torchrun out, or --jobs")
     seeds = [*options.seeds, *options.baseline_seeds]

@@ -226,7 +226,6 @@ class RuntimeConfig:
     seed: int = 0
     epochs: int = 1
     steps: int = 0  # stop after this many steps; 0: the epochs decide
-    stop_file: str = ""  # a file that may come to hold the step to stop after; looked for every log_every steps
     eval_every: int = 0  # steps between validations; 0: at the end of each epoch
     eval_steps: int = 0  # batches of a validation; 0: all
     early_stop: int = 0  # validations without a better NE before training stops; 0 never

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import time
@@ -225,18 +224,11 @@ class Trainer:
         self.tracker.log(self.progress.step, "train", values)
         self.metrics.reset()
         self.throughput.reset()
-        if runtime.stop_file:
-            self._look_for_stop(Path(runtime.stop_file))
         if bad and runtime.bad_batch == "stop":
             raise RuntimeError(
                 f"{bad[0]}. No weight and no table holds a non-finite value; training went on until this log line "
                 "(runtime.log_every). runtime.bad_batch=skip does not stop."
             )
-
-    def _look_for_stop(self, file: Path) -> None:
-        stop = self.world.broadcast(json.loads(file.read_text()) if self.world.is_first and file.exists() else None)
-        if isinstance(stop, int):
-            self.total_steps = max(self.progress.step, stop)
 
     def _window_loss(self) -> float:
         mean = self.loss_sum / self.good_steps  # NaN when every batch was skipped

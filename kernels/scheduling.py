@@ -35,9 +35,15 @@ NUM_BLOCKS = tl.constexpr(6)
 ROW = tl.constexpr(7)
 COLUMNS = tl.constexpr(8)
 
+# With a window.
 _MAX_BINS = 64
 _ROWS_PER_STEP = 1024
 _ROWS_PER_PART = 128
+# Without one. A program places the tiles of one row, or of several if there are more than _FEW_ROWS.
+_FEW_ROWS = 4096
+_ROWS_PER_PROGRAM = 8
+_ROWS_PER_SCAN = 128
+_TILES_PER_STEP = 32
 
 
 def tile_schedule(
@@ -55,8 +61,8 @@ def tile_schedule(
     Offsets are [B + 1] int32 or int64 on one CUDA device; `main_total` is the number of main values, fewer than 2^31.
     Main position i sees other position j when i - left <= j <= i + right with window = (left, right), -1 for
     unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
-    with 0 blocks, because its output has to be written. Lengths above `max_other` are sorted as if they were equal, or
-    with `max_main` given a row longer than that or than `max_other` is a device assertion.
+    with 0 blocks, because its output has to be written. Under a window lengths above `max_other` are sorted as if they
+    were equal, and with `max_main` given a row longer than that or than `max_other` is a device assertion.
 
     Calls with the same offsets and equal numbers share one list, which nobody may write to.
     """
@@ -80,12 +86,21 @@ def _tile_schedule(
     capacity = main_total // block_main + min(num_rows, main_total)
     table = torch.empty(1 + capacity, COLUMNS.value, dtype=torch.int32, device=main_offsets.device)
     max_other = min(max_other, 2**31 - 1)
+    checked = max_main is not None
+    longest = min(max_main, 2**31 - 1) if max_main is not None else 0
+    left, right = window
+    if left < 0 and right < 0:
+        rows = 1 if num_rows <= _FEW_ROWS else _ROWS_PER_PROGRAM
+        constants = (block_main, block_other, checked, rows, _ROWS_PER_SCAN, _TILES_PER_STEP)
+        _launch_whole_rows(
+            (-(-num_rows // rows), 1, 1),
+            (table.device, main_offsets.dtype, other_offsets.dtype, *aligned(main_offsets, other_offsets), *constants),
+            main_offsets, other_offsets, table, num_rows, longest, max_other, *constants,
+        )  # fmt: skip
+        return table
     max_blocks = -(-max_other // block_other)
     bin_width = -(-(max_blocks + 1) // _MAX_BINS)
     num_bins = max_blocks // bin_width + 1
-    left, right = window
-    checked = max_main is not None
-    longest = min(max_main, 2**31 - 1) if max_main is not None else 0
     constants = (block_main, block_other, left >= 0, right >= 0, checked)
     _launch_schedule(
         (num_bins, -(-num_rows // _ROWS_PER_PART), 1),
@@ -126,6 +141,63 @@ def _blocks(
     return first, tl.where(begin < end, (end + BLOCK_OTHER - 1) // BLOCK_OTHER - first, 0)
 
 
+@triton.jit(do_not_specialize=["num_rows", "max_main", "max_other"])
+def _whole_rows_kernel(
+    main_offsets,
+    other_offsets,
+    table,
+    num_rows,
+    max_main,
+    max_other,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    CHECKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCAN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The list without a window, where all tiles of a row have equally many blocks: each program places those of ROWS.
+
+    They come behind the tiles of rows with more blocks, and of earlier rows with as many. A short list takes the time
+    that its instructions take to arrive, so there are few.
+    """
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    main_begin, main_length = _lengths(main_offsets, own, num_rows)
+    other_begin, other_length = _lengths(other_offsets, own, num_rows)
+    if CHECKED:
+        fits = (main_length <= max_main) & (other_length <= max_other)
+        tl.device_assert(fits, "a jagged row is longer than its maximum")
+    blocks = (other_length + BLOCK_OTHER - 1) // BLOCK_OTHER
+    before = tl.zeros([ROWS, SCAN], tl.int32)
+    every = tl.zeros([SCAN], tl.int32)
+    for start in range(0, num_rows, SCAN):
+        rows = start + tl.arange(0, SCAN)
+        _, lengths = _lengths(main_offsets, rows, num_rows)
+        _, others = _lengths(other_offsets, rows, num_rows)
+        tiles = (lengths + BLOCK_MAIN - 1) // BLOCK_MAIN
+        theirs = ((others + BLOCK_OTHER - 1) // BLOCK_OTHER)[None, :]
+        earlier = (theirs > blocks[:, None]) | ((theirs == blocks[:, None]) & (rows[None, :] < own[:, None]))
+        before += tl.where(earlier, tiles[None, :], 0)
+        every += tiles
+    if tl.program_id(0) == 0:
+        tl.store(table, tl.sum(every))
+    place = 1 + tl.sum(before, 1)
+    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    for start in range(0, tl.max(tiles), STEP):
+        number = start + tl.arange(0, STEP)[None, :]
+        chosen = number < tiles[:, None]
+        position = number * BLOCK_MAIN
+        entry = table + (place[:, None] + number).to(tl.int64) * COLUMNS
+        tl.store(entry + MAIN_BEGIN, main_begin[:, None] + position, chosen)
+        tl.store(entry + MAIN_COUNT, tl.minimum(main_length[:, None] - position, BLOCK_MAIN), chosen)
+        tl.store(entry + MAIN_POSITION, position, chosen)
+        tl.store(entry + OTHER_BEGIN, other_begin[:, None], chosen)
+        tl.store(entry + OTHER_LENGTH, other_length[:, None], chosen)
+        tl.store(entry + FIRST_BLOCK, 0, chosen)
+        tl.store(entry + NUM_BLOCKS, blocks[:, None], chosen)
+        tl.store(entry + ROW, own[:, None], chosen)
+
+
 @triton.jit(do_not_specialize=["num_rows", "bin_width", "left", "right", "max_main", "max_other"])
 def _schedule_kernel(
     main_offsets,
@@ -145,9 +217,10 @@ def _schedule_kernel(
     SCAN: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Counting sort without atomics: program (bin, part) places the tiles of one bin and one part of the rows.
+    """The list with a window: a counting sort without atomics.
 
-    They come behind all tiles of higher bins and those of the same bin in earlier parts, which it counts by itself.
+    Program (bin, part) places the tiles of one bin and one part of the rows. They come behind all tiles of higher bins
+    and those of the same bin in earlier parts, which it counts by itself.
     """
     own = tl.program_id(0)
     last = tl.num_programs(0) - 1
@@ -160,20 +233,13 @@ def _schedule_kernel(
         _, other_length = _lengths(other_offsets, rows, num_rows)
         tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
         every += tiles
-        # Without a window all tiles of a row have equally many blocks; with one each is looked at.
-        steps = 1
-        if LEFT or RIGHT:
-            steps = tl.max(tiles)
-        for t in range(steps):
+        for t in range(tl.max(tiles)):
             _, blocks = _blocks(
                 rows * 0 + t * BLOCK_MAIN, other_length, left, right, BLOCK_MAIN, BLOCK_OTHER, LEFT, RIGHT
             )
             bins = tl.minimum(blocks // bin_width, last)
             earlier = (bins > own) | ((bins == own) & (rows < own_begin))
-            if LEFT or RIGHT:
-                before += (earlier & (t < tiles)).to(tl.int32)
-            else:
-                before += tl.where(earlier, tiles, 0)
+            before += (earlier & (t < tiles)).to(tl.int32)
     if own + own_begin == 0:
         tl.store(table, tl.sum(every))
 
@@ -207,6 +273,7 @@ def _schedule_kernel(
 
 
 # With assertions, but without those that look for overflow.
+_launch_whole_rows = Launcher(_whole_rows_kernel, num_warps=1, debug=True, sanitize_overflow=False)
 _launch_schedule = Launcher(_schedule_kernel, num_warps=4, debug=True, sanitize_overflow=False)
 
 

@@ -49,8 +49,8 @@ SMALL = {
 }
 SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()]
 LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
-# More rows than the kernel looks at in one step, some without others.
-MANY = lengths_of(1100, 0, 600, 3), lengths_of(1100, 0, 300, 4)
+# More rows than the kernel looks at in one step and than programs place one by one, some without others.
+MANY = lengths_of(300, 0, 600, 3), lengths_of(300, 0, 300, 4)
 # Main lengths, other lengths, positions of a tile, positions of a block, window.
 SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int]]] = [
     *((main, other, 16, 8, window) for main, other in SMALL.values() for window in WINDOWS),
@@ -62,8 +62,10 @@ NUM_LISTED = len(SMALL) * len(WINDOWS) + 1
 INTERPRETED = """
 import json, sys
 import torch
+from kernels import scheduling
 from kernels.scheduling import tile_schedule
 
+scheduling._FEW_ROWS = 200
 tables = []
 for main, other, block_main, block_other, window in json.load(sys.stdin):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
@@ -181,8 +183,8 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
         ({"block_k": 64}, 0),
         ({"d": 64, "dtype": "fp16"}, 0),
         # A few scalars of a tile; none in the loop over blocks.
-        ({"window": (-1, 0)}, 32),
-        ({"window": (64, 64)}, 32),
+        ({"window": (-1, 0)}, 48),
+        ({"window": (64, 64)}, 64),
     ],
     ids=str,
 )

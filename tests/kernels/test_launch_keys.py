@@ -25,6 +25,7 @@ if not hasattr(jit, "native_specialize_impl"):
     pytest.skip("another Triton finds in another way what it compiles for", allow_module_level=True)
 LAUNCHERS = (
     scheduling._launch_schedule,
+    scheduling._launch_whole_rows,
     attention_rows._launch_row_table,
     attention_rows._launch_tile_table,
     attention_rows._launch_statistics,

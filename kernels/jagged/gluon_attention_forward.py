@@ -118,6 +118,24 @@ def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
 
 
 @gluon.jit
+def _item(schedule, turn, num_heads):
+    """(first query, first key of the row, first block, number of blocks, head) of this program's item of a round."""
+    entry, head = dealt_item(schedule, turn, num_heads)
+    blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
+    return gl.load(entry + MAIN_BEGIN), gl.load(entry + OTHER_BEGIN), gl.load(entry + FIRST_BLOCK), blocks, head
+
+
+@gluon.jit
+def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, column):
+    slot = turn % 2
+    for c in gl.static_range(2):
+        place = 2 * slot + c
+        mbarrier.wait(q_empty.index(place), ((turn // 2) & 1) ^ 1)
+        mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [begin + c * ROWS, column], q_full.index(place), q_smem.index(place))
+
+
+@gluon.jit
 def _load(
     q_desc,
     k_desc,
@@ -135,27 +153,22 @@ def _load(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loading warpgroup: queries of each tile, then its blocks of keys and values from the last to the first."""
+    """The loading warpgroup: blocks of keys and values of each tile, from the last to the first.
+
+    The next tile's queries are asked for while its first blocks are far: unlike keys and values, which other tiles have
+    brought to L2, they come from memory.
+    """
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _order = barriers
     loaded = 0
-    for turn in range(num_rounds(gl.load(schedule) * num_heads)):
-        entry, head = dealt_item(schedule, turn, num_heads)
-        q_begin = gl.load(entry + MAIN_BEGIN)
-        k_begin = gl.load(entry + OTHER_BEGIN)
-        first = gl.load(entry + FIRST_BLOCK)
-        num_blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
+    rounds = num_rounds(gl.load(schedule) * num_heads)
+    q_begin, k_begin, first, num_blocks, head = _item(schedule, 0, num_heads)
+    if rounds > 0:
+        _load_queries(q_desc, q_smem, q_full, q_empty, 0, q_begin, head * q_head_stride)
+    for turn in range(rounds):
+        next_q, next_k, next_first, next_blocks, next_head = _item(
+            schedule, gl.minimum(turn + 1, rounds - 1), num_heads
+        )
         kv_head = head // heads_per_kv
-        slot = turn % 2
-        phase = (turn // 2) & 1
-        for c in gl.static_range(2):
-            mbarrier.wait(q_empty.index(2 * slot + c), phase ^ 1)
-            mbarrier.expect(q_full.index(2 * slot + c), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc,
-                [q_begin + c * ROWS, head * q_head_stride],
-                q_full.index(2 * slot + c),
-                q_smem.index(2 * slot + c),
-            )
         for b in range(num_blocks):
             row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
             stage = loaded % STAGES
@@ -171,6 +184,10 @@ def _load(
                 v_desc, [row, kv_head * v_head_stride], v_full.index(stage), v_smem.index(stage)
             )
             loaded += 1
+            # One ring of blocks into a tile the consumers are done, or nearly, with the queries that were here before.
+            if (b == gl.minimum(STAGES, num_blocks) - 1) & (turn + 1 < rounds):
+                _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
+        k_begin, first, num_blocks, head = next_k, next_first, next_blocks, next_head
 
 
 @gluon.jit(do_not_specialize=["num_queries"])

@@ -169,7 +169,7 @@ def _load(a_desc, b_desc, a_smem, b_smem, full, empty, ticket, places, written, 
           tiles_n, M, N, K, WGRAD: gl.constexpr, B_T: gl.constexpr):  # fmt: skip
     load_tiles(a_desc, b_desc, b_desc, b_desc, a_smem, b_smem, b_smem, b_smem, full, empty, ticket, places, written,
                read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K, _BAND, 2, _STAGES, WGRAD, WGRAD,
-               B_T, False, False, False)  # fmt: skip
+               B_T, False, False, False, WGRAD)  # fmt: skip
     if not WGRAD:
         clear_rest(out, ends, num_groups, M, N)
 

@@ -319,7 +319,7 @@ def _kernel(
                          places, written, read, N, WGRAD, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
                           ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False)),
+                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False, False)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],

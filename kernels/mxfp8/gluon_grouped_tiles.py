@@ -1,14 +1,11 @@
-"""What the grouped products for Hopper share: which tile a program works on, loading its operands, storing its result.
+"""What the grouped products for Hopper share: loading a tile's operands, storing its result.
 
 A grouped product is `out[row, column] = sum over r of A[row, r] * B[column, r]`. Forward and input gradient have a
 matrix B per group, and a group's rows are its rows of A and of the result. The weight gradient has a result per group,
 and a group's rows are what it sums over.
 
-Tiles are numbered group by group, so that a group's operands are read while they are in L2; within a group they run
-through bands of BAND rows of tiles, column by column, so that the tiles in flight read as little as they can of both
-operands. A tile never crosses into the next group. Each of P programs starts with the tile of its own number, and takes
-the next free one whenever it has loaded one: groups differ in size, so tiles differ in work. Its loading warpgroup
-finds out where the tile is, walking the groups forward, and announces it to the consumers.
+Each of P programs starts with the tile of its own number, and takes the next free one whenever it has loaded one. Its
+loading warpgroup finds out where the tile is and announces it to the consumers.
 """
 
 from __future__ import annotations
@@ -19,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
@@ -45,56 +44,6 @@ def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of a part of a row of a table, which no matrix instruction reads."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * table.element_size(), rank=2)
     return TensorDescriptor(table, list(table.shape), list(table.stride()), [1, width], layout)
-
-
-@gluon.jit
-def _bounds(ends, group):
-    """Begin and end of a group, read where they are used (see `accept_tile`)."""
-    begin = gl.load(ends + gl.maximum(group - 1, 0)).to(gl.int32)
-    return gl.where(group > 0, begin, 0), gl.load(ends + group).to(gl.int32)
-
-
-@gluon.jit
-def _count(ends, group, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
-    """Tiles of a group: `tiles_m` x `tiles_n` if WGRAD, otherwise a row of tiles for each TILE_M of its rows."""
-    if WGRAD:
-        count = tiles_m * tiles_n
-    else:
-        begin, end = _bounds(ends, group)
-        count = gl.cdiv(end - begin, TILE_M) * tiles_n
-    return count
-
-
-@gluon.jit
-def _seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
-    """(group that `tile` is in, number of that group's first tile), from those of an earlier tile.
-
-    Start with group 0 and base 0. Behind the last tile the group is `num_groups`.
-    """
-    count = _count(ends, gl.minimum(group, num_groups - 1), tiles_m, tiles_n, TILE_M, WGRAD)
-    while (group < num_groups) & (tile >= base + count):
-        base += count
-        group += 1
-        count = _count(ends, gl.minimum(group, num_groups - 1), tiles_m, tiles_n, TILE_M, WGRAD)
-    return group, base
-
-
-@gluon.jit
-def _locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M: gl.constexpr, BAND: gl.constexpr,
-            WGRAD: gl.constexpr):  # fmt: skip
-    """Of a tile: (row of A, how many rows there are from it on, column of tiles, first r, end of r)."""
-    begin, end = _bounds(ends, group)
-    if not WGRAD:
-        tiles_m = gl.cdiv(end - begin, TILE_M)
-    inside = tile - base
-    band = inside // (BAND * tiles_n)
-    rows = gl.minimum(tiles_m - band * BAND, BAND)
-    inside -= band * (BAND * tiles_n)
-    row = (band * BAND + inside % rows) * TILE_M
-    column = inside // rows
-    if WGRAD:
-        return row, M - row, column, begin, end
-    return begin + row, end - begin - row, column, begin * 0, K
 
 
 @gluon.jit
@@ -194,6 +143,7 @@ def load_tiles(
     ROW_SCALES: gl.constexpr,
     COLUMN_SCALES: gl.constexpr,
     OUT_T: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr,
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
@@ -201,6 +151,7 @@ def load_tiles(
     and TILE_N rows of B. A_FORM and B_FORM say how the operands lie in memory. ROW_SCALES and COLUMN_SCALES: a stage
     also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
+    LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
@@ -208,11 +159,13 @@ def load_tiles(
     TILE_M: gl.constexpr = BLOCKS * ROWS
     tile = gl.program_id(0)
     zero = gl.to_tensor(0)
-    group, base = _seek(tile, zero, zero, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+    order = order_of_groups(ends, num_groups, tiles_m * tiles_n, LONGEST_FIRST)
+    turn, base = seek(tile, zero, zero, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     loaded = 0
     announced = 0
-    while group < num_groups:
-        row, count, column, first, last = _locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, BAND, WGRAD)
+    while turn < num_groups:
+        group = group_at(order, turn, num_groups, LONGEST_FIRST)
+        row, count, column, first, last = locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, BAND, WGRAD)
         steps = gl.cdiv(last - first, BLOCK_K)
         if OUT_T:
             left = N - column * TILE_N
@@ -247,7 +200,7 @@ def load_tiles(
                 _block(b_desc, position, r, bar, b_smem.index(stage), B_FORM)
             loaded += 1
         tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
-        group, base = _seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+        turn, base = seek(tile, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     _announce(places, written, read, announced, zero, zero, zero, zero)
 
 

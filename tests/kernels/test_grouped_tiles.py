@@ -1,4 +1,4 @@
-"""Which tiles of a grouped product each program of the Hopper kernels works on."""
+"""Which tiles of a grouped product each program of the Hopper kernels works on, and in which order."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.mxfp8 import gluon_grouped_tiles
+from kernels.mxfp8 import gluon_grouped_order
 from tests.kernels.grouped_sizes import ALIGNED, RAGGED
 
 
 class Pointer:
     """Enough of one for functions of the tiles to run as plain Python."""
 
-    def __init__(self, values: list[int], position: int = 0) -> None:
+    def __init__(self, values: list[int], position: Any = 0) -> None:
         self.values, self.position = values, position
 
-    def __add__(self, offset: int) -> Pointer:
+    def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.position + offset)
+
+    def load(self, mask: Any = True, other: int = 0) -> Any:
+        if isinstance(mask, bool):
+            return Loaded(self.values[self.position])
+        return torch.tensor([self.values[i] if m else other for i, m in zip(self.position, mask, strict=True)])
 
 
 class Loaded(int):
@@ -31,19 +36,22 @@ class Loaded(int):
         return int(self)
 
 
-def plain_tiles() -> SimpleNamespace:
-    """`gluon_grouped_tiles` with its device functions of scalars as Python functions."""
+def plain_tiles(programs: int = 1) -> SimpleNamespace:
+    """`gluon_grouped_order` with its device functions as Python functions, which run in one of `programs` programs."""
     language = SimpleNamespace(
-        int32=None,
+        int32=torch.int32,
         cdiv=lambda a, b: -(-a // b),
         minimum=min,
         maximum=max,
-        where=lambda condition, a, b: a if condition else b,
-        load=lambda pointer: Loaded(pointer.values[pointer.position]),
+        where=lambda condition, a, b: torch.where(condition, a, b) if torch.is_tensor(a) else (a if condition else b),
+        load=Pointer.load,
+        arange=lambda first, last, layout: torch.arange(first, last),
+        sum=lambda values, axis: int(values.sum(axis)),
+        num_programs=lambda axis: programs,
     )
-    names: dict[str, Any] = {"gl": language}
-    for name in ("_bounds", "_count", "_seek", "_locate"):
-        function = getattr(gluon_grouped_tiles, name).fn
+    names: dict[str, Any] = {"gl": language, "_FEW": gluon_grouped_order._FEW.value, "_THREADS": None}
+    for name in ("bounds", "_count", "seek", "locate", "order_of_groups", "group_at"):
+        function = getattr(gluon_grouped_order, name).fn
         names[name] = FunctionType(function.__code__, names, name)
     return SimpleNamespace(**names)
 
@@ -52,11 +60,11 @@ def walk(sizes: list[int], tiles_m: int, tiles_n: int, program: int, programs: i
     """(group, row, rows left, column, first, last) of the tiles of a program, in order."""
     tiles, ends = plain_tiles(), Pointer(torch.tensor(sizes).cumsum(0).tolist())
     tile = program
-    group, base = tiles._seek(tile, 0, 0, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
+    group, base = tiles.seek(tile, 0, 0, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
     while group < len(sizes):
-        yield group, *tiles._locate(tile, group, base, ends, tiles_m, tiles_n, 1000, 320, 192, 8, wgrad)
+        yield group, *tiles.locate(tile, group, base, ends, tiles_m, tiles_n, 1000, 320, 192, 8, wgrad)
         tile += programs
-        group, base = tiles._seek(tile, group, base, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
+        group, base = tiles.seek(tile, group, base, ends, len(sizes), tiles_m, tiles_n, 192, wgrad)
 
 
 @pytest.mark.parametrize("sizes", [*ALIGNED.values(), *RAGGED.values()], ids=str)
@@ -81,3 +89,19 @@ def test_every_group_has_the_tiles_of_its_weight_gradient(sizes: list[int]) -> N
         begin += size
     shares = [list(walk(sizes, 6, 5, program, 7, True)) for program in range(7)]
     assert sorted(itertools.chain.from_iterable(shares)) == sorted(expected)
+
+
+@pytest.mark.parametrize("sizes", [*ALIGNED.values()], ids=str)
+def test_the_longest_groups_of_few_tiles_come_first(sizes: list[int]) -> None:
+    tiles, ends, groups = plain_tiles(132), Pointer(torch.tensor(sizes).cumsum(0).tolist()), len(sizes)
+    by_length = sorted(range(groups), key=lambda group: -sizes[group])
+    for number, wgrad, expected in ((10, True, by_length), (1000, True, range(groups)), (10, False, range(groups))):
+        order = tiles.order_of_groups(ends, groups, number, wgrad)
+        turns = range(groups + 2)
+        assert [tiles.group_at(order, turn, groups, wgrad) for turn in turns] == [*expected, groups, groups + 1]
+
+
+def test_more_groups_than_are_sorted_come_in_their_order() -> None:
+    tiles, ends = plain_tiles(132), Pointer(list(range(64, 64 * 131, 64)))
+    order = tiles.order_of_groups(ends, 130, 1, True)
+    assert [tiles.group_at(order, turn, 130, True) for turn in range(131)] == list(range(131))

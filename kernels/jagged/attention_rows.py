@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.launch import Launcher, aligned
 
 # Columns of both tables; the kernels read them by position.
-FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "key_tile", "", "")
+FIELDS = ("q_start", "q_length", "k_start", "k_length", "first_tile", "key_tile", "q_tiles_before", "k_tiles_before")
 TILE = 64
 KEY_TILE = tl.constexpr(128)
 LOG2_E = 1.4426950408889634
@@ -28,16 +28,30 @@ def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
     return tl.where(inside, (q.to(tl.int64) + 64) * (k.to(tl.int64) + 64), -1)
 
 
+@triton.jit
+def _tiles(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
+    inside = rows < num_rows
+    q = tl.load(q_offsets_ptr + rows + 1, inside, 0) - tl.load(q_offsets_ptr + rows, inside, 0)
+    k = tl.load(k_offsets_ptr + rows + 1, inside, 0) - tl.load(k_offsets_ptr + rows, inside, 0)
+    q_tiles = tl.maximum((q.to(tl.int32) + 63) // 64, 1)
+    return q_tiles, tl.maximum((k.to(tl.int32) + KEY_TILE - 1) // KEY_TILE, 1)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows)
     rank = tl.zeros([BLOCK], tl.int32)
+    q_before = tl.zeros([BLOCK], tl.int32)
+    k_before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_rows, OTHERS):
         others = start + tl.arange(0, OTHERS)
         work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows)
         before = (work[None, :] > own[:, None]) | ((work[None, :] == own[:, None]) & (others[None, :] < rows[:, None]))
         rank += tl.sum(before.to(tl.int32), 1)
+        q_tiles, k_tiles = _tiles(q_offsets_ptr, k_offsets_ptr, others, num_rows)
+        q_before += tl.sum(tl.where(before, q_tiles[None, :], 0), 1)
+        k_before += tl.sum(tl.where(before, k_tiles[None, :], 0), 1)
     inside = rows < num_rows
     q_start = tl.load(q_offsets_ptr + rows, inside, 0).to(tl.int32)
     q_end = tl.load(q_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
@@ -49,6 +63,8 @@ def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: 
     tl.store(entry + 2, k_start, inside)
     tl.store(entry + 3, k_end - k_start, inside)
     tl.store(entry + 4, q_start // 64 + rows, inside)
+    tl.store(entry + 6, q_before, inside)
+    tl.store(entry + 7, k_before, inside)
 
 
 def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
@@ -96,6 +112,50 @@ def _tile_table_kernel(rows_ptr, table_ptr, num_rows, MEMBERS: tl.constexpr, SCA
         place += tl.sum(has.to(tl.int32))
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(table_ptr, place - 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr):
+    row = tl.program_id(0)
+    q_start = tl.load(rows_ptr + row * 8)
+    q_length = tl.load(rows_ptr + row * 8 + 1)
+    k_start = tl.load(rows_ptr + row * 8 + 2)
+    k_length = tl.load(rows_ptr + row * 8 + 3)
+    first_tile = tl.load(rows_ptr + row * 8 + 4)
+    wave = tl.load(rows_ptr + row * 8 + 6) // TOGETHER
+    k_before = tl.load(rows_ptr + row * 8 + 7)
+    own_tiles = tl.maximum((k_length + KEY_TILE - 1) // KEY_TILE, 1)
+    # A row has a tile of queries at least, so that its wave is among its neighbours.
+    others = row - TOGETHER + tl.arange(0, 2 * TOGETHER)
+    inside = (others >= 0) & (others < num_rows)
+    member = inside & (tl.load(rows_ptr + others * 8 + 6, inside, 0) // TOGETHER == wave)
+    k_lengths = tl.load(rows_ptr + others * 8 + 3, member, 0)
+    tiles = tl.where(member, tl.maximum((k_lengths + KEY_TILE - 1) // KEY_TILE, 1), 0)
+    earlier = others < row
+    place = 1 + k_before - tl.sum(tl.where(earlier, tiles, 0))
+    for j in range(own_tiles):
+        ahead = tl.minimum(tiles, j) + (earlier & (tiles > j)).to(tl.int32)
+        entry = table_ptr + (place + tl.sum(ahead)).to(tl.int64) * 8
+        tl.store(entry, q_start)
+        tl.store(entry + 1, q_length)
+        tl.store(entry + 2, k_start)
+        tl.store(entry + 3, k_length)
+        tl.store(entry + 4, first_tile)
+        tl.store(entry + 5, j)
+    if row == num_rows - 1:
+        tl.store(table_ptr, k_before + own_tiles)
+
+
+def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: int) -> Tensor:
+    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries.
+
+    Tile j of a row waits for what its tile j - 1 does step by step, so that of short rows more have to be under way.
+    """
+    rows = row_table(q_offsets, k_offsets)
+    num_rows = rows.shape[0]
+    table = rows.new_empty(1 + num_keys // KEY_TILE.value + num_rows, len(FIELDS))
+    _launch_wave_table((num_rows, 1, 1), (rows.device, together), rows, table, num_rows, together)
+    return table
 
 
 def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int) -> Tensor:
@@ -174,4 +234,5 @@ def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor
 
 _launch_row_table = Launcher(_row_table_kernel, num_warps=4)
 _launch_tile_table = Launcher(_tile_table_kernel, num_warps=4)
+_launch_wave_table = Launcher(_wave_table_kernel, num_warps=4)
 _launch_statistics = Launcher(_row_statistics_kernel, num_warps=4)

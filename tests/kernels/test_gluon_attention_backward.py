@@ -83,7 +83,13 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
         {"MEMBERS": 8, "SCAN": 1024},
         target=target,
     )
-    assert table.spill_bytes == tiles.spill_bytes == statistics.spill_bytes == 0
+    waves = compile_ahead(
+        attention_rows._wave_table_kernel,
+        {"rows_ptr": "*i32", "table_ptr": "*i32", "num_rows": "i32"},
+        {"TOGETHER": 128},
+        target=target,
+    )
+    assert table.spill_bytes == tiles.spill_bytes == waves.spill_bytes == statistics.spill_bytes == 0
     assert statistics.contains("ld.global.v4.b32")
 
 
@@ -101,6 +107,34 @@ def test_key_tiles_come_in_order_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
             expected += [(row, j) for row in taken if j < count[row]]
     table = attention_rows.tile_table(q_offsets, k_offsets, sum(k_lengths), members).tolist()
     assert table[0][0] == len(expected) == sum(count.values())
+    for entry, (row, j) in zip(table[1:], expected, strict=False):
+        first_tile = int(q_offsets[row]) // 64 + row
+        where = [int(q_offsets[row]), q_lengths[row], int(k_offsets[row]), k_lengths[row], first_tile, j]
+        assert entry[:6] == where
+
+
+@pytest.mark.parametrize("together", [2, 16])
+def test_key_tiles_come_in_order_a_few_tiles_of_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    interpret(monkeypatch, attention_rows)
+    q_lengths, k_lengths = [10, 0, 300, 64, 7, 700, 1], [300, 5, 128, 0, 129, 2, 600]
+    q_offsets, k_offsets = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
+    count = [max(math.ceil(length / 128), 1) for length in k_lengths]
+    waves: dict[int, list[int]] = {}
+    before = 0
+    for row in sorted(range(7), key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64)):
+        waves.setdefault(before // together, []).append(row)
+        before += max(math.ceil(q_lengths[row] / 64), 1)
+    expected = [
+        (row, j)
+        for rows in waves.values()
+        for j in range(max(count[row] for row in rows))
+        for row in rows
+        if j < count[row]
+    ]
+    table = attention_rows.wave_table(q_offsets, k_offsets, sum(k_lengths), together).tolist()
+    assert table[0][0] == len(expected) == sum(count)
     for entry, (row, j) in zip(table[1:], expected, strict=False):
         first_tile = int(q_offsets[row]) // 64 + row
         where = [int(q_offsets[row]), q_lengths[row], int(k_offsets[row]), k_lengths[row], first_tile, j]

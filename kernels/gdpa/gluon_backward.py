@@ -2,15 +2,14 @@
 
 Work comes in tiles of 128 keys of one key head. Of a block's three warpgroups one loads tiles by TMA
 (`gluon_backward_loader`); two own 64 of a tile's keys each, with their dk and dv, and half of the columns of dq
-(`gluon_backward_consumer`). Key tiles add to dq in a float32 scratch, in one order, so that runs give equal bits. Who
-takes which tile is one of two schedules:
+(`gluon_backward_consumer`). As in the attention backward, `kernels.jagged.gluon_attention_backward`, tiles are dealt
+out one by one, those of a row on several multiprocessors at about the same time. They add to dq in a float32 scratch,
+in an order that flags keep, so that runs give equal bits; the last of them loads what the others left and writes dq. A
+block takes its tiles in ascending order and waits only for tiles before its own, and there are no more blocks than
+multiprocessors: none waits for ever as long as all get to run.
 
-- Tiles are dealt out one by one as in the attention backward, `kernels.jagged.gluon_attention_backward`, those of a row
-  on several multiprocessors at about the same time; flags keep the order. As there, a block takes its tiles in
-  ascending order and waits only for tiles before its own, and there are no more blocks than multiprocessors: none waits
-  for ever as long as all get to run.
-- A block owns rows and takes all their key tiles one after the other, see `owns_rows`. Nobody waits for others, and the
-  scratch holds one row for each block.
+What the last key tile needs of dq takes too long to come to wait for it in registers. The loader brings it to shared
+memory a step ahead, to the place of the next tile's values, which come only when the tile ends.
 """
 
 from __future__ import annotations
@@ -25,22 +24,19 @@ from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
 from kernels.gdpa.gluon_backward_items import CONTROLS
 from kernels.gdpa.gluon_backward_loader import load_tiles
-from kernels.jagged.attention_rows import row_table, tile_table
+from kernels.jagged.attention_rows import wave_table
 from kernels.jagged.gluon_backward_steps import STAGES
-from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.jagged.gluon_descriptor import head_descriptor, lines_descriptor
 from kernels.launch import Launcher, processors
 from kernels.remember import remembered
 
 QUERIES = 64
 KEYS = 128
-# Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features.
+# Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features. Twice as many do
+# not fit into it, and with half as many the key tiles of a row wait for each other.
 TOKENS_IN_FLIGHT = 32768
-MAX_ROWS_IN_FLIGHT = 128
-# A block takes all key tiles of a row that has at most so many keys, if it may have so many queries.
-OWNED_KEYS = 256
-OWNED_QUERIES = 512
 HEAD_DIMS = (64, 128)
-# Three warpgroups of 128 threads share 512 x 128 registers: 240 for each of the first two, and 24.
+# Three warpgroups of 128 threads share 512 x 128 registers: 232 for each of the first two, and 40.
 MAX_REGISTERS = 168
 
 
@@ -64,8 +60,8 @@ def backward(
     and any strides but those of the last dimension. The rest is as in `gluon_forward.forward`; no row is longer than
     max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
 
-    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries, or of one row of
-    max_q queries and one head for each multiprocessor where `owns_rows`; none if max_k is within one tile of keys.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
+    within one tile of keys.
     ValueError for head dimensions that the kernel cannot serve.
     """
     num_queries, num_heads, head_dim = q.shape
@@ -77,74 +73,43 @@ def backward(
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     left, right = min(window[0], 2**30), min(window[1], 2**30)
-    num_rows = q_offsets.shape[0] - 1
-    multiprocessors = processors(q.device)
-    owned = owns_rows(num_queries, num_keys, num_rows, kv_heads, max_q, max_k, multiprocessors)
-    if owned:
-        table = remembered(lambda: row_table(q_offsets, k_offsets), "rows by work", q_offsets, k_offsets)
-        programs = min(num_rows * kv_heads, multiprocessors)
-        tiles = -(-max_q // QUERIES)
-        scratch_tiles = programs * group * tiles
-        flags = table
-    else:
-        rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (max_q * num_heads)))
-        members = 1 << (rows_in_flight.bit_length() - 1)
-        table = remembered(
-            lambda: tile_table(q_offsets, k_offsets, num_keys, members),
-            ("tiles of keys", num_keys, members),
-            q_offsets,
-            k_offsets,
-        )
-        programs = min((table.shape[0] - 1) * kv_heads, multiprocessors)
-        tiles = num_queries // QUERIES + num_rows
-        scratch_tiles = num_heads * tiles
-        flags = torch.zeros(num_heads, tiles, dtype=torch.int32, device=q.device)
+    together = 1 << (max(1, TOKENS_IN_FLIGHT // (QUERIES * num_heads)).bit_length() - 1)
+    table = remembered(
+        lambda: wave_table(q_offsets, k_offsets, num_keys, together),
+        ("waves of keys", num_keys, together),
+        q_offsets,
+        k_offsets,
+    )
+    programs = min((table.shape[0] - 1) * kv_heads, processors(q.device))
+    tiles = num_queries // QUERIES + q_offsets.shape[0] - 1
+    flags = torch.zeros(num_heads, tiles, dtype=torch.int32, device=q.device)
     scratch = torch.empty(
-        scratch_tiles * QUERIES * head_dim if max_k > KEYS else 4, dtype=torch.float32, device=q.device
+        (num_heads * tiles if max_k > KEYS else 1) * QUERIES * head_dim, dtype=torch.float32, device=q.device
     )
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
-    dk_desc, dv_desc = (head_descriptor(x, QUERIES)[0] for x in (dk, dv))
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     inputs = (q_desc, k_desc, v_desc, g_desc)
+    sums_desc = lines_descriptor(scratch, head_dim)
     kinds, kinds_of_heads = head_kinds(activations)
     strides = tuple(x.strides[0] for x in inputs)
     constants = (
-        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0, owned,
+        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
     )  # fmt: skip
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *strides, *constants),
-        *inputs, dk_desc, dv_desc, *(x.base for x in inputs), *strides, table, num_rows, flags, tiles, scratch,
+        *inputs, sums_desc, *(x.base for x in inputs), *strides, table, flags, tiles, scratch,
         dq, dk, dv, float(score_scale), float(out_scale), left, right, *constants,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def owns_rows(
-    num_queries: int,
-    num_keys: int,
-    num_rows: int,
-    kv_heads: int,
-    max_q: int,
-    max_k: int,
-    multiprocessors: int,
-) -> bool:
-    """Whether each block is to take all key tiles of a row and key head, rather than single tiles.
-
-    It pays for many queries and few keys, whose gradients then need a tenth of the memory, where rows are so many that
-    all blocks have much the same work, whatever their lengths.
-    """
-    few_keys = max_k <= OWNED_KEYS and max_q >= OWNED_QUERIES
-    return few_keys and num_queries * num_keys * kv_heads >= 4 * multiprocessors * max_q * max_k * num_rows
-
-
-@gluon.jit(do_not_specialize=["num_rows", "tiles_stride"])
+@gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, g_desc, dk_desc, dv_desc, q_ptr, k_ptr, v_ptr, g_ptr, q_row, k_row, v_row, g_row, table_ptr,
-    num_rows, flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+    q_desc, k_desc, v_desc, g_desc, sums_desc, q_ptr, k_ptr, v_ptr, g_ptr, q_row, k_row, v_row, g_row, table_ptr,
+    flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
     G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    OWNED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -160,39 +125,36 @@ def _backward_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    step_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     dq_turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)
         mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
+        mbarrier.init(step_done.index(i), count=2)
         mbarrier.init(dq_turn.index(i), count=1)
-    mbarrier.init(done, count=2)
     fence_async_shared()
     buffers = (k_s, v_s, q_s, g_s, ds_s, controls)
-    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done)
+    bars = (q_full, g_full, step_done, k_full, k_empty, ds_full, dq_turn)
     gl.warp_specialize(
         [
-            (differentiate, (dk_desc, dv_desc, buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale,
-                             out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, OWNED, 0)),
-            (differentiate, (dk_desc, dv_desc, buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale,
-                             out_scale, left, right, KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, OWNED, 1)),
-            (load_tiles, ((q_desc, k_desc, v_desc, g_desc), (q_ptr, k_ptr, v_ptr, g_ptr), (q_row, k_row, v_row, g_row),
-                          (dk_ptr, dv_ptr), buffers, bars, table_ptr, num_rows, flags_ptr, tiles_stride, left, right,
-                          Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT, OWNED)),
+            (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+                             KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 0)),
+            (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+                             KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 1)),
+            (load_tiles, ((q_desc, k_desc, v_desc, g_desc, sums_desc), (q_ptr, k_ptr, v_ptr, g_ptr),
+                          (q_row, k_row, v_row, g_row), (dk_ptr, dv_ptr), scratch_ptr, buffers, bars, table_ptr,
+                          flags_ptr, tiles_stride, left, right, Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP,
+                          LEFT, RIGHT)),
         ],
         [4, 4],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip
 
 

@@ -42,37 +42,48 @@ def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr):
     return y, dy
 
 
-# Pairs of scores $2, $3 and constants $4, $6, $8 to a value and a slope in bfloat16, two to a register all the way but
-# for the tanh t. With h = 1 + t and e = 1 - t the slope is h + x u'(x) h e. Both are made of t before it is rounded:
-# made of e, which is nearly 2 where x is far below 0, h would be off by as much as it is.
-_PACKED_GELU_TANH = gl.constexpr("""{
-    .reg .b32 s, u, v, w, linear, cubic, slope;
-    .reg .f32 x, y, x1, y1;
-    cvt.rn.bf16x2.f32 s, $3, $2;
-    cvt.rn.bf16x2.f32 linear, $4, $4;
-    cvt.rn.bf16x2.f32 cubic, $6, $6;
-    cvt.rn.bf16x2.f32 slope, $8, $8;
-    mul.rn.bf16x2 w, s, s;
-    fma.rn.bf16x2 u, w, cubic, linear;
-    mul.rn.bf16x2 u, u, s;
-    fma.rn.bf16x2 w, w, slope, linear;
-    mul.rn.bf16x2 w, w, s;
-    shl.b32 v, u, 16;
-    and.b32 u, u, 0xFFFF0000;
-    mov.b32 x, v;
-    mov.b32 y, u;
-    tanh.approx.f32 x, x;
-    tanh.approx.f32 y, y;
-    add.f32 x1, x, 0f3F800000;
-    add.f32 y1, y, 0f3F800000;
-    cvt.rn.bf16x2.f32 u, y1, x1;
-    sub.f32 x, 0f3F800000, x;
-    sub.f32 y, 0f3F800000, y;
-    cvt.rn.bf16x2.f32 v, y, x;
-    mul.rn.bf16x2 $0, s, u;
-    mul.rn.bf16x2 w, w, v;
-    fma.rn.bf16x2 $1, w, u, u;
-}""")
+PAIRS = 4
+
+
+def _packed_gelu_tanh() -> str:
+    """PTX of PAIRS pairs of scores and three constants to values and slopes in bfloat16, two to a register.
+
+    All but the tanh t is done in pairs. Both 1 + t, of which the value is made, and 1 - t^2 are made of t before it is
+    rounded: they are small where |x| is large, and would be off by as much as they are. Step by step for all pairs,
+    because the compiler leaves the order as it is when registers are scarce: one pair after the other, each would wait
+    for the tanh of its own.
+    """
+    scores = 2 * PAIRS
+    linear, cubic, slope = (f"${scores + 2 * PAIRS * (n + 1)}" for n in range(3))
+    pair = range(PAIRS)
+    lines = [
+        *(f".reg .b32 s{i}, u{i}, w{i}; .reg .f32 x{i}, y{i}, h{i}, k{i};" for i in pair),
+        ".reg .b32 linear, cubic, slope;",
+        f"cvt.rn.bf16x2.f32 linear, {linear}, {linear};",
+        f"cvt.rn.bf16x2.f32 cubic, {cubic}, {cubic};",
+        f"cvt.rn.bf16x2.f32 slope, {slope}, {slope};",
+        *(f"cvt.rn.bf16x2.f32 s{i}, ${scores + 2 * i + 1}, ${scores + 2 * i};" for i in pair),
+        *(f"mul.rn.bf16x2 w{i}, s{i}, s{i};" for i in pair),
+        *(f"fma.rn.bf16x2 u{i}, w{i}, cubic, linear;" for i in pair),
+        *(f"mul.rn.bf16x2 u{i}, u{i}, s{i};" for i in pair),
+        *(f"shl.b32 x{i}, u{i}, 16; and.b32 y{i}, u{i}, 0xFFFF0000;" for i in pair),
+        *(f"tanh.approx.f32 x{i}, x{i}; tanh.approx.f32 y{i}, y{i};" for i in pair),
+        *(f"fma.rn.bf16x2 w{i}, w{i}, slope, linear;" for i in pair),
+        *(f"mul.rn.bf16x2 w{i}, w{i}, s{i};" for i in pair),
+        *(f"add.f32 h{i}, x{i}, 0f3F800000; add.f32 k{i}, y{i}, 0f3F800000;" for i in pair),
+        *(f"cvt.rn.bf16x2.f32 u{i}, k{i}, h{i};" for i in pair),
+        *(f"neg.f32 h{i}, x{i}; fma.rn.f32 x{i}, h{i}, x{i}, 0f3F800000;" for i in pair),
+        *(f"neg.f32 k{i}, y{i}; fma.rn.f32 y{i}, k{i}, y{i}, 0f3F800000;" for i in pair),
+        *(f"mul.rn.bf16x2 ${i}, s{i}, u{i};" for i in pair),
+        *(f"cvt.rn.bf16x2.f32 s{i}, y{i}, x{i};" for i in pair),
+        *(f"fma.rn.bf16x2 ${PAIRS + i}, w{i}, s{i}, u{i};" for i in pair),
+    ]
+    return "{" + " ".join(lines) + "}"
+
+
+_PACKED_GELU_TANH = gl.constexpr(_packed_gelu_tanh())
+_PACKED_OPERANDS = gl.constexpr(",".join(["=r"] * 2 * PAIRS + ["f"] * 8 * PAIRS))
+_PACKED = gl.constexpr(2 * PAIRS)
 
 
 @gluon.jit
@@ -94,7 +105,7 @@ def unscaled_value_and_slope(s, scale, kind, KINDS: gl.constexpr, dtype: gl.cons
         zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
         y, dy = gl.inline_asm_elementwise(
             _PACKED_GELU_TANH,
-            "=r,=r,f,f,f,f,f,f,f,f",
+            _PACKED_OPERANDS,
             [
                 s,
                 zero + _TANH_1 * half,
@@ -103,7 +114,7 @@ def unscaled_value_and_slope(s, scale, kind, KINDS: gl.constexpr, dtype: gl.cons
             ],
             (gl.bfloat16, gl.bfloat16),
             is_pure=False,
-            pack=2,
+            pack=_PACKED,
         )
     elif len(KINDS) == 1:
         y, dy = _unscaled(s, scale, KINDS, 0)

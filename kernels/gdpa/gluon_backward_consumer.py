@@ -7,10 +7,13 @@ operands in registers for dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of 
 warpgroups, is made one step late, and the scores of a step at the end of the one before, over the borders of key tiles
 and rows.
 
-Registers decide the speed: 128 of a thread's 240 are sums of dk and dv, and at most three more blocks of 32 are alive
+Registers decide the speed: 128 of a thread's 232 are sums of dk and dv, and at most three more blocks of 32 are alive
 at a time. Local memory is no place for the rest, because shared memory leaves too little of the first cache: a value
 that is spilled takes as long to come back as one from memory. So there is one loop over steps, whose numbers are read
-from shared memory where they are used, see `gluon_backward_items`.
+from shared memory where they are used, see `gluon_backward_items`. And dp is asked for after the activations: in flight
+before, it would leave them so few registers that they would be made one after the other, each waiting for its tanh.
+
+dk and dv leave from registers: the place of the tile's values is that of sums of dq by then.
 
 Nothing of a row is summed, so a step needs its own tiles alone. But the slope of an activation at 0 is not 0: pairs
 that do not exist are masked in the scores, for p, and again in dp, for ds.
@@ -23,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -46,8 +48,9 @@ from kernels.gdpa.gluon_backward_items import (
     STOP,
     field,
     read_control,
+    sums_in,
 )
-from kernels.jagged.gluon_backward_consumer import SCORES, cells, load_dq, store_rows
+from kernels.jagged.gluon_backward_consumer import SCORES, cells
 from kernels.jagged.gluon_backward_steps import STAGES
 
 
@@ -77,6 +80,70 @@ def _existing(x, keys, queries, offset, left, right, LEFT: gl.constexpr, RIGHT: 
     return x
 
 
+QUADS = 2
+
+
+def _turn_quads() -> str:
+    """PTX that turns QUADS times four words of each thread of a quad: word i of thread j becomes word j of thread i."""
+    groups = range(QUADS)
+    lines = [
+        ".reg .b32 lane; .reg .pred p, q;",
+        *(f".reg .b32 a{n}, b{n}, c{n}, d{n}, x{n}, y{n};" for n in groups),
+        "mov.u32 lane, %laneid; and.b32 x0, lane, 1; setp.ne.b32 p, x0, 0; and.b32 x0, lane, 2; setp.ne.b32 q, x0, 0;",
+    ]
+    for n in groups:
+        w = [f"${4 * QUADS + 4 * n + i}" for i in range(4)]
+        lines.append(f"selp.b32 x{n}, {w[0]}, {w[1]}, p; selp.b32 y{n}, {w[2]}, {w[3]}, p;")
+        lines.append(f"shfl.sync.bfly.b32 x{n}, x{n}, 1, 0x1f, -1; shfl.sync.bfly.b32 y{n}, y{n}, 1, 0x1f, -1;")
+    for n in groups:
+        w = [f"${4 * QUADS + 4 * n + i}" for i in range(4)]
+        lines.append(f"selp.b32 a{n}, x{n}, {w[0]}, p; selp.b32 b{n}, {w[1]}, x{n}, p;")
+        lines.append(f"selp.b32 c{n}, y{n}, {w[2]}, p; selp.b32 d{n}, {w[3]}, y{n}, p;")
+        lines.append(f"selp.b32 x{n}, a{n}, c{n}, q; selp.b32 y{n}, b{n}, d{n}, q;")
+        lines.append(f"shfl.sync.bfly.b32 x{n}, x{n}, 2, 0x1f, -1; shfl.sync.bfly.b32 y{n}, y{n}, 2, 0x1f, -1;")
+    for n in groups:
+        w = [f"${4 * n + i}" for i in range(4)]
+        lines.append(f"selp.b32 {w[0]}, x{n}, a{n}, q; selp.b32 {w[1]}, y{n}, b{n}, q;")
+        lines.append(f"selp.b32 {w[2]}, c{n}, x{n}, q; selp.b32 {w[3]}, d{n}, y{n}, q;")
+    return "{" + " ".join(lines) + "}"
+
+
+_TURN_QUADS = gl.constexpr(_turn_quads())
+_TURNED = gl.constexpr(",".join(["=r"] * 4 * QUADS + ["r"] * 4 * QUADS))
+_TURNED_WORDS = gl.constexpr(4 * QUADS)
+
+
+@gluon.constexpr_function
+def _fours(words):
+    """Layout of an accumulator [64, words] of words in which those four apart are neighbours in a thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 4], [0, 8], *([0, 16 << i] for i in range((words // 32).bit_length())), [8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, words],
+    )
+
+
+@gluon.jit
+def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
+    """The first `rows` rows of x [64, columns], an accumulator, to rows STRIDE elements apart, 16 bytes a thread."""
+    WORDS: gl.constexpr = x.shape[1] // 2
+    TYPE: gl.constexpr = "bf16" if pointer.dtype.element_ty == gl.bfloat16 else "f16"
+    even, odd = x.reshape([64, WORDS, 2]).split()
+    words = gl.inline_asm_elementwise(f"cvt.rn.{TYPE}x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    words = gl.convert_layout(words, _fours(WORDS))
+    words = gl.inline_asm_elementwise(_TURN_QUADS, _TURNED, [words], gl.int32, False, _TURNED_WORDS)
+    words = words.reshape([64, WORDS // 16, 4, 4]).permute((0, 1, 3, 2)).reshape([64, WORDS])
+    LAYOUT: gl.constexpr = words.type.layout
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    # Not known before, or it and what follows from it would be computed once and spilled.
+    row += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [rows], gl.int32, False, 1)
+    column = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    pointer = pointer.to(gl.pointer_type(gl.int32), bitcast=True)
+    gl.store(gl.expand_dims(pointer + row * (STRIDE // 2), 1) + column, words, mask=gl.expand_dims(row < rows, 1))
+
+
 @gluon.jit
 def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
@@ -84,13 +151,7 @@ def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
     The caller sees to it that the key tiles of a row take turns, in their order.
     """
     if last:
-        LAYOUT: gl.constexpr = dq.type.layout
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        # Not known before, or it and what follows from it would be computed once and spilled.
-        row += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [rows], gl.int32, False, 1)
-        column = gl.expand_dims(gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-        x = (dq * scale).to(pointer.dtype.element_ty)
-        gl.store(gl.expand_dims(pointer + row * STRIDE, 1) + column, x, mask=gl.expand_dims(row < rows, 1))
+        _store_rows(dq * scale, pointer, rows, STRIDE)
     else:
         flat = cells(dq)
         cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
@@ -101,34 +162,31 @@ def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _store_tile(x, buffer, desc, row, column, pointer, rows, STRIDE: gl.constexpr):
-    """The first `rows` rows of x [64, d] to the tensor of `desc` and `pointer`, through `buffer`.
-
-    A whole block goes by TMA, which nothing waits for before `buffer` is used again; a longer one than `rows` would
-    write over the next row.
-    """
-    buffer.store(x.to(buffer.dtype))
-    if rows >= 64:
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row, column], buffer)
-    else:
-        LANES: gl.constexpr = buffer.shape[1] // 8
-        y = buffer.load(gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0]))
-        store_rows(y, pointer + row.to(gl.int64) * STRIDE + column, rows, STRIDE)
-        fence_async_shared()
-
-
-@gluon.jit
 def _place_of(control, scratch_ptr, D: gl.constexpr, C: gl.constexpr):
     return scratch_ptr + (field(control, SCRATCH_TILE).to(gl.int64) * (64 * D) + C * (32 * D))
 
 
 @gluon.jit
-def _begin_dq(controls, step, scratch_ptr, D: gl.constexpr, C: gl.constexpr):
-    """What earlier key tiles left of columns C of dq of a step, if it is the last to add to them, or zeros."""
-    control = read_control(controls, step)
-    wanted = (field(control, KIND) & (FIRST | LAST) == LAST) & (step >= 0)
-    return load_dq(_place_of(control, scratch_ptr, D, C), wanted, D // 2)
+def _row_of(pointer, control, C: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
+    """Where warpgroup C's rows of dk or dv of a step's key tile are."""
+    key = field(control, KEY) + C * 64
+    return pointer + (key.to(gl.int64) * (HEADS * D) + field(control, HEAD) // GROUP * D)
+
+
+@gluon.jit
+def _begin_dq(controls, step, v_s, slot, D: gl.constexpr, C: gl.constexpr):
+    """What earlier key tiles left of columns C of dq of a step, if it is the last to add to them, or zeros.
+
+    It lies in the place `slot` of values.
+    """
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+    dq = gl.zeros((64, D // 2), gl.float32, HALF)
+    if (field(read_control(controls, step), KIND) & (FIRST | LAST) == LAST) & (step >= 0):
+        lines = cells(dq).reshape([D, 32])
+        lines = sums_in(v_s, slot, C).load(lines.type.layout)
+        sums = lines.reshape([D // 16, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D // 2])
+        dq = gl.convert_layout(sums, HALF)
+    return dq
 
 
 @gluon.jit
@@ -147,13 +205,13 @@ def _end_dq(
 
 @gluon.jit
 def differentiate(
-    dk_desc, dv_desc, buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+    buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, OWNED: gl.constexpr, C: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, controls = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
+    q_full, g_full, step_done, k_full, k_empty, ds_full, dq_turn = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
     HALF: gl.constexpr = D // 2
@@ -168,7 +226,7 @@ def differentiate(
     tile = 0
     step = 0
     mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     more = field(read_control(controls, 0), KIND) & STOP == 0
@@ -185,72 +243,58 @@ def differentiate(
         keys = field(control, KEYS_LEFT) - C * 64
         queries = field(control, QUERIES_LEFT)
         offset = field(control, OFFSET) + C * 64
-        mbarrier.wait(g_full.index(stage), step // STAGES & 1)
-        dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
         y, slope = unscaled_value_and_slope(s, score_scale, kind_of(field(control, HEAD), HEAD_KINDS), KINDS, dtype)
         # Rounded too, because that halves its registers: there is not one to spare.
         slope = rounded(slope, dtype)
         p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
+        mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+        dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_left, g, dv, use_acc=kind & STARTS == 0, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         dp = _existing(dp, keys, queries, offset, left, right, LEFT, RIGHT)
         ds = rounded_product(slope, dp, dtype)
-        if not OWNED:
-            mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-        dq = _begin_dq(controls, step - 1, scratch_ptr, D, C)
-        mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+        dq = _begin_dq(controls, step - 1, v_s, kv ^ 1, D, C)
+        mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
         ds_s.index(buffer * 2 + C).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(buffer), count=1)
-
         old_slot = (tile - starts.to(gl.int32)) & 1
         ds_left = gl.convert_layout(ds, LEFT_OPERAND)
         dk = warpgroup_mma(ds_left, q_s.index(stage), dk, use_acc=kind & STARTS == 0, is_async=True)
-        mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
         for c in gl.static_range(2):
             k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
             dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
         dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
-        if OWNED:
-            mbarrier.arrive(stage_empty.index(stage), count=1)
+        if leaves:
+            _store_rows(dv * dv_scale, _row_of(dv_ptr, control, C, HEADS, GROUP, D), keys, HEADS * D)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        if OWNED:
-            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-        if starts and step > 0:  # dk of the tile before has left from the place of its values
-            tma.store_wait(0)
-            mbarrier.arrive(kv_empty.index(old_slot), count=1)
+        if starts & (step > 0):
+            mbarrier.arrive(k_empty.index(old_slot), count=1)
         tile += leaves.to(gl.int32)
         after = (step + 1) % STAGES
         mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
-        mbarrier.wait(kv_full.index(tile & 1), tile // 2 & 1)
+        mbarrier.wait(k_full.index(tile & 1), tile // 2 & 1)
         s = warpgroup_mma(
             k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
-        if not OWNED:  # the loader takes it for a sign that dq has been added to
-            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-            mbarrier.arrive(stage_empty.index(stage), count=1)
-        if leaves:  # the values of this tile have had their last use
-            key = field(read_control(controls, step), KEY) + C * 64
-            column = field(read_control(controls, step), HEAD) // GROUP * D
-            _store_tile(dv * dv_scale, v_s.index(kv * 2 + C), dv_desc, key, column, dv_ptr, keys, HEADS * D)
-            tma.store_wait(0)
-            _store_tile(dk * scale, v_s.index(kv * 2 + C), dk_desc, key, column, dk_ptr, keys, HEADS * D)
+        mbarrier.arrive(step_done.index(buffer), count=1)
+        if leaves:
+            _store_rows(dk * scale, _row_of(dk_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D)
         s = warpgroup_mma_wait(0, deps=(s,))
         step += 1
         more = field(read_control(controls, step), KIND) & STOP == 0
     # dq of the last step.
     old = (step & 1) ^ 1
     old_slot = (tile - 1) & 1
-    if not OWNED:
-        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-    dq = _begin_dq(controls, step - 1, scratch_ptr, D, C)
-    mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    dq = _begin_dq(controls, step - 1, v_s, old_slot, D, C)
+    mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
     for c in gl.static_range(2):
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
-    mbarrier.arrive(done, count=1)
-    tma.store_wait(0)
+    mbarrier.arrive(step_done.index(step & 1), count=1)

@@ -1,15 +1,9 @@
-"""Which key tiles a block of the Hopper backward of GDPA takes, and what it knows of each step of them.
-
-An item is all key tiles of a row and key head, which the block OWNs, or one of them, dealt over the blocks.
-"""
+"""What the warpgroups of the Hopper backward of GDPA tell each other of its steps, and where sums of dq wait."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from kernels.jagged.gluon_backward_steps import turns_of
-from kernels.scheduling import dealt_position, num_rounds
 
 # What the loader leaves for the other warpgroups about each step, so that they keep none of it in registers: they have
 # none to spare, and a number that a thread spills is spilled 256 times.
@@ -53,71 +47,7 @@ def field(control, index: gl.constexpr):
 
 
 @gluon.jit
-def items_of(table_ptr, num_rows, HEADS: gl.constexpr, OWNED: gl.constexpr):
-    """How many items there are: rows of `attention_rows.row_table`, or what the head of `tile_table` says, per head."""
-    if OWNED:
-        items = num_rows * HEADS
-    else:
-        items = gl.load(table_ptr) * HEADS
-    return items
-
-
-@gluon.jit
-def dealt_turns(num_items, OWNED: gl.constexpr):
-    """How many of them this block takes."""
-    if OWNED:
-        turns = num_rounds(num_items)
-    else:
-        turns = turns_of(num_items)
-    return turns
-
-
-@gluon.jit
-def item_of(turn, num_items, OWNED: gl.constexpr):
-    """The item of a turn, the last item after that. Tiles whose blocks wait for each other are dealt in their order."""
-    if OWNED:
-        item = dealt_position(turn)
-    else:
-        item = turn * gl.num_programs(0) + gl.program_id(0)
-    return gl.minimum(item, num_items - 1)
-
-
-@gluon.jit
-def entry_of(table_ptr, item, HEADS: gl.constexpr, OWNED: gl.constexpr):
-    """Pointer to the eight fields of an item."""
-    row = item // HEADS
-    if not OWNED:
-        row += 1
-    return table_ptr + row.to(gl.int64) * 8
-
-
-@gluon.jit
-def item_at(table_ptr, turn, num_items, HEADS: gl.constexpr, OWNED: gl.constexpr):
-    """(first query, queries, first key, keys, first tile of queries, key tile, key head) of the item of a turn."""
-    item = item_of(turn, num_items, OWNED)
-    entry = entry_of(table_ptr, item, HEADS, OWNED)
-    return (
-        gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4),
-        gl.load(entry + 5), item % HEADS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def key_tiles_in_item(j, key_tiles, OWNED: gl.constexpr):
-    """First key tile of an item and the one after its last."""
-    first = j
-    end = j + 1
-    if OWNED:
-        first = j * 0
-        end = key_tiles
-    return first, end
-
-
-@gluon.jit
-def scratch_tile(q_head, member, first_tile, i, tiles_stride, GROUP: gl.constexpr, OWNED: gl.constexpr):
-    """Which tile of the scratch has dq of tile i of the queries: a block that owns rows needs one row's at a time."""
-    if OWNED:
-        tile = (gl.program_id(0) * GROUP + member) * tiles_stride + i
-    else:
-        tile = q_head * tiles_stride + first_tile + i
-    return tile
+def sums_in(v_s, slot, C: gl.constexpr):
+    """The place `slot` of values, while it has none, as that of columns C of dq in lines of 32 sums."""
+    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    return v_s.index(slot * 2 + C)._reinterpret(gl.float32, [v_s.shape[2], 32], LINES)

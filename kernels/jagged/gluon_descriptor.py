@@ -54,6 +54,17 @@ def line_descriptor(x: Tensor, length: int) -> TensorDescriptor:
     return _Checked(x, [x.numel()], [1], [length], _line_layout())
 
 
+def lines_descriptor(x: Tensor, lines: int) -> TensorDescriptor:
+    """TMA descriptor of blocks of `lines` lines of 32 numbers of a contiguous float32 tensor."""
+    return _Checked(x, [x.numel() // 32, 32], [32, 1], [lines, 32], _lines_layout())
+
+
+@cache
+def _lines_layout() -> gl.NVMMASharedLayout:
+    """Where lines of 32 float32 numbers lie in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+
 @cache
 def _line_layout() -> gl.NVMMASharedLayout:
     """Where a run of float32 numbers lies in shared memory."""

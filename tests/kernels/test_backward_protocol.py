@@ -62,26 +62,20 @@ def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[t
 
 
 class Program:
-    counts: ClassVar = {"q_full": 2, "g_full": 1, "stage_empty": 2, "kv_full": 1, "kv_empty": 2}
+    """What the two kernels have in common, and GDPA's."""
+
+    counts: ClassVar = {"q_full": 2, "g_full": 1, "step_done": 2, "k_full": 1, "k_empty": 2, "ds_full": 2, "dq_turn": 1}
+    unadded: ClassVar = 0  # first steps that the loader never waits for
 
     def __init__(
-        self,
-        items: list[Any],
-        group: int,
-        window: Row,
-        owned: bool,
-        flags: dict[Any, int],
-        sums: dict[Any, list[int]],
+        self, items: list[Any], group: int, window: Row, flags: dict[Any, int], sums: dict[Any, list[int]]
     ) -> None:
-        self.items, self.group, self.window, self.owned, self.flags, self.sums = (
-            items, group, window, owned, flags, sums,
-        )  # fmt: skip
-        counts = self.counts | {"ds_full": 2, "ds_empty": 2, "dq_turn": 1}
-        self.bars = {name: (Barrier(number), Barrier(number)) for name, number in counts.items()}
-        self.done = Barrier(2)
+        self.items, self.group, self.window, self.flags, self.sums = items, group, window, flags, sums
+        self.bars = {name: (Barrier(number), Barrier(number)) for name, number in self.counts.items()}
         self.q: list[Any] = [None, None]
         self.g: list[Any] = [None, None]
-        self.kv: list[Any] = [None, None]
+        self.k: list[Any] = [None, None]
+        self.v: list[Any] = [None, None]  # of a key tile, or sums of dq of a step
         self.ds: list[list[Any]] = [[None, None], [None, None]]
         self.controls: list[Any] = [None] * 4
 
@@ -92,21 +86,36 @@ class Program:
         """For the `use`-th filling of a double buffer, or for its place to be free."""
         return self.bars[name][use % 2].ready((use // 2 & 1) ^ free)
 
+    def all_added(self, step: int) -> Event:
+        """Both consumers have added dq of the step two before `step`."""
+        return self.wait("step_done", step - 1)
+
     def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
         """What the loader does for the order of sums in dq; `recent` are the flags of the last three steps."""
         self.lift(recent.pop())
         if height > 0 and self.flags[index] < height:
-            if step > 1:
-                yield self.wait("ds_empty", step - 2)
+            if step > self.unadded:
+                yield self.all_added(step)
             self.lift(recent.pop())
             recent.append(None)
             yield lambda: self.flags[index] >= height
-        if step > 0:
-            self.bars["dq_turn"][(step - 1) % 2].arrive()
 
     def lift(self, index: Any) -> None:
         if index is not None:
             self.flags[index] += 1
+
+    def bring_sums(self, step: int, slot: int) -> Iterator[Event]:
+        """Let dq of the step before be made, from what earlier key tiles left of it if this is the last."""
+        if step == 0:
+            return
+        (row, head, member, i), j, first, last = self.controls[(step - 1) % 4]
+        if j == last and j != first:
+            yield self.wait("ds_full", step - 1)
+            for c in range(2):
+                assert self.sums[c, row, head, member, i] == list(range(first, j)), "sums are read too early"
+            self.v[slot] = ("sums", step - 1)
+            yield None
+        self.bars["dq_turn"][(step - 1) % 2].arrive()
 
     def loader(self) -> Iterator[Event]:
         tile = step = height = 0
@@ -116,45 +125,53 @@ class Program:
             row, (_, keys), j, head = item
             steps = steps_of(item, self.group, self.window)
             if steps:
-                yield self.wait("kv_empty", tile, free=True)
-                self.kv[tile % 2] = (row, j, head)
+                yield self.wait("k_empty", tile, free=True)
+                self.k[tile % 2] = (row, j, head)
                 yield None
-                self.bars["kv_full"][tile % 2].arrive()
+                self.bars["k_full"][tile % 2].arrive()
                 tile += 1
-            for member, i in steps:
-                yield self.wait("stage_empty", step, free=True)
-                for name, buffer in (("q", self.q), ("g", self.g)):
-                    buffer[step % 2] = (row, head, member, i)
-                    yield None
-                    self.bars[f"{name}_full"][step % 2].arrive()
-                self.controls[step % 4] = (row, head, member, i)
+            for n, (member, i) in enumerate(steps):
+                if step > 1:
+                    yield self.wait("step_done", step - 2)
+                own = (row, head, member, i)
+                self.q[step % 2] = own
                 yield None
                 self.bars["q_full"][step % 2].arrive()
-                if not self.owned:
-                    yield from self.take_turn(step, index, height, recent)
                 first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
-                index, height = (row, head, member, i), j - first
+                self.controls[step % 4] = own, j, first, last
+                yield None
+                self.bars["q_full"][step % 2].arrive()
+                self.g[step % 2] = own
+                if n == 0:
+                    if step > 0:
+                        yield self.wait("ds_full", step - 1)
+                    self.v[(tile - 1) % 2] = (row, j, head)
+                yield None
+                self.bars["g_full"][step % 2].arrive()
+                yield from self.take_turn(step, index, height, recent)
+                yield from self.bring_sums(step, tile % 2)
+                index, height = own, j - first
                 recent.insert(0, index if j < last else None)
                 step += 1
-        yield self.wait("stage_empty", step, free=True)
+        if step > 1:
+            yield self.wait("step_done", step - 2)
         self.controls[step % 4] = "stop"
         for _ in range(2):
             self.bars["q_full"][step % 2].arrive()
-        yield self.wait("kv_empty", tile, free=True)
-        self.bars["kv_full"][tile % 2].arrive()
-        if not self.owned:
-            yield from self.take_turn(step, index, height, recent)
-        yield self.done.ready(0)
-        if not self.owned:
-            for flag in reversed(recent):
-                self.lift(flag)
+        yield self.wait("k_empty", tile, free=True)
+        self.bars["k_full"][tile % 2].arrive()
+        yield from self.take_turn(step, index, height, recent)
+        yield from self.bring_sums(step, (tile - 1) % 2)
+        yield self.wait("step_done", step)
+        for flag in reversed(recent):
+            self.lift(flag)
 
     def consumer(self, c: int) -> Iterator[Event]:
         tile = step = old_slot = 0
         previous: Any = None
         left_tile = False
         yield self.wait("q_full", 0)
-        yield self.wait("kv_full", 0)
+        yield self.wait("k_full", 0)
         for item in self.items:
             row, (_, keys), j, head = item
             steps = steps_of(item, self.group, self.window)
@@ -162,65 +179,62 @@ class Program:
             tile += bool(steps)
             for n, (member, i) in enumerate(steps):
                 own = (row, head, member, i)
-                assert self.controls[step % 4] == own
+                assert self.controls[step % 4][0] == own
                 yield self.wait("g_full", step)
                 assert self.g[step % 2] == self.q[step % 2] == own
-                assert self.kv[slot] == (row, j, head)
-                if step > 0 and not self.owned:
+                yield None
+                assert self.k[slot] == self.v[slot] == (row, j, head)
+                if step > 0:
                     yield self.wait("dq_turn", step - 1)
-                yield self.wait("ds_empty", step, free=True)
+                    self.begin(step, slot ^ 1, previous)
+                    yield self.wait("step_done", step - 1)
                 self.ds[step % 2][c] = step
                 yield None
                 self.bars["ds_full"][step % 2].arrive()
-                if step > 0:
-                    yield self.wait("ds_full", step - 1)
                 assert self.g[step % 2] == self.q[step % 2] == own
                 yield None
-                if self.owned:
-                    self.bars["stage_empty"][step % 2].arrive()
-                    yield None
                 if step > 0:
                     self.multiply(step, old_slot, previous)
-                    if self.owned:
-                        self.bars["ds_empty"][(step - 1) % 2].arrive()
                 if left_tile:
-                    self.bars["kv_empty"][old_slot].arrive()
+                    self.bars["k_empty"][old_slot].arrive()
                 left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
-                yield self.wait("kv_full", tile - 1 + left_tile)
+                yield self.wait("k_full", tile - 1 + left_tile)
                 if step > 0:
                     self.add(c, previous)
-                if not self.owned:
-                    yield None
-                    if step > 0:
-                        self.bars["ds_empty"][(step - 1) % 2].arrive()
-                    self.bars["stage_empty"][step % 2].arrive()
-                assert self.controls[step % 4] == own
-                previous = (own, j, key_tiles_of(i, max(count(keys, 128), 1), *self.window)[0])
+                yield None
+                assert self.controls[step % 4][0] == own
+                self.bars["step_done"][step % 2].arrive()
+                previous = (own, j, *key_tiles_of(i, max(count(keys, 128), 1), *self.window))
                 old_slot = slot
                 yield None
                 step += 1
             yield None
         if step > 0:
-            if not self.owned:
-                yield self.wait("dq_turn", step - 1)
-            yield self.wait("ds_full", step - 1)
+            yield self.wait("dq_turn", step - 1)
+            self.begin(step, old_slot, previous)
+            yield self.wait("step_done", step - 1)
             self.multiply(step, old_slot, previous)
             self.add(c, previous)
         assert self.controls[step % 4] == "stop"
-        self.done.arrive()
+        self.bars["step_done"][step % 2].arrive()
+
+    def begin(self, step: int, slot: int, previous: Any) -> None:
+        _, j, first, last = previous
+        if j == last and j != first:
+            assert self.v[slot] == ("sums", step - 1)
 
     def multiply(self, step: int, old_slot: int, previous: Any) -> None:
-        (row, head, _member, _i), j, _first = previous
+        (row, head, _member, _i), j, *_ = previous
         assert self.ds[(step - 1) % 2] == [step - 1, step - 1]
-        assert self.kv[old_slot] == (row, j, head)
+        assert self.k[old_slot] == (row, j, head)
 
     def add(self, c: int, previous: Any) -> None:
-        assert previous[0] in self.controls
+        assert previous[0] in (control[0] for control in self.controls if control is not None)
         self.sum_up(c, previous)
 
     def sum_up(self, c: int, previous: Any) -> None:
-        (row, head, member, i), j, first = previous
+        (row, head, member, i), j, first, *_ = previous
         added = self.sums[c, row, head, member, i]
         assert j == (added[-1] + 1 if added else first), "sums are out of order"
         added.append(j)
@@ -229,12 +243,23 @@ class Program:
 class AttentionProgram(Program):
     """One stage of q and g together, keys of the next item during this one, and no records of control."""
 
-    counts: ClassVar = {"q_full": 1, "g_full": 1, "g_empty": 2, "kv_full": 1, "kv_empty": 2}
+    counts: ClassVar = dict.fromkeys(("q_full", "g_full", "kv_full", "dq_turn"), 1) | dict.fromkeys(
+        ("g_empty", "kv_empty", "ds_full", "ds_empty", "done"), 2
+    )
+    unadded: ClassVar = 1
+
+    def all_added(self, step: int) -> Event:
+        return self.wait("ds_empty", step - 2)
+
+    def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
+        yield from super().take_turn(step, index, height, recent)
+        if step > 0:
+            self.bars["dq_turn"][(step - 1) % 2].arrive()
 
     def load_keys(self, item: Any, tile: int) -> Iterator[Event]:
         row, _, j, head = item
         yield self.wait("kv_empty", tile, free=True)
-        self.kv[tile % 2] = (row, j, head)
+        self.k[tile % 2] = (row, j, head)
         yield None
         self.bars["kv_full"][tile % 2].arrive()
 
@@ -271,7 +296,7 @@ class AttentionProgram(Program):
         yield self.wait("kv_empty", tile, free=True)
         self.bars["kv_full"][tile % 2].arrive()
         yield from self.take_turn(step, index, height, recent)
-        yield self.done.ready(0)
+        yield self.wait("done", 0)
         for flag in reversed(recent):
             self.lift(flag)
 
@@ -290,7 +315,7 @@ class AttentionProgram(Program):
                 own = (row, head, member, i)
                 yield self.wait("g_full", step)
                 assert self.g[step % 2] == self.q[step % 2] == own
-                assert self.kv[slot] == (row, j, head)
+                assert self.k[slot] == (row, j, head)
                 if step > 0:
                     yield self.wait("dq_turn", step - 1)
                 yield self.wait("ds_empty", step, free=True)
@@ -315,13 +340,13 @@ class AttentionProgram(Program):
                 step += 1
             yield None
             if steps:  # its values have had their last use, and dk and dv go through their place
-                assert self.kv[slot] == (row, j, head)
+                assert self.k[slot] == (row, j, head)
         if step > 0:
             yield self.wait("dq_turn", step - 1)
             yield self.wait("ds_full", step - 1)
             self.multiply(step, old_slot, previous)
             self.sum_up(c, previous)
-        self.done.arrive()
+        self.bars["done"][0].arrive()
 
 
 def walk(
@@ -332,36 +357,20 @@ def walk(
     group: int,
     programs: int,
     window: Row,
-    owned: bool,
     chance: random.Random,
 ) -> None:
-    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order.
-
-    Or, if programs own rows, all key tiles of a row and head one after the other.
-    """
+    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
     ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
     items = []
     for start in range(0, len(rows), members):
         taken = list(enumerate(ordered))[start : start + members]
         for j in range(max(max(count(keys, 128), 1) for _, (_, keys) in taken)):
             items += [(r, row, j, h) for r, row in taken if j < max(count(row[1], 128), 1) for h in range(heads)]
-    if owned:
-        items = [
-            (r, row, j, h)
-            for r, row in enumerate(ordered)
-            for h in range(heads)
-            for j in range(max(count(row[1], 128), 1))
-        ]
     flags: dict[Any, int] = defaultdict(int)
     sums: dict[Any, list[int]] = defaultdict(list)
     running: list[list[Any]] = []
     for place in range(min(programs, len(items))):
-        dealt = items[place::programs]
-        if owned:  # zigzag or not makes no difference where nobody waits for others
-            pairs = sorted({(r, h) for r, _, _, h in items})
-            own = set(pairs[place::programs])
-            dealt = [item for item in items if (item[0], item[3]) in own]
-        program = kind(dealt, group, window, owned, flags, sums)
+        program = kind(items[place::programs], group, window, flags, sums)
         running += [[flow, None] for flow in program.flows()]
     while running:
         ready = [flow for flow in running if flow[1] is None or flow[1]()]
@@ -378,12 +387,12 @@ def walk(
                 assert sums[c, r, h, member, i] == list(range(first, last + 1))
 
 
-@pytest.mark.parametrize(("kind", "owned"), [(Program, False), (Program, True), (AttentionProgram, False)])
+@pytest.mark.parametrize("kind", [Program, AttentionProgram])
 @pytest.mark.parametrize("seed", range(30))
-def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program], owned: bool) -> None:
+def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program]) -> None:
     chance = random.Random(seed)
     most = chance.choice([1, 64, 100, 300, 600]), chance.choice([1, 128, 200, 500])
     rows = [tuple(chance.choice([0, chance.randint(0, side), side]) for side in most) for _ in range(12)]
     window = chance.choice([(-1, -1), (-1, -1), (50, -1), (-1, 0), (100, 30), (0, 0)])
     members, group, programs = chance.choice([1, 2, 4, 8]), chance.choice([1, 3]), chance.choice([1, 2, 3, 5, 40])
-    walk(kind, rows, members, 2, group, programs, window, owned, chance)
+    walk(kind, rows, members, 2, group, programs, window, chance)

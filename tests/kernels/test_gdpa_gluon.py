@@ -79,7 +79,6 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
 
 def compiled_backward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16",
-    owned: bool = True,
 ) -> Compiled:  # fmt: skip
     def tile(swizzle: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
@@ -87,13 +86,13 @@ def compiled_backward(
 
     kinds, heads = head_kinds(names)
     constants = {f"{name}_STEP": d for name in "QKVG"} | {"HEADS": 2, "GROUP": 2, "LEFT": window, "RIGHT": window}
-    constants |= {"OWNED": owned}
-    signature = {f"{name}_desc": tile(d if name == "k" else 128) for name in ("q", "k", "v", "g", "dk", "dv")}
+    signature = {f"{name}_desc": tile(d if name == "k" else 128) for name in "qkvg"}
+    lines = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    signature["sums_desc"] = f"tensordesc<fp32[{d}, 32],{lines!r}>"
     signature |= {f"{name}_ptr": f"*{dtype}" for name in "qkvg"} | {f"{name}_row": "i32" for name in "qkvg"}
     signature |= {
         "table_ptr": "*i32",
         "flags_ptr": "*i32",
-        "num_rows": "i32",
         "tiles_stride": "i32",
         "scratch_ptr": "*fp32",
     }
@@ -111,7 +110,7 @@ def compiled_backward(
 
 @pytest.mark.parametrize(
     ("options", "spill_bytes"),
-    [({}, 320), ({"d": 64, "dtype": "fp16"}, 128), ({"names": MIXED}, 2048), ({"window": True, "owned": False}, 512)],
+    [({}, 64), ({"d": 64, "dtype": "fp16"}, 128), ({"names": MIXED}, 2048), ({"window": True}, 512)],
     ids=str,
 )
 def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str, Any], spill_bytes: int) -> None:
@@ -227,10 +226,8 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
-@pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("runs", "many tiles")])
-def test_gradients_match_float64(name: str, owned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_backward, "owns_rows", lambda *arguments: owned)
+def test_gradients_match_float64(name: str) -> None:
     (q, k, v), rest = problem(name)
     names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
     call = dict(zip(names, rest, strict=True))
@@ -246,10 +243,8 @@ def test_gradients_match_float64(name: str, owned: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
-@pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("name", ["grouped", "short rows", "window 50 -1"])
-def test_gradients_have_equal_bits_in_every_run(name: str, owned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_backward, "owns_rows", lambda *arguments: owned)
+def test_gradients_have_equal_bits_in_every_run(name: str) -> None:
     (q, k, v), rest = problem(name)
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     first, *others = (gluon_backward.backward(grad, q, k, v, *rest) for _ in range(20))

@@ -147,7 +147,7 @@ def matrix_scales(operand: Quantized) -> Tensor:
     table = operand.scales
     if not in_table(table):
         return table
-    words = table.t().contiguous()
+    words = table.t().clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of one column
     if table.dtype is torch.int32:
         scales = words.view(torch.uint8)
     else:

@@ -30,10 +30,11 @@ from tests.kernels import moe_standins
 from tests.kernels.moe_cases import random, routing, same_codes
 
 
-def test_tables_of_scales_are_those_of_the_matrix() -> None:
-    scales = torch.randint(1, 255, (256, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("steps", [3, 1])
+def test_tables_of_scales_are_those_of_the_matrix(steps: int) -> None:
+    scales = torch.randint(1, 255, (256, 4 * steps), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     shared = scales[:, ::4].repeat_interleave(4, 1)
-    codes = torch.zeros(256, 384, dtype=torch.float8_e4m3fn)
+    codes = torch.zeros(256, 128 * steps, dtype=torch.float8_e4m3fn)
     tables = {
         WORDS: scales.view(torch.int32).t().contiguous(),
         BYTES: shared[:, ::4].t().contiguous().view(torch.float8_e8m0fnu),
@@ -41,11 +42,12 @@ def test_tables_of_scales_are_those_of_the_matrix() -> None:
     }
     for form, table in tables.items():
         assert table.dtype is TABLES[form]
-        operand = Quantized(codes, table, 32 if form == WORDS else 128)
+        # A table of one step has the strides that it was made with, which are not those of its transpose.
+        operand = Quantized(codes, table.clone(memory_format=torch.contiguous_format), 32 if form == WORDS else 128)
         assert operand.lines == 256
         assert torch.equal(matrix_scales(operand), scales if form == WORDS else shared)
-    weights = Quantized(codes.view(2, 128, 384), tables[VALUES], 128)
-    assert torch.equal(matrix_scales(weights), shared.view(2, 128, 12))
+    weights = Quantized(codes.view(2, 128, 128 * steps), tables[VALUES], 128)
+    assert torch.equal(matrix_scales(weights), shared.view(2, 128, 4 * steps))
 
 
 @pytest.mark.gpu

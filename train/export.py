@@ -6,8 +6,7 @@ KeyedJaggedTensors, and whoever serves tables usually has them elsewhere. `train
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
 arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
-of the run's configuration
-(`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
+of the run's configuration (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
 Written to `out`, by default RUN_DIR/export:
 
 - `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere (and with `compile=false`) an exported program;
@@ -38,10 +37,6 @@ from train.config import Config, from_dict
 from train.data import build_source
 from train.data.source import Source
 from train.files import write_json
-
-# What runs on the host is glue: trying out the processor's vector instructions, one compilation for each kind, and
-# headers compiled beforehand, for one program, took half of the time of an export.
-COMPILE_OPTIONS = {"cpp.vec_isa_ok": False, "aot_inductor.precompile_headers": False}
 
 
 def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
@@ -92,9 +87,7 @@ def main(arguments: list[str]) -> Path:
     )
     compiled = device.type == "cuda" and options["compile"] == "true"
     if compiled:
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(out / "model.pt2"), inductor_configs=COMPILE_OPTIONS
-        )
+        torch._inductor.aoti_compile_and_package(program, package_path=str(out / "model.pt2"))
     else:
         save(program, out / "model.pt2")
     torch.save(model.embedding.state_dict(), out / "embedding.pt")

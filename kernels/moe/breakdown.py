@@ -114,7 +114,8 @@ def draw(results: dict[str, Any], path: str) -> None:
         axes.set(title=name, ylabel="ms, forward and backward")
         axes.set_xticks(range(len(arms)), [f"{arm}\n{values['peak_mib']:.0f} MiB" for arm, values in arms.items()])
         axes.tick_params(axis="x", rotation=30)
-    axes.legend(fontsize=8)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], fontsize=8, loc="outside center right")
     figure.savefig(path, dpi=100)
 
 

@@ -76,7 +76,7 @@ def _load(x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows,
           LEVELS: gl.constexpr):  # fmt: skip
     """The loading warpgroup: the weight, then pieces of the tiles into a ring that does not stop between tiles."""
     PIECE: gl.constexpr = x_desc.block_type.shape[1]
-    full, empty, placed, ready, _split = barriers
+    full, empty, placed, ready = barriers
     mbarrier.expect(ready, D_PIECES * weight_desc.block_type.nbytes)
     column = gl.program_id(0) % COLUMNS * (weights.shape[2] if TRANSPOSED else weights.shape[1])
     for p in gl.static_range(D_PIECES):
@@ -130,7 +130,6 @@ def _linear_kernel(
     ROW_BIAS: gl.constexpr,
     KEEP: gl.constexpr,
     EVEN: gl.constexpr,
-    EXACT: gl.constexpr,
     LEVELS: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
@@ -139,13 +138,11 @@ def _linear_kernel(
     HELD: gl.constexpr = (RING + SLOTS - 1) // SLOTS
     ring = gl.allocate_shared_memory(dtype, [RING] + x_desc.block_type.shape, x_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
-    lows = weights
-    if EXACT:
-        lows = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
     rows = gl.allocate_shared_memory(gl.int32, [HELD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     placed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+    # Only the first of the pair is waited for.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
@@ -155,15 +152,15 @@ def _linear_kernel(
     mbarrier.init(once.index(0), count=1)
     mbarrier.init(once.index(1), count=2)
     fence_async_shared()
-    barriers = (full, empty, placed, once.index(0), once.index(1))
+    barriers = (full, empty, placed, once.index(0))
     gl.warp_specialize(
         [
-            (multiply, (out_desc, before_desc, ring, weights, lows, rows, barriers, out, before, bias, row_bias,
+            (multiply, (out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias,
                          row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
-                         ROW_BIAS, KEEP, EVEN, SINGLE, EXACT, 0)),
-            (multiply, (out_desc, before_desc, ring, weights, lows, rows, barriers, out, before, bias, row_bias,
+                         ROW_BIAS, KEEP, EVEN, SINGLE, 0)),
+            (multiply, (out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias,
                          row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
-                         ROW_BIAS, KEEP, EVEN, SINGLE, EXACT, 1)),
+                         ROW_BIAS, KEEP, EVEN, SINGLE, 1)),
             (_load, (x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS, D_PIECES,
                      SLOTS, TRANSPOSED, ROW_BIAS, LEVELS)),
         ],
@@ -203,13 +200,13 @@ def linear(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH."""
+    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH; float32 operands are rounded to tf32."""
     total, inner = x.shape
     width = weight.shape[0]
     out, before = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
     if out.numel() == 0:
         return out, before
-    single, exact = x.dtype is torch.float32, precision_of(x.dtype) == "tf32x3"
+    single = x.dtype is torch.float32
     # tf32 operands must lie with what is summed over along their rows.
     transposed = not single and weight.stride(0) == 1 and weight.stride(1) != 1
     x, weight = _addressable(x), _addressable(weight.mT if transposed else weight)
@@ -217,7 +214,7 @@ def linear(
     bias, row_bias = bias.contiguous() if given[0] else x, _addressable(row_bias) if given[1] else x
     offsets = offsets.contiguous()
     piece = LINE // x.element_size()
-    block_e = min(max(64, next_power_of_2(width)), 256 if not single else 64 if exact else 128)
+    block_e = min(max(64, next_power_of_2(width)), 128 if single else 256)
     columns = cdiv(width, block_e)
     constants = (
         block_e,
@@ -228,7 +225,6 @@ def linear(
         *given,
         keep,
         width % block_e == 0,
-        exact,
         cdiv(steps_of(offsets.shape[0] - 1), 5),
     )
     sizes = (row_bias.stride(0), width)
@@ -263,6 +259,8 @@ def linear(
 
 
 def _times(grad, offsets, weight):
+    if precision_of(grad.dtype) != "tf32":  # which PyTorch's flag allowed in the forward and does not any more
+        return grad @ weight
     return linear(grad, offsets, weight.mT, None, None, "none", False)[0]
 
 

@@ -3,8 +3,7 @@
 A consumer has every other tile of 64 values. Half-precision results take the place of their operand in shared memory
 and leave by TMA; float32 ones leave from registers, and the operand's pieces are free as soon as they are multiplied.
 
-Tensor cores take the leading bits of float32 operands, 10 of the fraction, which is one tf32 product. For about
-float32's accuracy two more make up for what was left out of either operand; what is left out of both, is left out.
+Tensor cores take the leading bits of float32 operands, 10 of the fraction, which is a tf32 product.
 """
 
 from __future__ import annotations
@@ -25,13 +24,6 @@ ROWS = gl.constexpr(64)  # values of a tile
 RING = gl.constexpr(12)  # pieces of a tile in shared memory, each of ROWS lines; what the weight leaves room for
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@gluon.jit
-def _low(x):
-    """What tensor cores leave out of float32 operands: they take the leading 10 bits of the fraction."""
-    high = (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-    return x - high
 
 
 @gluon.jit
@@ -139,30 +131,20 @@ def _finish_single(z, out, before, bias, first, column, total, E,
 
 
 @gluon.jit
-def multiply(out_desc, before_desc, ring, weights, lows, rows, barriers, out, before, bias, row_bias, row_bias_stride,
+def multiply(out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias, row_bias_stride,
               total, E, BLOCK_E: gl.constexpr, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr, SLOTS: gl.constexpr,
               TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
-              KEEP: gl.constexpr, EVEN: gl.constexpr, SINGLE: gl.constexpr, EXACT: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
+              KEEP: gl.constexpr, EVEN: gl.constexpr, SINGLE: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C: every other tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, BLOCK_E, 256 // ring.dtype.primitive_bitwidth]
     )
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
     PIECE: gl.constexpr = ring.shape[2]
     WIDTH: gl.constexpr = min(BLOCK_E, 128)
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // ring.dtype.primitive_bitwidth])
-    full, empty, placed, ready, split = barriers
+    full, empty, placed, ready = barriers
     column = gl.program_id(0) % COLUMNS * BLOCK_E
     mbarrier.wait(ready, 0)
-    if EXACT:
-        LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-        for p in gl.static_range(C, D_PIECES, 2):
-            lows.index(p).store(_low(weights.index(p).load(LINES)))
-        fence_async_shared()
-        _barrier()
-        mbarrier.arrive(split, count=1)
-        mbarrier.wait(split, 0)
     tile = C
     step = gl.num_programs(0) // COLUMNS * ROWS
     for first in range(gl.program_id(0) // COLUMNS * ROWS + C * step, total, 2 * step):
@@ -181,11 +163,8 @@ def multiply(out_desc, before_desc, ring, weights, lows, rows, barriers, out, be
                 if not TRANSPOSED:
                     weight = weight.permute((1, 0))
                 z = warpgroup_mma(ring.index(slot), weight, z, use_acc=p > 0, is_async=True)
-                if EXACT:
-                    z = warpgroup_mma(ring.index(slot), lows.index(p).permute((1, 0)), z, is_async=True)
-                    z = warpgroup_mma(_low(ring.index(slot).load(OPERAND)), weight, z, is_async=True)
             if SINGLE and p > 0:
-                z = warpgroup_mma_wait(3 if EXACT else 1, deps=(z,))
+                z = warpgroup_mma_wait(1, deps=(z,))
                 _barrier()
                 mbarrier.arrive(empty.index((piece - 1) % RING), count=1)
         z = warpgroup_mma_wait(0, deps=(z,))

@@ -75,7 +75,8 @@ def jagged_linear(
     x, weight = dispatch.autocast_operands(x, weight)
     bias, row_bias = (None if b is None else dispatch.autocast_operands(b)[0] for b in (bias, row_bias))
     width, inner = weight.shape
-    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width)
+    tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width, tf32=tf32)
     return chosen(x, offsets, weight, bias, row_bias, activation)
 
 

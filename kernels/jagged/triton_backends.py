@@ -189,18 +189,27 @@ def _linear(
 
 
 def _supports_linear_stream(
-    *, device: str, capability: Hashable, dtype: torch.dtype, inner: int, width: int, **facts: Hashable
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    inner: int,
+    width: int,
+    tf32: bool = False,
+    **facts: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
     if dtype not in FLOATS:
         return f"takes float16, bfloat16 and float32, not {dtype}"
+    if dtype is torch.float32 and not tf32:
+        return "multiplies float32 only as tf32, which torch.backends.cuda.matmul.allow_tf32 does not allow"
     if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):
         return f"needs widths in multiples of 8 up to 256, got {inner} in and {width} out"
     return None
 
 
-@dispatch.register("jagged_linear", "gluon", supports=_supports_linear_stream, priority=5)
+@dispatch.register("jagged_linear", "gluon", supports=_supports_linear_stream, priority=20)
 def _linear_stream(
     x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
 ) -> Tensor:

@@ -169,6 +169,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     seeds = [*options.seeds, *options.baseline_seeds]
     if len(set(seeds)) < len(seeds):
         parser.error("a seed is named twice; --baseline-seeds are those that --seeds does not name, e.g. 1 2 beside 0")
+    if options.assert_equal and options.baseline_seeds:
+        parser.error("--assert-equal compares nothing at --baseline-seeds; leave one of them out")
     if len(seeds) < 2 and not options.assert_equal:
         parser.error(
             "the spread over seeds needs two of the baseline, e.g. --seeds 0 1 2 or --seeds 0 --baseline-seeds 1 2"

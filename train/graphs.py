@@ -19,16 +19,9 @@ from torch.autograd.function import once_differentiable
 from modules.batch import RequestBatch
 from modules.embedding import Tokens
 from modules.models.scoring import arch_inputs, scoring_inputs
-from train.replay import copy_all
+from train.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
 
 log = logging.getLogger(__name__)
-
-WARMUP_STEPS = 2
-"""Steps of a shape before it is captured: they compile its kernels and let libraries allocate what they keep."""
-MAX_GRAPHS = 16
-"""Further shapes run as they are: every graph keeps its inputs and gradients."""
-MAX_SHAPES = 10_000
-"""Shapes that are counted until the counts start anew."""
 
 
 def use_graphs(arch: nn.Module) -> None:
@@ -57,7 +50,7 @@ class _Graphed:
         shapes = tuple(tensor.shape for tensor in inputs)
         graphs = self._graphs.get(shapes)
         if graphs is None:
-            if len(self._seen) > MAX_SHAPES:
+            if len(self._seen) > MAX_KINDS:
                 self._seen.clear()
             self._seen[shapes] += 1
             if self._seen[shapes] <= WARMUP_STEPS or len(self._graphs) == MAX_GRAPHS:

@@ -57,7 +57,8 @@ class FiniteGuard:
     def conclude(self, step: int, rows: Tensor, found_inf: Tensor) -> None:
         """Keep the verdict of a batch (float, 1 = skip)."""
         self.found_inf = found_inf.clone()  # a graph's own, maybe
-        self._verdicts.append((step, self.found_inf, self.culprit, rows))
+        # A view would keep the whole batch, see `RequestBatch.packed`.
+        self._verdicts.append((step, self.found_inf, self.culprit, rows.clone()))
 
     def report(self) -> list[str]:
         """One line for each bad step since the last report, the same on all ranks. Syncs with the host."""

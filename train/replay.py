@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 WARMUP_STEPS = 2
-"""Calls of a kind before it is captured."""
+"""Calls of a kind before it is captured: they compile its kernels and let libraries allocate what they keep."""
 MAX_GRAPHS = 16
-"""Further kinds run as they are."""
+"""Further kinds run as they are: every graph keeps its inputs and results."""
+MAX_KINDS = 10_000
+"""Kinds that are counted until the counts start anew."""
 
 
 class Replay:
@@ -34,6 +36,8 @@ class Replay:
         key = kind, tuple(tensor.shape for tensor in tensors)
         graph = self._graphs.get(key)
         if graph is None:
+            if len(self._seen) > MAX_KINDS:
+                self._seen.clear()
             self._seen[key] += 1
             if self._seen[key] <= WARMUP_STEPS or len(self._graphs) == MAX_GRAPHS:
                 return self._function(*tensors)

@@ -135,9 +135,10 @@ def _compare_task(
     ne = metric(a_runs, "ne")
     gap = float(np.mean([row["ne_percent"]["estimate"] for row in per_seed]))
     spread = float(100 * (ne.max() - ne.min()) / ne.mean())
+    paired = [run for run in a_runs if run.seed in {other.seed for other in b_runs}]
     arms = {
         side: {name: _summary(metric(arm, name)) for name in ("ne", "auc", "gauc")}
-        for side, arm in (("baseline", a_runs), ("other", b_runs))
+        for side, arm in (("baseline", paired), ("other", b_runs))
     }
     return {
         **arms,
@@ -171,8 +172,9 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
         "",
         (
             f"Model `{result['model']}`, data `{result['data']}`, {result['steps']:,} steps, "
-            f"seeds {_listed(result['seeds'])}{further}. Same initial checkpoint and same batches for both arms of a "
-            f"seed; test split; gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
+            f"{'seed' if len(result['seeds']) == 1 else 'seeds'} {_listed(result['seeds'])}{further}. "
+            f"Same initial checkpoint and same batches for both arms of a seed; test split; "
+            f"gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
         ),
         "",
         (

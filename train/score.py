@@ -32,7 +32,6 @@ from train.data import build_source
 from train.data.source import spec_from_dict
 from train.export import load_model
 from train.files import write_json
-from train.plots import plot_latency
 
 ROUNDS = 20
 
@@ -132,6 +131,8 @@ def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) 
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
+    from train.plots import plot_latency  # here, so that who scores needs no matplotlib
+
     options = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000"}
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -147,6 +148,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     source = build_source(config.data)
     most = scorer.max_candidates
     models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
+    models[1].embedding = models[0].embedding  # one copy of the tables
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
     request = source.batch("test", torch.arange(1).numpy())
     counts = [int(count) for count in options["candidates"].split(",")]

@@ -77,8 +77,9 @@ class Trainer:
         # Found once: a walk over all modules takes longer than the update.
         self.routers = nn.ModuleList(module for module in ranking_model.modules() if isinstance(module, Router))
         self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
-        # A graph holds no collectives: more ranks balance as they are.
-        self.balance, self.account = Replay(self._balance, graphs and world.size == 1), Replay(self._account, graphs)
+        # A graph holds no collectives: more ranks balance as they are. Nor is it empty.
+        self.balance = Replay(self._balance, graphs and world.size == 1 and len(self.routers) > 0)
+        self.account = Replay(self._account, graphs)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
         self.progress = Progress()

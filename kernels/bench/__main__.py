@@ -118,13 +118,12 @@ def measure(
         if fault:
             rows[name] = {"wrong": fault}
             continue
-        # Not of the first call, in which peers try configurations.
-        with torch.cuda.stream(stream):
-            memory[name] = {"peak_mib": peak_memory(runner.step, device)}
-        if runner.inputs:
-            memory[name]["input_mib"] = sum(tensor.nbytes for tensor in runner.inputs) / 2**20
+        memory[name] = {"input_mib": sum(tensor.nbytes for tensor in runner.inputs) / 2**20} if runner.inputs else {}
         steps[name] = runner.step
     with turn:
+        for name, step in steps.items():  # not of the first call, in which peers try configurations
+            with torch.cuda.stream(stream):
+                memory[name]["peak_mib"] = peak_memory(step, device)
         timings, uncaptured = _time(steps, stream, device, seconds, min_rounds) if steps else ({}, {})
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():

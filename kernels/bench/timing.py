@@ -22,7 +22,10 @@ GRAPH_MS = 20.0
 
 @contextlib.contextmanager
 def turn_of(folder: Path) -> Iterator[None]:
-    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time."""
+    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time.
+
+    The first call of each contender, which compiles it and is checked, waits for no turn.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

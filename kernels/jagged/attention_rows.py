@@ -68,7 +68,7 @@ def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: 
 
 
 def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
-    """int32 [B, 8], fields FIELDS but the last: the rows with the most scores first, ties in their own order.
+    """int32 [B, 8], fields FIELDS but `key_tile`: the rows with the most scores first, ties in their own order.
 
     `first_tile` is where the row begins on the axis of query tiles.
     Ranks come from comparing all pairs of rows, which spares the many launches of a sort.
@@ -159,7 +159,8 @@ def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: in
 
 
 def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int) -> Tensor:
-    """int32 [1 + capacity, 8]: element [0, 0] is the number of key tiles, tile t is row 1 + t, with fields FIELDS.
+    """int32 [1 + capacity, 8]: element [0, 0] is the number of key tiles, tile t is row 1 + t, with
+    the first six of FIELDS.
 
     The rows of `row_table` are taken `members` (a power of two) at a time: first the first key tile of each, then the
     second, and so on, so that tile j of a row comes some time after its tile j - 1, and not too long. A row without

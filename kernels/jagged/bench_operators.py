@@ -68,17 +68,18 @@ def cases(device: torch.device) -> list[Case]:
         if precision == "fp32" or (on_gpu and (product or precision == "bf16"))
     ] + [
         Case(f"{kind}_{size}MB", partial(_moving, kind, size * 1_000_000))
-        for kind in ("copy", "read", "fill")
+        for kind in ("copy", "negate", "read", "fill")
         for size in (MOVED_MB if on_gpu else MOVED_MB[:1])
     ]
 
 
 def _moving(kind: str, size: int, device: torch.device) -> Problem:
     """What moving bytes takes in practice: reading one half and writing the other, only reading, only writing."""
-    source = torch.arange(size // (8 if kind == "copy" else 4), device=device).float()
+    source = torch.arange(size // (8 if kind in ("copy", "negate") else 4), device=device).float()
     target = torch.empty_like(source)
     step, expected = {
-        "copy": (lambda: torch.neg(source, out=target), -source),
+        "copy": (lambda: target.copy_(source), source),  # copied as memory, not by a kernel
+        "negate": (lambda: torch.neg(source, out=target), -source),
         "read": (lambda: source.sum(), source.double().sum()),
         "fill": (lambda: target.fill_(1.0), torch.ones_like(source)),
     }[kind]

@@ -87,6 +87,7 @@ def run(path: Path, pattern: str) -> None:
     device = torch.device("cuda")
     prefix = f"layer_{PHASES[-1]}_"
     facts = {"environment": environment(device), "commit": commit()}
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
     for case in cases(device):
         if not case.name.startswith(prefix) or not fnmatch.fnmatch(case.name, pattern):
             continue
@@ -95,7 +96,9 @@ def run(path: Path, pattern: str) -> None:
             step()  # compiles
         with turn_of(path.resolve().parent):
             arms = {name: measure(step) for name, step in steps.items()}
-            layers = json.loads(path.read_text())["layers"] if path.exists() else {}
+            earlier = json.loads(path.read_text()) if path.exists() else {}
+            # Measured with other code or versions, they do not belong beside these.
+            layers = earlier["layers"] if facts.items() <= earlier.items() else {}
             layers[case.name.removeprefix(prefix)] = arms
             path.write_text(json.dumps({**facts, "layers": layers}, indent=1) + "\n")
 

@@ -71,6 +71,8 @@ def grouped_mm(
     ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written. Scales of
     either may be in a table: BYTES of a, VALUES of b, then with `differ`.
     """
+    if in_table(b_scales) and differ is None:
+        raise ValueError("scales of b in a table come with `differ`: whether rows of a square have different ones")
     groups, n, k = b.shape
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
     tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
@@ -113,7 +115,7 @@ def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tenso
         return rows.view(torch.uint8), columns, ticket if differ is None else differ, ticket
     row_table, column_table, numbers = transposed_scales(
         rows.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(rows) else rows,
-        columns.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(columns) else columns,
+        columns.new_empty(0, 4 * columns.shape[0], dtype=torch.uint8) if in_table(columns) else columns,
     )
     return (
         rows.view(torch.uint8) if in_table(rows) else row_table,

@@ -72,7 +72,7 @@ def _transposed(words):
     )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tile_rows"])
 def round_tiles_kernel(x_desc, out_desc, tile_rows, num_rows, num_columns, TRANSPOSE: gl.constexpr):
     """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all."""
     smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -19,6 +20,7 @@ from kernels import scheduling
 from kernels.gdpa import gluon_forward
 from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
 from kernels.launch import Launcher
+from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 if not hasattr(jit, "native_specialize_impl"):
@@ -69,16 +71,31 @@ def inputs(heads: tuple[int, int], dim: int, dtype: torch.dtype, layout: str, to
     return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
 
 
-def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[Launcher]:
+    """Launches that find what an earlier one compiled, which has to be what Triton would compile for them."""
     compiled: dict[tuple[Launcher, Hashable], tuple[Any, ...]] = {}
-    hits = dict.fromkeys(LAUNCHERS, 0)
+    found_again: Counter[Launcher] = Counter()
 
     def launch(self: Launcher, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
         found = specialization(self.kernel, arguments)
-        hits[self] += (self, key) in compiled
+        found_again[self] += (self, key) in compiled
         assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
 
     monkeypatch.setattr(Launcher, "__call__", launch)
+    return found_again
+
+
+def test_quantised_weights(hits: Counter[Launcher]) -> None:
+    for shape, transpose, group in itertools.product(
+        ((1, 128, 128), (2, 128, 128), (16, 128, 128), (3, 256, 384)), (False, True), (32, 128)
+    ):
+        gluon_weights.operand(torch.zeros(shape, dtype=torch.bfloat16), transpose, group)
+    assert hits[gluon_weights._launch]
+    assert hits[gluon_quantize_tiles._launch]
+
+
+def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
     for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for heads, dim, dtype, layout, rows in itertools.product(
@@ -100,4 +117,4 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
             gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
         triton_checks.assert_lengths(offsets, max(rows))
-    assert all(hits.values()), hits
+    assert all(hits[launcher] for launcher in LAUNCHERS), hits

@@ -41,7 +41,9 @@ NAMES = (
     ("sigmoid", "SwiGLU"),
     ("silu", "SwiGLU"),
     ("index_add", "combine"),
+    ("indexfunc", "combine"),  # what index_add launches
     ("index_put", "combine"),
+    ("fused_index", "gather and quantise"),
     ("sort", "places"),
     ("elementwise", "other"),
     ("reduce", "other"),

@@ -304,6 +304,9 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
     from kernels.moe.breakdown import kind_of
 
     kinds = {
+        "void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int>": "combine",
+        "triton_poi_fused_index_put_7": "combine",
+        "triton_poi_fused_index_6": "gather and quantise",
         "gather_kernel": "gather and quantise",
         "gather_quantized_kernel": "gather and quantise",
         "quantize_kernel": "weights",

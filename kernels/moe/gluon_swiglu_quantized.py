@@ -106,6 +106,7 @@ def forward_kernel(
     store_rows(_pair(left, right), buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32,
                num_rows, width // 32, GROUP, False, FORM)  # fmt: skip
     tma.store_wait(0)
+    mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 
 _launch_forward = Launcher(forward_kernel, num_warps=WARPS, maxnreg=FORWARD_REGISTERS)
@@ -233,6 +234,7 @@ def backward_kernel(
     store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, result_scales, column,
                   row // 32, width, num_rows // 32, GROUP, False, RESULT_FORM)  # fmt: skip
     tma.store_wait(0)
+    mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 
 _launch_backward = Launcher(backward_kernel, num_warps=WARPS, maxnreg=BACKWARD_REGISTERS)

@@ -81,6 +81,9 @@ def quantize_tiles_kernel(
         store_columns(across, buffers.index(1), column_desc, transposed_row, first // 2, column_scales, differ,
                       column_line, first // 32, num_lines, num_rows // 32, GROUP, SQUARE, FORM)  # fmt: skip
     tma.store_wait(0)
+    # A barrier whose memory an exchange between threads took, as it may behind the barrier's last use, would be written
+    # over it from where the hardware keeps it.
+    mbarrier.invalidate(full)
 
 
 _launch = Launcher(quantize_tiles_kernel, num_warps=WARPS, maxnreg=REGISTERS)

@@ -103,6 +103,7 @@ def round_tiles_kernel(x_desc, out_desc, tile_rows, num_rows, num_columns, TRANS
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [row, column // 2], smem)
     tma.store_wait(0)
+    mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 
 _launch = Launcher(round_tiles_kernel, num_warps=WARPS, maxnreg=REGISTERS)

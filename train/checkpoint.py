@@ -43,6 +43,13 @@ class Progress:
     stale_validations: int = 0
     tracker: dict[str, Any] = field(default_factory=dict)
 
+    def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:
+        """Micro-batches from here to the end of the last epoch."""
+        if self.epoch >= epochs:
+            return 0
+        whole = -(-num_requests // global_batch)
+        return -(-(num_requests - self.consumed) // global_batch) + (epochs - self.epoch - 1) * whole
+
 
 class Checkpointer:
     """Saves to and loads from `folder`; one save is in flight at a time."""
@@ -127,7 +134,7 @@ def check_data(path: Path, fingerprint: str) -> None:
 
 
 def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
-    """Read weights, and with `optimizer` the whole state, in place; returns where the saved run stood.
+    """Read weights, and with `optimizer` all tensors, in place; returns where the saved run stood.
 
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
@@ -150,7 +157,6 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
     if optimizer is not None:
         model.fused_optimizer.load_state_dict(state["tables"])
-        optimizer.restore(progress.step)
         if "rng" in state:
             _restore_rng(state["rng"][str(world.rank)])
     return progress

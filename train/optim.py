@@ -148,7 +148,7 @@ class Optimizer:
             state["accumulated"] = {"candidates": self._count}
         return state
 
-    def restore(self, micro_step: int) -> None:
+    def restore(self, micro_step: int, total_steps: int) -> None:
         """Continue at a step after a checkpoint's tensors have been read into `state_dict`'s in place."""
-        self.micro_step = micro_step
+        self.micro_step, self.total_steps = micro_step, total_steps
         self._set_learning_rates()

@@ -56,7 +56,8 @@ class Trainer:
             raise ValueError("the training split holds no request; enlarge data.split[0] or bring more data")
         runtime, optimizer = config.runtime, config.optimizer
         self.global_batch = config.data.batch_size * world.size
-        self.total_steps = runtime.steps or runtime.epochs * -(-self.num_requests // self.global_batch)
+        self.progress = Progress()
+        self.total_steps = self._last_step()
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
@@ -82,7 +83,6 @@ class Trainer:
         self.account = Replay(self._account, graphs)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
-        self.progress = Progress()
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
@@ -121,6 +121,9 @@ class Trainer:
             checkpoint.check_data(path, self.source.fingerprint)
             _compare_configs(path, checkpoint.read_meta(path)["config"], self.about["config"])
             self.progress = checkpoint.load(path, self.model, self.optimizer, self.world)
+            # Another number of ranks or another batch size takes other steps to the same end.
+            self.total_steps = self._last_step()
+            self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -131,6 +134,13 @@ class Trainer:
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
+
+    def _last_step(self) -> int:
+        """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
+        runtime, progress = self.config.runtime, self.progress
+        return runtime.steps or progress.step + progress.steps_left(
+            self.num_requests, self.global_batch, runtime.epochs
+        )
 
     def _finished(self) -> bool:
         stop = self.config.runtime.early_stop

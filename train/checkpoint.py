@@ -41,6 +41,7 @@ class Progress:
     best_step: int = 0
     best_values: dict[str, float] = field(default_factory=dict)
     stale_validations: int = 0
+    tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     tracker: dict[str, Any] = field(default_factory=dict)
 
     def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:

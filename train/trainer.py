@@ -76,7 +76,8 @@ class Trainer:
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
         # Found once: a walk over all modules takes longer than the update.
-        self.routers = nn.ModuleList(module for module in ranking_model.modules() if isinstance(module, Router))
+        routers = [module for module in ranking_model.modules() if isinstance(module, Router)]
+        self.routers, self.expert_tokens = nn.ModuleList(routers), [router.tokens_per_expert for router in routers]
         self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
         # A graph holds no collectives: more ranks balance as they are. Nor is it empty.
         self.balance = Replay(self._balance, graphs and world.size == 1 and len(self.routers) > 0)
@@ -124,6 +125,7 @@ class Trainer:
             # Another number of ranks or another batch size takes other steps to the same end.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
+            self._restore_tokens_per_expert()
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -273,9 +275,25 @@ class Trainer:
             self.progress.stale_validations += 1
 
     def _save(self) -> None:
+        self.progress.tokens_per_expert = self._tokens_per_expert()
         self.progress.tracker = self.tracker.state_dict()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
+
+    def _tokens_per_expert(self) -> list[int]:
+        """What the routers have counted since their last step, on all ranks: not zero amid an accumulation."""
+        if not self.expert_tokens:
+            return []
+        total = torch.cat(self.expert_tokens)
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def _restore_tokens_per_expert(self) -> None:
+        """The first rank goes on with the counts of all: only their sum is used."""
+        if self.world.is_first and self.progress.tokens_per_expert:
+            counts = torch.tensor(self.progress.tokens_per_expert, device=self.world.device)
+            torch._foreach_copy_(self.expert_tokens, counts.split([len(part) for part in self.expert_tokens]))
 
     def _results(self, seconds: float) -> dict[str, Any]:
         """Test metrics of the best checkpoint, plots, and `results.json`."""

@@ -30,7 +30,7 @@ class Router(nn.Module):
     Experts are selected by score + `expert_bias` and weighted by the score alone: the bias steers load and never
     enters the output (auxiliary-loss-free balancing, arXiv 2408.15664). It is a buffer, so checkpoints hold it and no
     optimiser or weight decay touches it. Selections made in training mode accumulate in `tokens_per_expert` until
-    `update_router_biases`; that buffer is zero between optimiser steps and is not saved.
+    `update_router_biases`; that buffer is zero between optimiser steps and no part of the state dict.
 
     `force_balance` ignores the scores when selecting and hands every expert the same load, for benchmarks.
     """

@@ -193,7 +193,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])
+    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or some of them
     hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
     host_gib: float = 64.0
     reserve: float = 0.15  # fraction of it left to the dense part and activations
@@ -276,6 +276,8 @@ def register_schema() -> None:
 
 CHOICES = {
     "model.gate": ("identity", "sigmoid", "tanh"),
+    "model.pffn": ("linear", "gdpa"),
+    "model.sequence_attention": ("softmax", "gdpa"),
     "model.feed_forward": ("none", "dense", "moe"),
     "model.sequence_context": ("request", "candidate"),
     "model.moe.score": ("softmax", "sigmoid"),
@@ -283,15 +285,16 @@ CHOICES = {
     "data.bad_rows": ("raise", "skip"),
     "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
+    "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "tracking.progress": ("auto", "always", "never"),
     "runtime.device": ("auto", "cpu", "cuda"),
     "runtime.bad_batch": ("skip", "stop"),
 }
 AT_LEAST_ONE = (
-    "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.dhen_layers", "model.moe.num_experts",
-    "data.batch_size", "data.max_history", "data.max_candidates", "optimizer.accumulate", "checkpoint.keep",
-    "runtime.epochs", "runtime.log_every",
+    "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.num_pma", "model.num_recent",
+    "model.dhen_layers", "model.pffn_hidden", "data.batch_size", "data.prefetch", "data.max_history",
+    "data.max_candidates", "optimizer.accumulate", "checkpoint.keep", "runtime.epochs", "runtime.log_every",
 )  # fmt: skip
 
 
@@ -338,12 +341,14 @@ def validate(config: Config) -> None:
     """Rules across fields. Raises ValueError naming the key and a value that works."""
     for key, allowed in CHOICES.items():
         value = _get(config, key)
-        if value is not None and value not in allowed:
-            raise ValueError(f"{key}={value} is not known; choose one of {', '.join(allowed)}")
-    for key in AT_LEAST_ONE:
-        value = _get(config, key)
-        if value is not None and value < 1:
-            raise ValueError(f"{key}={value} must be at least 1, e.g. {key}=1")
+        if value is not None and not set(value if isinstance(value, list) else [value]) <= set(allowed):
+            raise ValueError(f"{key}={value} is not known; choose from {', '.join(allowed)}")
+    for group, section in vars(config).items():
+        for name, value in vars(section).items():
+            key = f"{group}.{name}"
+            least = 1 if key in AT_LEAST_ONE else 0
+            if isinstance(value, int | float) and value < least:
+                raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={least}")
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
     if isinstance(model, InterFormerConfig):
         if model.dim % (2 * model.num_heads):
@@ -370,8 +375,6 @@ def validate(config: Config) -> None:
         raise ValueError(
             "runtime.cuda_graphs=true with runtime.compile=true: a capture would compile anew; use one of them"
         )
-    if data.pad_events < 0:
-        raise ValueError(f"data.pad_events={data.pad_events} must not be negative, e.g. data.pad_events=0 for none")
     if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(
             f"precision={precision.name} quantises nothing: precision.quantize is empty; "
@@ -381,16 +384,13 @@ def validate(config: Config) -> None:
         raise ValueError(
             f"data.split={data.split} must be three fractions that sum to 1, e.g. data.split=[0.8,0.1,0.1]"
         )
-    if not 0 <= model.dropout < 1:
-        raise ValueError(f"model.dropout={model.dropout} must lie in [0, 1), e.g. model.dropout=0.1")
+    for key in ("model.dropout", "parallel.reserve"):
+        if _get(config, key) >= 1:
+            raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")
     if len(optimizer.betas) != 2:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
-    if not 0 <= optimizer.min_lr <= 1:
-        raise ValueError(
-            f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr; choose one in 0..1, e.g. 0.1"
-        )
-    if not 0 <= config.parallel.reserve < 1:
-        raise ValueError(f"parallel.reserve={config.parallel.reserve} must lie in [0, 1), e.g. parallel.reserve=0.15")
+    if optimizer.min_lr > 1:
+        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
 
 
 def _get(config: object, key: str) -> Any:

@@ -1,0 +1,29 @@
+"""What the configuration's rules refuse, each with the key and values that work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from train.config import register_schema, to_config
+from train.doctor import ROOT
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("runtime.steps=-1", "runtime.steps=-1 must be at least 0, e.g. runtime.steps=0"),
+        ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),
+        ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
+        ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
+        ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        composed = compose("train", overrides=[override])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        to_config(composed)

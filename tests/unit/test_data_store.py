@@ -22,6 +22,13 @@ def test_a_file_rewritten_with_equal_size_is_another_file_set(tmp_path: Path) ->
     assert store.cache_folder(config, [file]) != before
 
 
+def test_settings_of_the_loader_prepare_nothing_anew() -> None:
+    usual = EventsConfig()
+    loading = EventsConfig(batch_size=1, eval_batch_size=2, num_workers=3, prefetch=4, max_history=5, pad_events=6)
+    assert store.cache_folder(loading, []) == store.cache_folder(usual, [])
+    assert store.cache_folder(EventsConfig(min_count=2), []) != store.cache_folder(usual, [])
+
+
 def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     folder, plain = tmp_path / "cache" / "data", tmp_path / "plain"
     before = os.umask(0o027)

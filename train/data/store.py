@@ -20,7 +20,9 @@ from train.config import DataConfig
 FORMAT = 2
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
-ONLY_LOADING = ("batch_size", "num_workers", "prefetch", "cache_dir", "max_history")
+ONLY_LOADING = (
+    "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "pad_events",
+)  # fmt: skip
 """Settings that do not change what is prepared."""
 
 

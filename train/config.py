@@ -193,7 +193,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or some of them
+    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
     hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
     host_gib: float = 64.0
     reserve: float = 0.15  # fraction of it left to the dense part and activations

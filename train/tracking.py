@@ -183,8 +183,8 @@ class Tracker:
     def start(self, config: dict[str, Any], *, total_steps: int, resume_step: int | None = None) -> None:
         """Open the file and its mirrors. `config` goes to W&B.
 
-        `resume_step` is the checkpoint's: records past it are dropped, since those steps are run again. None starts
-        anew, without the records of an earlier run in this directory.
+        `resume_step` is the checkpoint's: records past it are dropped, since those steps are run again, and so is the
+        evaluation of the test split. None starts anew, without the records of an earlier run in this directory.
         """
         if not self.enabled:
             return
@@ -253,11 +253,11 @@ class Tracker:
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Drop the records past `step`."""
+    """Drop the records past `step`, and those of the test split, which every start evaluates at its end."""
     if not path.exists():
         return
     records = read_metrics(path)
-    kept = [record for record in records if record.step <= step]
+    kept = [record for record in records if record.step <= step and record.split != "test"]
     if len(kept) < len(records):
         dropped = len(records) - len(kept)
         logger.info("%s: dropped %d of the %d records of an earlier start", path, dropped, len(records))

@@ -68,6 +68,7 @@ def test_resuming_drops_what_is_run_again(tmp_path):
     run = started(tmp_path)
     for step in range(1, 8):
         run.log(step, "train", {"loss": 1.0})
+    run.log(4, "test", {"loss": 1.0})  # of a start that was to end there
     run.finish()
     run = started(tmp_path, resume_step=4)
     for step in range(5, 7):

@@ -264,6 +264,9 @@ class Trainer:
         with self.throughput.paused(), self.whole_run.paused():
             self.pipeline.detach()
             values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
+            # The ids of the next batch, if there is one, have been exchanged: by itself it would begin to do so again
+            # and take what the lookup needs to know from that second exchange, which nobody waits for.
+            self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
         tasks = self.source.spec.tasks
         ne = sum(values[f"{task}/ne"] for task in tasks) / len(tasks)

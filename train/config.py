@@ -134,7 +134,7 @@ class EventsConfig(DataConfig):
     csv_separator: str = ","
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
-    labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or a comparison: "rating >= 4"
+    labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or one compared: "rating >= 4"
     user: str | None = None  # column of the user id; absent: every row is a user of its own
     time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request
     time_format: str = "s"  # s | ms since 1970 | a strptime pattern, e.g. "%y%m%d%H"; timestamps are read as such

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from modules.batch import EventType, FeatureSpec, SparseFeature
 from train.config import EventsConfig, HistoryConfig
 from train.data import store
-from train.data.columns import Coded, CodedLists, coded_integers
+from train.data.columns import NUMBER, Coded, CodedLists, coded_integers
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.prepare import Dense, standardise, write
@@ -109,6 +110,13 @@ def _check(cfg: EventsConfig) -> None:
             raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
     if cfg.time_format not in ("s", "ms") and "%" not in cfg.time_format:
         raise ValueError(f"data.time_format={cfg.time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+    for task, text in cfg.labels.items():
+        _, compared, threshold = text.partition(">=")
+        if ("<" in text or ">" in text) and not (compared and re.match(NUMBER, threshold.strip())):
+            raise ValueError(
+                f"data.labels.{task}={text!r} must name a column of 0 and 1 or compare one as COLUMN >= NUMBER, "
+                "e.g. 'rating >= 4'"
+            )
     used = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list}
     used |= {name for history in cfg.histories.values() for name in history.fields}
     for key, stray in (

@@ -89,7 +89,7 @@ class Rows:
         return np.where(bad, np.nan, numbers)
 
     def labels(self, name: str) -> np.ndarray:
-        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may be a comparison, e.g. "rating >= 4"."""
+        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may compare a column: "rating >= 4"."""
         column, _, threshold = (part.strip() for part in name.partition(">="))
         numbers = self.numbers(column)
         if threshold:

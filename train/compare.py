@@ -222,10 +222,10 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
 
 def _wait_for(file: Path) -> None:
     """What another process writes, see `--jobs`."""
-    end = time.monotonic() + distributed.TIMEOUT.total_seconds()
+    end = time.monotonic() + distributed.HOST_TIMEOUT.total_seconds()
     while not file.exists():
         if time.monotonic() > end:
-            raise TimeoutError(f"{file} was not written within {distributed.TIMEOUT}; see the log of the first arm")
+            raise TimeoutError(f"{file} was not written within {distributed.HOST_TIMEOUT}; see the first arm's log")
         time.sleep(0.1)
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from train.config import RuntimeConfig
 
 TIMEOUT = timedelta(minutes=10)
+HOST_TIMEOUT = timedelta(days=1)
+"""Of what waits for files: rank 0 may prepare a large data set for hours. torchrun ends the others when one fails."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def start(runtime: RuntimeConfig) -> World:
         local_size=local_size,
         device=device,
         guard_group=dist.new_group(backend=backend),
-        host_group=dist.new_group(backend="gloo"),
-        checkpoint_group=dist.new_group(backend="gloo"),
+        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
     )
 
 

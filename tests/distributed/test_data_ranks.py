@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.distributed.processes import run_ranks
-from train.config import MovieLensConfig
+from train import distributed
+from train.config import MovieLensConfig, RuntimeConfig
 from train.data import build_source
 from train.data.loader import build_loader
 
@@ -30,14 +33,16 @@ def test_one_rank_prepares_and_together_they_read_everything(tmp_path):
 
 
 def read_share(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    distributed_c10d.default_pg_timeout = timedelta(seconds=1)  # half an hour, which large files take longer than
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    rank = world.rank
     cache = folder / "cache"
     prepared = []
 
     def barrier() -> None:
         prepared.append(rank == 0 and any(cache.iterdir()))
-        dist.barrier()
+        time.sleep(2 * world.is_first)
+        world.barrier()
 
     source = build_source(MovieLensConfig(cache_dir=str(cache)), rank, barrier)
     loader = build_loader(
@@ -46,4 +51,4 @@ def read_share(folder: Path) -> None:
     torch.save(
         {"prepared": prepared == [True], "steps": [batch.row.clone() for batch in loader]}, folder / f"{rank}.pt"
     )
-    dist.destroy_process_group()
+    distributed.stop()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from train.doctor import ROOT
 
@@ -36,6 +38,14 @@ def imported(path: Path) -> set[str]:
 
 def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_what_is_imported_is_a_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    names = {Requirement(text).name.removesuffix("-core").replace("-", "_") for text in declared}
+    found = {name.split(".")[0] for package in FORBIDDEN for path in files(package) for name in imported(path)}
+    assert found - names - set(FORBIDDEN) - sys.stdlib_module_names == set()
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

@@ -128,7 +128,7 @@ def _differentiate(
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu_backward
     from kernels.moe.gluon_swiglu_quantized import swiglu_quantized_backward
-    from kernels.mxfp8 import triton_grouped
+    from kernels.mxfp8 import gluon_dequantize
 
     hidden, *kept_rows = kept[:3]
     permutation = Permutation(*kept[3:])
@@ -168,7 +168,7 @@ def _differentiate(
         del d_rows, d_hidden
     if needs_gate_up:
         if group == BLOCK and kept_rows[0].numel():
-            rows = Rounded(triton_grouped.dequantize_interleaved(*kept_rows))
+            rows = Rounded(gluon_dequantize.dequantize_interleaved(*kept_rows))
             if overwrite:
                 kept_rows[0].untyped_storage().resize_(0)
         d_gate_up = wgrad(d_hidden_t, rows, ends, gate_up.dtype)

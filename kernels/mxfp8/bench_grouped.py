@@ -1,7 +1,8 @@
 """Benchmark cases of the grouped products alone, at the shapes of the expert layers that `kernels.moe.bench` times.
 
-Operands are quantised beforehand, and rows are padded to groups of multiples of 128, for every contender. MXFP8 results
-are compared with the product of the bfloat16 operands that were quantised.
+Operands are quantised beforehand, with scales in the form in which the fused experts' quantiser writes them, and rows
+are padded to groups of multiples of 128, for every contender. MXFP8 results are compared with the product of the
+bfloat16 operands that were quantised.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kernels import dispatch, mxfp8
 from kernels.bench import Case, Problem, Runner, check_relative_error
-from kernels.mxfp8.grouped import Operand, Quantized
+from kernels.mxfp8.grouped import Operand, Quantized, form_of, swaps
 from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 
 # Routed rows, model width D, hidden width F, experts.
@@ -57,13 +58,21 @@ def _ends(rows: int, experts: int, device: torch.device) -> Tensor:
     return sizes.cumsum(0).int().to(device)
 
 
-def _operand(x: Tensor, recipe: str, square: bool = False) -> Operand:
+def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = False) -> Operand:
     """x as the recipe multiplies it, blocks along its last axis."""
     group = RECIPES[recipe]
     if not group:
         return x
-    quantized = mxfp8.quantize(x, -1, group=group, square=square and group == 128)
-    return Quantized(quantized.codes.contiguous(), quantized.scales.contiguous(), group)
+    square = weight and group == 128
+    if x.device.type != "cuda":
+        codes, scales, _ = mxfp8.quantize(x, -1, group=group, square=square)
+        return Quantized(codes.contiguous(), scales.contiguous(), group)
+    from kernels.mxfp8 import gluon_quantize, gluon_weights
+
+    if square:
+        return gluon_weights.operand(x, False, group)
+    codes, scales, *_ = gluon_quantize.quantize_both(x, True, False, group, False, form_of(group, second))
+    return Quantized(codes, scales, group)
 
 
 def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, k: int, **facts: int):
@@ -83,7 +92,7 @@ def _product(recipe: str, rows: int, experts: int, n: int, k: int, transposed: b
     matrices = weight if recipe == "bf16" else weight.contiguous()
 
     def ours() -> Runner:
-        a_operand, b_operand = _operand(a, recipe), _operand(matrices, recipe, square=True)
+        a_operand, b_operand = _operand(a, recipe), _operand(matrices, recipe, second=True, weight=True)
         function = _backend("grouped_mm", a_operand, recipe, device, n, k)
         return Runner(lambda: function(a_operand, b_operand, ends))
 
@@ -109,7 +118,9 @@ def _weight_gradient(recipe: str, rows: int, experts: int, n: int, k: int, devic
         if recipe == "bf16":
             function = _backend("grouped_wgrad", x, recipe, device, n, k, multiple=128)
             return Runner(lambda: function(dy, x, ends))
-        dy_operand, x_operand = (_operand(tensor.t().contiguous(), recipe) for tensor in (dy, x))
+        x_first = swaps(RECIPES[recipe], n, k)
+        dy_operand = _operand(dy.t().contiguous(), recipe, second=x_first)
+        x_operand = _operand(x.t().contiguous(), recipe, second=not x_first)
         function = _backend("grouped_wgrad", dy_operand, recipe, device, n, k)
         return Runner(lambda: function(dy_operand, x_operand, ends, torch.bfloat16))
 

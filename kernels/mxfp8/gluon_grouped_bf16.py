@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.launch import processors
+from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
     PIECES,
@@ -58,9 +58,10 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     matrices = (b.transpose(1, 2) if transposed else b).flatten(0, 1)
     m = a.shape[0]
     out = torch.empty(m, n, dtype=a.dtype, device=a.device)
-    _launch(
-        descriptor(a, [ROWS.value, _BLOCK_K.value]),
-        descriptor(matrices, [_BLOCK_K.value, _TILE_N.value] if transposed else [_TILE_N.value, _BLOCK_K.value]),
+    block = (_BLOCK_K.value, _TILE_N.value) if transposed else (_TILE_N.value, _BLOCK_K.value)
+    _multiplied(
+        descriptor(a, ROWS.value, _BLOCK_K.value),
+        descriptor(matrices, *block),
         out,
         out,
         ends,
@@ -78,9 +79,9 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Te
     """
     n, k, groups = dy.shape[1], x.shape[1], ends.shape[0]
     out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
-    _launch(
-        descriptor(dy, [_BLOCK_K.value, ROWS.value]),
-        descriptor(x, [_BLOCK_K.value, _TILE_N.value]),
+    _multiplied(
+        descriptor(dy, _BLOCK_K.value, ROWS.value),
+        descriptor(x, _BLOCK_K.value, _TILE_N.value),
         out,
         out.flatten(0, 1),
         ends,
@@ -91,7 +92,7 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Te
     return out
 
 
-def _launch(
+def _multiplied(
     a: TensorDescriptor,
     b: TensorDescriptor,
     out: Tensor,
@@ -102,18 +103,18 @@ def _launch(
     wgrad: bool,
     transposed: bool,
 ) -> None:
-    _kernel[(processors(out.device),)](
+    _launch(
+        (processors(out.device), 1, 1),
+        (out.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, transposed),
         a,
         b,
-        descriptor(rows, [ROWS.value, COLUMNS.value]),
+        descriptor(rows, ROWS.value, COLUMNS.value),
         out,
         torch.zeros(1, dtype=torch.int32, device=out.device),
         ends,
         *sizes,
-        WGRAD=wgrad,
-        B_T=transposed,
-        num_warps=4,
-        maxnreg=_MAX_REGISTERS,
+        wgrad,
+        transposed,
     )
 
 
@@ -217,3 +218,6 @@ def _kernel(
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.launch import processors
+from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
@@ -78,7 +78,7 @@ def grouped_mm(
     tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
     form = PAIRED_ROWS.value if paired else 0
-    _launch(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
+    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
     return out
 
 
@@ -104,7 +104,7 @@ def grouped_wgrad(
     tables = _tables(dy_scales, x_scales, None)
     sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
     form = PAIRED_COLUMNS.value if paired else 0
-    _launch(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
+    _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
     return out
 
 
@@ -125,7 +125,7 @@ def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tenso
     )
 
 
-def _launch(
+def _multiplied(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -138,21 +138,21 @@ def _launch(
     wgrad: bool,
 ) -> None:
     row_scales, column_scales, differ, ticket = tables
-    _kernel[(processors(a.device),)](
-        descriptor(a, [ROWS.value, _BLOCK_K.value]),
-        descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
+    _launch(
+        (processors(a.device), 1, 1),
+        (a.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, form),
+        descriptor(a, ROWS.value, _BLOCK_K.value),
+        descriptor(b, _TILE_N.value, _BLOCK_K.value),
         table_descriptor(row_scales, _TILE_M.value),
         table_descriptor(column_scales, _TILE_N.value),
-        descriptor(rows, [ROWS.value, COLUMNS.value]),
+        descriptor(rows, ROWS.value, COLUMNS.value),
         out,
         differ,
         ticket,
         ends,
         *sizes,
-        WGRAD=wgrad,
-        A_FORM=form,
-        num_warps=4,
-        maxnreg=_MAX_REGISTERS,
+        wgrad,
+        form,
     )
 
 
@@ -326,3 +326,6 @@ def _kernel(
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

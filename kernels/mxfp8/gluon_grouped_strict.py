@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.launch import processors
+from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
@@ -228,7 +228,7 @@ def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
     sizes, form = (groups, 0, -(-n // _TILE_N.value), 0, n, k), PAIRED_ROWS.value if paired else 0
-    _launch(codes, scales, b.flatten(0, 1), out, out, ends, sizes, form=form)
+    _multiplied(codes, scales, b.flatten(0, 1), out, out, ends, sizes, form=form)
     return out
 
 
@@ -252,11 +252,13 @@ def grouped_wgrad(
     out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
     sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
     form = PAIRED_COLUMNS.value if paired else 0
-    _launch(codes, scales, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed)
+    _multiplied(
+        codes, scales, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed
+    )
     return out
 
 
-def _launch(
+def _multiplied(
     codes: Tensor,
     scales: Tensor,
     b: Tensor,
@@ -269,18 +271,21 @@ def _launch(
     wgrad: bool = False,
     transposed: bool = False,
 ) -> None:
-    _kernel[(processors(codes.device),)](
-        descriptor(codes, [ROWS.value, _BLOCK_K.value]),
-        descriptor(b, [_TILE_N.value, _BLOCK_K.value]),
+    _launch(
+        (processors(codes.device), 1, 1),
+        (codes.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, transposed, form),
+        descriptor(codes, ROWS.value, _BLOCK_K.value),
+        descriptor(b, _TILE_N.value, _BLOCK_K.value),
         table_descriptor(scales if in_table(scales) else transposed_words(scales), _TILE_M.value),
-        descriptor(rows, [ROWS.value, COLUMNS.value]),
+        descriptor(rows, ROWS.value, COLUMNS.value),
         out,
         torch.zeros(1, dtype=torch.int32, device=codes.device),
         ends,
         *sizes,
-        WGRAD=wgrad,
-        OUT_T=transposed,
-        A_FORM=form,
-        num_warps=4,
-        maxnreg=_MAX_REGISTERS,
+        wgrad,
+        transposed,
+        form,
     )
+
+
+_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -10,6 +10,8 @@ loading warpgroup finds out where the tile is and announces it to the consumers.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,16 +36,33 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+class _Unchecked(TensorDescriptor):
+    """Of a tensor that was allocated here or that the backends have made addressable: not looked at at each launch."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """TMA descriptor of blocks of a matrix, in shared memory in the layout that matrix instructions read."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return _Unchecked(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
 
 
 def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of a part of a row of a table, which no matrix instruction reads."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * table.element_size(), rank=2)
-    return TensorDescriptor(table, list(table.shape), list(table.stride()), [1, width], layout)
+    layout = _table_layout(table.element_size())
+    return _Unchecked(table, list(table.shape), list(table.stride()), [1, width], layout)
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """One object for all calls, because it takes as long to make as three descriptors."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])
+
+
+@cache
+def _table_layout(element_bytes: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * element_bytes, rank=2)
 
 
 @gluon.jit

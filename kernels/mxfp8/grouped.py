@@ -61,8 +61,8 @@ class Quantized(NamedTuple):
 class Rounded(NamedTuple):
     """An operand in MXFP8 with scales every 32, dequantised: bfloat16 values [..., lines, K].
 
-    64 neighbouring elements come in the order of `triton_grouped.dequantize_interleaved`: element 16 a + 4 b + 2 c + d
-    at 16 b + 8 c + 2 a + d.
+    64 neighbouring elements come in the order of `gluon_dequantize.dequantize_interleaved`: element
+    16 a + 4 b + 2 c + d at 16 b + 8 c + 2 a + d.
     """
 
     values: Tensor

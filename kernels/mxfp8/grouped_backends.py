@@ -135,9 +135,9 @@ def _operands(*operands: Quantized) -> tuple[Tensor, ...]:
 def _rounded(operand: Quantized | Rounded) -> Tensor:
     if isinstance(operand, Rounded):
         return operand.values
-    from kernels.mxfp8 import triton_grouped
+    from kernels.mxfp8 import gluon_dequantize
 
-    return triton_grouped.dequantize_interleaved(*_operands(operand))
+    return gluon_dequantize.dequantize_interleaved(*_operands(operand))
 
 
 _g128 = _supports_quantized((9, 0), (128,))

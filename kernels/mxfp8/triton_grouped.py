@@ -1,4 +1,4 @@
-"""Small Triton kernels around the grouped products: scales and values in the order that they read them."""
+"""A small Triton kernel before the grouped products: scales in the order that they read them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_common import cdiv
-
-_PAIRS_PER_PROGRAM = 128
+from kernels.launch import Launcher, aligned
 
 
 def transposed_scales(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,10 +25,22 @@ def transposed_scales(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Te
     differ = torch.zeros(2, dtype=torch.int32, device=rows.device)
     width = 16 if length > 8 else 8
     across, row_tiles, column_tiles = cdiv(length, width), cdiv(rows.shape[0], 128), cdiv(columns.shape[0], 128)
-    _transpose[((row_tiles + column_tiles) * across,)](
-        rows.view(torch.int32), row_table, rows.shape[0], stride, columns.view(torch.int32), column_table,
-        columns.shape[0], differ, length, across, row_tiles, WIDTH=width, num_warps=4,
-    )  # fmt: skip
+    _launch(
+        ((row_tiles + column_tiles) * across, 1, 1),
+        (rows.device, True, width, aligned(rows, columns)),
+        rows.view(torch.int32),
+        row_table,
+        rows.shape[0],
+        stride,
+        columns.view(torch.int32),
+        column_table,
+        columns.shape[0],
+        differ,
+        length,
+        across,
+        row_tiles,
+        width,
+    )
     return row_table, column_table, differ
 
 
@@ -45,24 +56,23 @@ def transposed_words(scales: Tensor) -> Tensor:
     across = cdiv(length, width)
     words = scales.view(torch.int32)
     tiles = cdiv(scales.shape[0], 128)
-    _transpose[(tiles * across,)](
-        words, table, scales.shape[0], stride, words, table, 0, table, length, across, tiles, WIDTH=width, num_warps=4
+    _launch(
+        (tiles * across, 1, 1),
+        (scales.device, False, width, aligned(scales)),
+        words,
+        table,
+        scales.shape[0],
+        stride,
+        words,
+        table,
+        0,
+        table,
+        length,
+        across,
+        tiles,
+        width,
     )
     return table
-
-
-def dequantize_interleaved(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes e4m3 [..., C] with scales uint8 [..., C / 32], contiguous -> bfloat16 [..., C]; C in multiples of 64.
-
-    64 neighbouring elements come in the order in which threads that have 16 neighbouring codes hold an operand of a
-    matrix instruction: element 16 a + 4 b + 2 c + d at 16 b + 8 c + 2 a + d.
-    """
-    values = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    grid = (cdiv(scales.numel() // 2, _PAIRS_PER_PROGRAM),)
-    _dequantize[grid](
-        codes.view(torch.uint8), scales, values, scales.numel() // 2, PAIRS=_PAIRS_PER_PROGRAM, num_warps=8
-    )
-    return values
 
 
 @triton.jit
@@ -101,20 +111,4 @@ def _transpose(
             tl.store(differ, 1)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _dequantize(codes, scales, values, pairs, PAIRS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * PAIRS
-    pair = tl.arange(0, PAIRS)
-    inside = first + pair < pairs
-    element = pair[:, None] * 64 + tl.arange(0, 64)[None]
-    code = tl.load(codes + first * 64 + element, inside[:, None], 0).to(tl.int32)
-    scale = tl.load(scales + first * 2 + pair[:, None] * 2 + tl.arange(0, 2)[None], inside[:, None], 0).to(tl.int32)
-    # s eeee mmm -> s 0000eeee mmm0.. of a float32, which is the value times 2^-120, subnormals too; then the exact
-    # products with 2^120 and with the scale, of which 2^-127 is a subnormal.
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
-    power = tl.where(scale == 255, float("nan"), power)
-    value = (value.reshape(PAIRS, 2, 32) * power[:, :, None]).to(tl.bfloat16)
-    value = value.reshape(PAIRS, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(PAIRS, 64)
-    tl.store(values + first * 64 + element, value, inside[:, None])
+_launch = Launcher(_transpose, num_warps=4)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels import dispatch
 from kernels.mxfp8 import (
+    gluon_dequantize,
     gluon_grouped_bf16,
     gluon_grouped_fp8,
     gluon_grouped_strict,
@@ -183,22 +184,37 @@ def in_order(values: Tensor) -> Tensor:
     return values.unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
 
 
-def test_codes_are_dequantised_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, triton_grouped)
-    codes = torch.arange(256, dtype=torch.uint8).repeat(40).view(torch.float8_e4m3fn).view(40, 256)
-    codes = torch.where(codes.float().isnan(), 0.0, codes.float()).to(torch.float8_e4m3fn)
-    # Smaller results are subnormal in bfloat16, which the interpreter makes zeros.
-    scales = torch.arange(12, 252, 6, dtype=torch.uint8)[:, None].repeat(1, 8)
-    values = in_order(triton_grouped.dequantize_interleaved(codes, scales))
+def test_dequantises_two_elements_at_a_time() -> None:
+    types = {"codes": "*i16", "scales": "*i16", "values": "*i32", "num_lines": "i32"}
+    kernel = compile_ahead(gluon_dequantize.dequantize_kernel, types, {}, target="sm_90", gluon=True)
+    for instruction in ("mul.rn.bf16x2", "st.global.v4.b32"):
+        assert instruction in kernel.ptx, instruction
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes == 0
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("lines", [1, 37, 300])
+def test_codes_are_dequantised_exactly(lines: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(lines).view(lines, 256)
+    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(torch.float8_e4m3fn).cuda()
+    # Below, bits of the smallest elements are rounded off.
+    scales = (torch.arange(8 * lines) % 236 + 11).to(torch.uint8).view(lines, 8).cuda()
+    with poisoned_empty():
+        values = in_order(gluon_dequantize.dequantize_interleaved(codes, scales))
     assert torch.equal(values.double(), values_of(Quantized(codes, scales)))
 
 
-def test_a_scale_that_is_no_number_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, triton_grouped)
-    codes = codes_of(1, 64)
-    values = in_order(triton_grouped.dequantize_interleaved(codes, torch.tensor([[255, 127]], dtype=torch.uint8)))
-    assert values[0, :32].isnan().all()
-    assert torch.equal(values[0, 32:].float(), codes[0, 32:].float())
+@hopper
+@pytest.mark.gpu
+def test_the_smallest_and_the_broken_scale() -> None:
+    codes = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).cuda()[None, :64].contiguous()
+    values = in_order(
+        gluon_dequantize.dequantize_interleaved(codes, torch.tensor([[0, 255]], dtype=torch.uint8).cuda())
+    )
+    assert torch.equal(values[0, :32].double(), (codes[0, :32].double() * 2.0**-127).bfloat16().double())
+    assert values[0, 32:].isnan().all()
 
 
 def test_what_the_kernels_cannot_take_is_left_to_others() -> None:

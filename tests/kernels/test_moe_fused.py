@@ -13,7 +13,7 @@ from modules.moe import MoE
 
 pytest.importorskip("triton")
 from kernels.moe import fused, gluon_gather, gluon_swiglu, gluon_swiglu_quantized, triton_route
-from kernels.mxfp8 import gluon_quantize, triton_grouped
+from kernels.mxfp8 import gluon_dequantize, gluon_quantize
 from tests.kernels import moe_standins
 from tests.kernels.moe_cases import RECIPES, layer, random
 
@@ -63,7 +63,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (gluon_swiglu, ("swiglu", "swiglu_backward")),
         (gluon_swiglu_quantized, ("swiglu_quantized", "swiglu_quantized_backward")),
         (gluon_quantize, ("quantize_both",)),
-        (triton_grouped, ("dequantize_interleaved",)),
+        (gluon_dequantize, ("dequantize_interleaved",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, getattr(moe_standins, name))

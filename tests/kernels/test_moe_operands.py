@@ -25,7 +25,7 @@ from kernels.mxfp8.grouped import (
 from kernels.testing import poisoned_empty
 
 pytest.importorskip("triton")
-from kernels.mxfp8 import gluon_weights, triton_grouped
+from kernels.mxfp8 import gluon_dequantize, gluon_weights
 from tests.kernels import moe_standins
 from tests.kernels.moe_cases import random, routing, same_codes
 
@@ -142,5 +142,5 @@ def test_gpu_products_with_tables_of_scales(group: int) -> None:
         tables = (in_form(operand, form) for operand, form in zip((dy, other), forms, strict=True))
         assert torch.equal(wgrad(*tables, ends, torch.float32), gradient)
     if group == 32:
-        rounded = Rounded(triton_grouped.dequantize_interleaved(weights.codes, weights.scales))
+        rounded = Rounded(gluon_dequantize.dequantize_interleaved(weights.codes, weights.scales))
         assert torch.equal(fprop(in_form(along, first), rounded, ends)[:end], product)

@@ -20,7 +20,17 @@ from kernels import scheduling
 from kernels.gdpa import gluon_forward
 from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
 from kernels.launch import Launcher
-from kernels.mxfp8 import gluon_quantize_tiles, gluon_weights
+from kernels.mxfp8 import (
+    gluon_dequantize,
+    gluon_grouped_bf16,
+    gluon_grouped_fp8,
+    gluon_grouped_strict,
+    gluon_quantize_tiles,
+    gluon_weights,
+    triton_grouped,
+)
+from kernels.mxfp8.gluon_quantize import scales_like
+from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 if not hasattr(jit, "native_specialize_impl"):
@@ -93,6 +103,45 @@ def test_quantised_weights(hits: Counter[Launcher]) -> None:
         gluon_weights.operand(torch.zeros(shape, dtype=torch.bfloat16), transpose, group)
     assert hits[gluon_weights._launch]
     assert hits[gluon_quantize_tiles._launch]
+
+
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    products = (gluon_grouped_bf16, gluon_grouped_fp8, gluon_grouped_strict)
+    for module in products:
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+
+    def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        return codes, scales_like(codes, form).fill_(0)
+
+    for sizes, (n, k), dtype, elsewhere in itertools.product(
+        ((128,), (256, 0, 128), (128,) * 16),
+        ((128, 128), (256, 1024)),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+    ):
+        rows, experts = sum(sizes), len(sizes)
+        ends = torch.tensor(sizes).cumsum(0)
+        ends = shifted(ends) if elsewhere else ends.int()
+        a, weight = torch.zeros(rows, k).bfloat16(), torch.zeros(experts, n, k).bfloat16()
+        gluon_grouped_bf16.grouped_mm(a, weight, ends)
+        gluon_grouped_bf16.grouped_mm(a, torch.zeros(experts, k, n).bfloat16().mT, ends)
+        gluon_grouped_bf16.grouped_wgrad(torch.zeros(rows, n).bfloat16(), a, ends, dtype)
+        for first, second in ((MATRIX, MATRIX), (BYTES, VALUES)):
+            differ = None if second == MATRIX else torch.zeros(1, dtype=torch.int32)
+            operands = *codes_of(first, rows, k), *codes_of(second, experts, n, k)
+            gluon_grouped_fp8.grouped_mm(*operands, ends, differ=differ)
+            operands = *codes_of(first, n, rows), *codes_of(second, k, rows)
+            gluon_grouped_fp8.grouped_wgrad(*operands, ends, dtype)
+        for form in (MATRIX, WORDS):
+            gluon_grouped_strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
+            columns = codes_of(form, n, rows)
+            for transposed in (False, True):
+                values = torch.zeros(k, rows).bfloat16()
+                gluon_grouped_strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
+        gluon_dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
+    launchers = [gluon_dequantize._launch, triton_grouped._launch, *(module._launch for module in products)]
+    assert all(hits[launcher] for launcher in launchers), hits
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

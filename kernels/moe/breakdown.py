@@ -24,6 +24,7 @@ KINDS = ("products", "gather and quantise", "weights", "SwiGLU", "combine", "pla
 NAMES = (
     ("gather_kernel", "gather and quantise"),
     ("gather_quantized", "gather and quantise"),
+    ("dequantize_kernel", "products"),
     ("quantize_kernel", "weights"),
     ("quantize_tiles_kernel", "weights"),
     ("round_tiles_kernel", "weights"),
@@ -54,7 +55,6 @@ NAMES = (
     # What the grouped products of kernels.mxfp8 are called, and what prepares their scales.
     ("_kernel", "products"),
     ("_transpose", "products"),
-    ("_dequantize", "products"),
 )
 
 

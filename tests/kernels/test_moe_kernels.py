@@ -309,6 +309,7 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
         "triton_poi_fused_index_6": "gather and quantise",
         "gather_kernel": "gather and quantise",
         "gather_quantized_kernel": "gather and quantise",
+        "dequantize_kernel": "products",
         "quantize_kernel": "weights",
         "quantize_tiles_kernel": "weights",
         "backward_kernel": "SwiGLU",

@@ -159,13 +159,17 @@ def _leaf(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for a chip that need not be here; `spill_bytes` are of a thread, `shared_bytes` of a block."""
+    """A kernel compiled for a chip that need not be here; `spill_bytes` are of a thread, `shared_bytes` of a block.
+
+    `serialized`: ptxas lets each wgmma instruction wait for the one before, because their registers would be in use.
+    """
 
     ptx: str
     cubin: bytes
     shared_bytes: int
     registers: int
     spill_bytes: int
+    serialized: bool
 
     def contains(self, instruction: str) -> bool:
         """Whether the PTX has an instruction whose name starts with `instruction`, e.g. 'wgmma.mma_async'."""
@@ -225,4 +229,5 @@ def compile_ahead(
         shared_bytes=built.metadata.shared,
         registers=int(registers[1]),
         spill_bytes=max(int(spills[1]), int(spills[2])),
+        serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
     )

@@ -105,6 +105,7 @@ def test_compiles_to_asynchronous_products_without_spills(compiled: Any, product
     kernel = compiled()
     for instruction in (f"wgmma.mma_async.sync.aligned.{products}", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
         assert instruction in kernel.ptx, instruction
+    assert not kernel.serialized
     assert kernel.spill_bytes <= spill_bytes
     assert kernel.shared_bytes <= 227 * 1024
 

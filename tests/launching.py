@@ -1,11 +1,18 @@
-"""Starting the real commands from tests: torchrun with gloo ranks, in a scratch directory, without network."""
+"""Training from tests: by the real commands (torchrun with gloo ranks, without network), or in this process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from train import distributed
+from train.config import register_schema, to_config
+from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
@@ -61,3 +68,15 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 
 def train(ranks: int, run_dir: Path, *overrides: str) -> list[str]:
     return torchrun(ranks, "-m", "train.main", *TINY, f"runtime.run_dir={run_dir}", *overrides)
+
+
+def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
+    """The run of these overrides in this process, which spares it the imports. Raises what ends the command."""
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*base, "runtime.device=cpu", f"runtime.run_dir='{run_dir}'", *overrides]))
+    world = distributed.start(config.runtime)
+    try:
+        Trainer(config, world).run()
+    finally:
+        distributed.stop()

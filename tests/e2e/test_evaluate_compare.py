@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, torchrun, train
-from train import export, score
+from train import compare, evaluate, export, score
 from train.checkpoint import read_meta
 from train.config import from_dict
 from train.data import build_source
@@ -39,7 +39,7 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     table = pq.read_table(tmp_path / "scored" / "predictions")
     assert table.column_names[:2] == ["row", "group"]
     assert table.num_rows == metrics["click/examples"]
-    run(python("-m", "train.evaluate", f"checkpoint={checkpoint}", "out=scored"), cwd=tmp_path)
+    evaluate.main([f"checkpoint={checkpoint}", f"out={tmp_path / 'scored'}", "runtime.device=cpu"])
     again = pq.read_table(tmp_path / "scored" / "predictions")
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
@@ -47,7 +47,7 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
 
 
 def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_path: Path) -> None:
-    run(python("-m", "train.export", f"run_dir={trained}", "out=exported", "max_candidates=32"), cwd=tmp_path)
+    export.main([f"run_dir={trained}", f"out={tmp_path / 'exported'}", "max_candidates=32", "runtime.device=cpu"])
     scorer = Scorer(tmp_path / "exported")
     (path,) = (trained / "checkpoints").glob("step_????????")
     source = build_source(from_dict(read_meta(path)["config"], []).data)
@@ -112,10 +112,10 @@ def test_export_names_what_is_wrong() -> None:
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
-    for arguments, named in ((["split=test"], "name a checkpoint"), (["checkpoint=nowhere"], "nowhere")):
-        result = run(python("-m", "train.evaluate", *arguments), cwd=tmp_path, check=False)
-        assert result.returncode != 0
-        assert named in result.stderr
+    with pytest.raises(ValueError, match="name a checkpoint"):
+        evaluate.main(["split=test"])
+    with pytest.raises(ValueError, match="nowhere"):
+        evaluate.main(["checkpoint=nowhere"])
 
 
 def test_compare_writes_a_report(tmp_path: Path) -> None:
@@ -124,9 +124,8 @@ def test_compare_writes_a_report(tmp_path: Path) -> None:
     run(torchrun(2, "-m", "train.compare", *TINY, *quantise, *options), cwd=tmp_path)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]
-    other = run(python("-m", "train.compare", *TINY, "model.dim=64", *options), cwd=tmp_path, check=False)
-    assert other.returncode != 0
-    assert "holds another comparison" in other.stderr
+    with pytest.raises(ValueError, match="holds another comparison"):
+        compare.main([*TINY, "model.dim=64", *options[:-1], str(tmp_path / "report")])
     for task in ("click", "like"):
         values = report["tasks"][task]
         assert [row["seed"] for row in values["per_seed"]] == [0, 1]
@@ -147,27 +146,25 @@ def report_losses(run_dir: Path) -> list[float]:
     return [record["values"]["loss"] for record in records if record["split"] == "train"]
 
 
-def test_arms_of_one_name_are_refused(tmp_path: Path) -> None:
-    arms = ["--arms", "a:optimizer.lr=0.1", "a:optimizer.lr=0.5"]
-    result = run(python("-m", "train.compare", *TINY, *arms), cwd=tmp_path, check=False)
-    assert result.returncode != 0
-    assert "different names" in result.stderr
+def test_arms_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main([*TINY, "--arms", "a:optimizer.lr=0.1", "a:optimizer.lr=0.5"])
+    assert "different names" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("others", "jobs", "code", "said"),
-    [
-        (["b:runtime.log_every=1"], 1, 0, ["are equal"]),
-        # Each in a process of its own, and what stands behind the arms is no arm.
-        (["b:optimizer.lr=0.002", "c:runtime.log_every=1", "runtime.threads=1"], 2, 1, ["b differs", "c are equal"]),
-    ],
-)
-def test_assert_equal_is_a_refactoring_check(
-    others: list[str], jobs: int, code: int, said: list[str], tmp_path: Path
-) -> None:
-    options = ["--assert-equal", "--jobs", str(jobs), "--seeds", "0", "--out", "equal"]
-    arms = ["--arms", "a:runtime.log_every=1", *others]
-    command = python("-m", "train.compare", *TINY, "runtime.steps=3", *options, *arms)
+ASSERT_EQUAL = (*TINY, "runtime.steps=3", "--assert-equal", "--seeds", "0", "--arms", "a:runtime.log_every=1")
+
+
+def test_assert_equal_is_a_refactoring_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*ASSERT_EQUAL, "b:runtime.log_every=1", "--out", str(tmp_path / "equal"), "runtime.device=cpu"]
+    assert compare.main(arguments) == 0
+    assert "are equal" in capsys.readouterr().out
+
+
+def test_arms_train_in_processes_of_their_own(tmp_path: Path) -> None:
+    # What stands behind the arms is no arm.
+    others = ["b:optimizer.lr=0.002", "c:runtime.log_every=1", "runtime.threads=1"]
+    command = python("-m", "train.compare", *ASSERT_EQUAL, *others, "--jobs", "2", "--out", "equal")
     result = run(command, cwd=tmp_path, check=False)
-    assert result.returncode == code, result.stderr[-3000:]
-    assert all(text in result.stdout for text in said)
+    assert result.returncode == 1, result.stderr[-3000:]
+    assert all(text in result.stdout for text in ("b differs", "c are equal"))

@@ -4,11 +4,15 @@ The command takes a request of the run's test split, gives it 10 to 10,000 candi
 repeating its own, and prints the milliseconds that scoring them takes: with the exported model, with the same
 architecture in eager PyTorch, and with that on a batch in which every candidate has a copy of the request, its history
 and its embeddings included (up to `broadcast_limit=1000` candidates: such a batch grows with every one). It writes
-them to DIR/latency.json, and a plot to DIR/latency.png.
+them to DIR/latency.json, and a plot to DIR/latency.png. The copies are made, and lie on the device, before the clock
+starts.
+
+On a GPU each of the three replays CUDA graphs of the architecture, which would else wait for the host to launch it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import statistics
@@ -20,24 +24,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export.pt2_archive._package import AOTICompiledModel
 
 from kernels import dispatch
-from modules.batch import RequestBatch, with_candidates
+from modules.batch import FeatureSpec, RequestBatch, with_candidates
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, scoring_inputs
-from train import checkpoint
+from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
+from train import checkpoint, versions
 from train.config import from_dict
 from train.data import build_source
 from train.data.source import spec_from_dict
 from train.export import load_model
 from train.files import write_json
+from train.replay import Replay
 
 ROUNDS = 20
+SMALLEST = 16
+"""Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
 
 
 class Scorer:
     """Scores the candidates of requests: embeddings are looked up eagerly, the rest is the exported model.
+
+    On a GPU that is a CUDA graph for each number of candidates, rounded up to a power of two, with each number of
+    events, captured when it comes for the third time; for the first 16 of these, others are launched from the host.
+    Requests whose histories are cut to one length have few of them.
 
     ValueError when `folder` was not written by `train.export`.
     """
@@ -56,11 +68,8 @@ class Scorer:
         self.embedding.to(self.device)
         for module in about["operators"]:
             importlib.import_module(module)
-        self._arch: Callable[..., Tensor]
-        if about["compiled"]:
-            self._arch = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-        else:
-            self._arch = torch.export.load(folder / "model.pt2").module()
+        program = _load_compiled(folder) if about["compiled"] else torch.export.load(folder / "model.pt2").module()
+        self._arch = _Replayed(program, self.spec, self.device)
 
     @torch.no_grad()
     def __call__(self, batch: RequestBatch) -> Tensor:
@@ -71,7 +80,8 @@ class Scorer:
                 f"a batch is one request with 1 to {self.max_candidates} candidates, got {batch.num_requests} requests "
                 f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
             )
-        batch = batch.to(self.device)
+        if batch.row.device.type != self.device.type:  # what moves has its lengths read from the device again
+            batch = batch.to(self.device)
         tokens = self.embedding(batch)
         for event in self.spec.histories:
             # A shape is on the host; lengths of the batch may be on a GPU, where reading them would be a sync.
@@ -81,7 +91,41 @@ class Scorer:
                     f"the request has {length} events of type {event.name!r}, more than the {event.max_length} that "
                     "were exported; keep the newest ones, or train with a larger data.max_history"
                 )
-        return self._arch(*scoring_inputs(tokens, batch.candidate_offsets)).sigmoid()
+        request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
+        if self.device.type == "cuda":
+            candidate, offsets = _rounded_up(candidate, self.max_candidates)
+        return self._arch(request, candidate, offsets, histories)[:count].sigmoid()
+
+
+def _load_compiled(folder: Path) -> AOTICompiledModel:
+    # What servers in C++ call. `aoti_load_package` also compiles and runs a program for each kind of vector instruction
+    # of the host, to warn if it is not the one that exported, which can take minutes. The runner leaves events out by
+    # which it would share itself between threads: a capture allows none.
+    return AOTICompiledModel(torch._C._aoti.AOTIModelPackageLoader(str(folder / "model.pt2"), "model", True, 1, -1))
+
+
+def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Candidates up to the next power of two, at most `most`, and the offsets that make them all the request's."""
+    size = min(most, max(SMALLEST, 1 << (candidate.shape[0] - 1).bit_length()))
+    rest = candidate.new_zeros(size - candidate.shape[0], *candidate.shape[1:])
+    return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size
+
+
+class _Replayed:
+    """`arch` on `scoring_inputs`; on a GPU a graph for each shape that comes back, see `Replay`."""
+
+    def __init__(self, arch: Callable[..., Tensor], spec: FeatureSpec, device: torch.device) -> None:
+        self._arch = arch
+        self._names = [event.name for event in spec.histories]
+        self._replay = Replay(self._flat, device.type == "cuda")
+
+    def __call__(self, request: Tensor, candidate: Tensor, offsets: Tensor, histories: Sequences) -> Tensor:
+        parts = (part for name in self._names for part in histories[name])
+        return self._replay(request, candidate, offsets, *parts)
+
+    def _flat(self, request: Tensor, candidate: Tensor, offsets: Tensor, *parts: Tensor) -> Tensor:
+        histories = {name: parts[3 * i : 3 * i + 3] for i, name in enumerate(self._names)}
+        return self._arch(request, candidate, offsets, histories)
 
 
 def latencies(
@@ -96,7 +140,7 @@ def latencies(
 
     `models`: the one that was exported, for a request of many candidates and for requests of one.
     """
-    eager, broadcast = (_eager(model, dtype) for model in models)
+    eager, broadcast = (_eager(model, dtype, scorer.device) for model in models)
     rows = []
     for count in counts:
         batch = with_candidates(request, count).to(scorer.device)
@@ -111,8 +155,8 @@ def latencies(
     return rows
 
 
-def _eager(model: RankingModel, dtype: torch.dtype) -> Callable[[RequestBatch], Tensor]:
-    arch = ScoringArch(model.arch, dtype).eval()
+def _eager(model: RankingModel, dtype: torch.dtype, device: torch.device) -> Callable[[RequestBatch], Tensor]:
+    arch = _Replayed(ScoringArch(model.arch, dtype).eval(), model.embedding.assemble.spec, device)
 
     @torch.no_grad()
     def score(batch: RequestBatch) -> Tensor:
@@ -155,7 +199,15 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))
-    write_json(folder / "latency.json", rows)
+    result = {
+        "device": torch.cuda.get_device_name() if scorer.device.type == "cuda" else scorer.device.type,
+        "versions": versions.collect(),
+        "compiled": about["compiled"],
+        "model": dataclasses.asdict(config.model),
+        "events": int(request.history_times.lengths().sum()),
+        "rows": rows,
+    }
+    write_json(folder / "latency.json", result)
     plot_latency(rows, folder / "latency.png")
     return rows
 

@@ -41,6 +41,7 @@ class Progress:
     best_step: int = 0
     best_values: dict[str, float] = field(default_factory=dict)
     stale_validations: int = 0
+    skipped_steps: int = 0  # for a loss or gradient that was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     tracker: dict[str, Any] = field(default_factory=dict)
 

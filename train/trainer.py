@@ -84,6 +84,7 @@ class Trainer:
         self.account = Replay(self._account, graphs)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
+        self.skipped_steps = torch.zeros((), device=world.device)  # of the whole run
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
@@ -126,6 +127,7 @@ class Trainer:
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self._restore_tokens_per_expert()
+            self.skipped_steps.fill_(self.progress.skipped_steps)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -213,6 +215,7 @@ class Trainer:
         skipped = found_inf.bool()
         self.loss_sum += torch.where(skipped, 0, loss)
         self.good_steps += 1 - found_inf
+        self.skipped_steps += found_inf
         self.metrics.update(logits, torch.where(skipped, torch.nan, labels), weights, group)
         return history_sums(lengths)
 
@@ -231,6 +234,7 @@ class Trainer:
             log.warning("%s; %s", line, "skipped" if runtime.bad_batch == "skip" else "stopping")
         throughput = self.throughput.compute(self.forward_flops)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
+        values["skipped_steps"] = self.skipped_steps.item()
         values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
         if self.load_violations:
             values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
@@ -279,6 +283,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self._tokens_per_expert()
+        self.progress.skipped_steps = int(self.skipped_steps.item())
         self.progress.tracker = self.tracker.state_dict()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
@@ -307,6 +312,7 @@ class Trainer:
         results: dict[str, Any] = {
             "step": self.progress.step,
             "best_step": self.progress.best_step,
+            "skipped_steps": int(self.skipped_steps.item()),
             "seconds": seconds,
             "label_rates": self.source.label_rates(),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),

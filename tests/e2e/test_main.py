@@ -87,8 +87,12 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size > 0
 
 
-def test_a_bad_batch_stops_the_run_when_asked_to(tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_and_counted_or_stops_the_run(tmp_path: Path) -> None:
     explode = ("optimizer.lr=1e38", "optimizer.warmup_steps=0", "optimizer.clip_norm=0", "precision=fp32")
+    for steps in (3, 5):  # the second goes on where the first ended
+        train_here(tmp_path / "skipping", *explode, f"runtime.steps={steps}")
+        results = json.loads((tmp_path / "skipping" / "results.json").read_text())
+        assert results["skipped_steps"] == steps - 1  # all but the one that blew the weights up
     with pytest.raises(RuntimeError, match="non-finite loss or gradient"):
         train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop")
 

@@ -25,6 +25,7 @@ def made_up(seed: int, shift: float) -> report.Run:
             "label_rates": RATES,
             "test": {"click/ne": 1 + shift, "click/auc": 0.5, "click/gauc": 0.5},
             "steps_per_s": 1.0,
+            "skipped_steps": seed,
             "examples_per_s": 2.0,
             "peak_memory_bytes": 2**20,
         },

@@ -55,6 +55,7 @@ def tile_schedule(
     block_other: int,
     window: tuple[int, int] = (-1, -1),
     max_main: int | None = None,
+    span: int | None = None,
 ) -> Tensor:
     """int32 [1 + capacity, COLUMNS]: element [0, 0] is the number of tiles, tile t is row 1 + t.
 
@@ -62,11 +63,12 @@ def tile_schedule(
     Main position i sees other position j when i - left <= j <= i + right with window = (left, right), -1 for
     unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
     with 0 blocks, because its output has to be written. Under a window lengths above `max_other` are sorted as if they
-    were equal, and with `max_main` given a row longer than that or than `max_other` is a device assertion.
+    were equal, and with `max_main` given a row longer than that or than `max_other` is a device assertion. Without one,
+    MAIN_COUNT counts up to `span` positions, those of neighbouring tiles too; without `span` those of the tile.
 
     Calls with the same offsets and equal numbers share one list, which nobody may write to.
     """
-    numbers = (main_total, max_other, block_main, block_other, window, max_main)
+    numbers = (main_total, max_other, block_main, block_other, window, max_main, span or block_main)
     return remembered(
         lambda: _tile_schedule(main_offsets, other_offsets, *numbers), ("tiles", *numbers), main_offsets, other_offsets
     )
@@ -81,6 +83,7 @@ def _tile_schedule(
     block_other: int,
     window: tuple[int, int],
     max_main: int | None,
+    span: int,
 ) -> Tensor:
     num_rows = main_offsets.shape[0] - 1
     capacity = main_total // block_main + min(num_rows, main_total)
@@ -91,7 +94,7 @@ def _tile_schedule(
     left, right = window
     if left < 0 and right < 0:
         rows = 1 if num_rows <= _FEW_ROWS else _ROWS_PER_PROGRAM
-        constants = (block_main, block_other, checked, rows, _ROWS_PER_SCAN, _TILES_PER_STEP)
+        constants = (block_main, block_other, span, checked, rows, _ROWS_PER_SCAN, _TILES_PER_STEP)
         _launch_whole_rows(
             (-(-num_rows // rows), 1, 1),
             (table.device, main_offsets.dtype, other_offsets.dtype, *aligned(main_offsets, other_offsets), *constants),
@@ -151,6 +154,7 @@ def _whole_rows_kernel(
     max_other,
     BLOCK_MAIN: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
+    SPAN: tl.constexpr,
     CHECKED: tl.constexpr,
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
@@ -189,7 +193,7 @@ def _whole_rows_kernel(
         position = number * BLOCK_MAIN
         entry = table + (place[:, None] + number).to(tl.int64) * COLUMNS
         tl.store(entry + MAIN_BEGIN, main_begin[:, None] + position, chosen)
-        tl.store(entry + MAIN_COUNT, tl.minimum(main_length[:, None] - position, BLOCK_MAIN), chosen)
+        tl.store(entry + MAIN_COUNT, tl.minimum(main_length[:, None] - position, SPAN), chosen)
         tl.store(entry + MAIN_POSITION, position, chosen)
         tl.store(entry + OTHER_BEGIN, other_begin[:, None], chosen)
         tl.store(entry + OTHER_LENGTH, other_length[:, None], chosen)

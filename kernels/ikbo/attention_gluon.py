@@ -40,7 +40,6 @@ def _attend(
     sizes: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    from kernels import scheduling
     from kernels.ikbo.triton_groups import joined_groups
     from kernels.jagged import gluon_attention_forward as gluon
 
@@ -49,7 +48,8 @@ def _attend(
     else:
         queries, keys = joined_groups(q_offsets, k_offsets.contiguous(), sizes)
         block_k = gluon._block_k(k.shape[0], k_offsets, max_k)
-        schedule = scheduling.tile_schedule(queries, keys, q.shape[0], max_k, gluon.BLOCK_Q, block_k, _UNLIMITED)
+        paired = gluon.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
+        schedule = gluon.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
     return gluon.attention_forward(
         q, k, v, q_offsets[0], k_offsets, max(max_q), max_k, scale, False, _UNLIMITED, schedule
     )

@@ -40,25 +40,46 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _tile(schedule, turn, num_heads, LEFT: gl.constexpr, C: gl.constexpr):
+def paired_item(entry, head, HEADS: gl.constexpr):
+    """(first query, how many there are, head, 1 if that is the first of two) of an item of a list of half tiles.
+
+    A half that has its other stands for a tile and half of the heads; one without, for itself and all heads in twos.
+    """
+    begin = gl.load(entry + MAIN_BEGIN)
+    count = gl.load(entry + MAIN_COUNT)
+    second = (gl.load(entry + MAIN_POSITION) // ROWS) % 2
+    alone = (second == 0) & (count <= ROWS)
+    count = gl.where(second == 0, count, gl.minimum(count, ROWS) + ROWS)
+    head = gl.where(alone, 2 * head, head + second * (HEADS // 2))
+    return begin - second * ROWS, count, head, alone.to(gl.int32)
+
+
+@gluon.jit
+def _tile(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.constexpr, C: gl.constexpr):
     """What consumer C has to know of this program's item of round `turn`.
 
     (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
-    keys, first block, how many more there are, head)
+    keys, first block, how many more there are, head, from one of its blocks to its next one in the ring)
     """
-    entry, head = dealt_item(schedule, turn, num_heads)
     first_block = 0
+    position = 0
+    stride = 1
+    if PAIRED:
+        entry, head = dealt_item(schedule, turn, HEADS // 2)
+        begin, count, head, alone = paired_item(entry, head, HEADS)
+        begin += gl.where(alone != 0, 0, C * ROWS)
+        count -= gl.where(alone != 0, 0, C * ROWS)
+        head += alone * C
+        stride += alone
+    else:
+        entry, head = dealt_item(schedule, turn, HEADS)
+        begin = gl.load(entry + MAIN_BEGIN) + C * ROWS
+        count = gl.load(entry + MAIN_COUNT) - C * ROWS
+        position = gl.load(entry + MAIN_POSITION) + C * ROWS
     if LEFT:
         first_block = gl.load(entry + FIRST_BLOCK)
-    return (
-        gl.load(entry + MAIN_BEGIN) + C * ROWS,
-        gl.load(entry + MAIN_COUNT) - C * ROWS,
-        gl.load(entry + MAIN_POSITION) + C * ROWS,
-        gl.load(entry + OTHER_LENGTH),
-        first_block,
-        gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1,
-        head,
-    )
+    length = gl.load(entry + OTHER_LENGTH)
+    return begin, count, position, length, first_block, gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1, head, stride
 
 
 @gluon.jit
@@ -134,7 +155,9 @@ def _advance(
     k_smem,
     v_smem,
     barriers,
-    done,
+    turns,
+    slot,
+    stride,
     block,
     acc,
     p,
@@ -154,15 +177,16 @@ def _advance(
 ):
     """Add the pending probabilities' product with their values to `acc`, and make those of the next `block` pending.
 
-    `done` counts the blocks whose values are done; the pending block is number `done`, the next one `done` + 1.
+    The pending block is number `slot` of the ring, the next one `slot` + `stride`; `turns` counts the turns taken.
     """
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = acc.type.layout
-    k_stage = (done + 1) % STAGES
-    v_stage = done % STAGES
-    mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1)
-    mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
+    k_slot = slot + stride
+    k_stage = k_slot % STAGES
+    v_stage = slot % STAGES
+    mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1)
+    mbarrier.wait(order.index(C), (turns & 1) ^ (1 - C))
     s_token = warpgroup_mma(
         q,
         k_smem.index(k_stage).permute((1, 0)),
@@ -170,7 +194,7 @@ def _advance(
         use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+    mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
     acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     if EARLY:
@@ -189,27 +213,27 @@ def _advance(
 
 
 @gluon.jit
-def _skip(barriers, done, STAGES: gl.constexpr, C: gl.constexpr):
+def _skip(barriers, slot, STAGES: gl.constexpr, C: gl.constexpr):
     """Let a block pass by that this consumer has no queries for."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
-    k_stage = (done + 1) % STAGES
-    v_stage = done % STAGES
-    mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1)
-    mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
-    mbarrier.arrive(order.index(1 - C), count=1)
+    k_stage = (slot + 1) % STAGES
+    v_stage = slot % STAGES
+    mbarrier.wait(k_full.index(k_stage), ((slot + 1) // STAGES) & 1)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+    mbarrier.wait(order.index(C), (slot & 1) ^ (1 - C))
+    mbarrier.arrive(order.index(1 - C), count=1)
+    mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    return done + 1
+    return slot + 1
 
 
 @gluon.jit
-def _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV: gl.constexpr):
+def _store_rows(out, buffer, q_begin, q_count, head, HEADS: gl.constexpr, DV: gl.constexpr):
     """Write the first `q_count` rows of a block of outputs in shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
-    start = ((q_begin + rows).to(gl.int64) * num_heads + head) * DV
+    start = ((q_begin + rows).to(gl.int64) * HEADS + head) * DV
     pointers = out + gl.expand_dims(start, 1) + gl.expand_dims(columns, 0)
     gl.store(pointers, buffer.load(LAYOUT), gl.expand_dims(rows < q_count, 1))
 
@@ -226,10 +250,11 @@ def attend(
     lse,
     schedule,
     num_queries,
-    num_heads,
     scale,
     left,
     right,
+    HEADS: gl.constexpr,
+    PAIRED: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -245,57 +270,63 @@ def attend(
     RO: gl.constexpr = gl.SliceLayout(1, LO)
     nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, LS))
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
-    rounds = num_rounds(gl.load(schedule) * num_heads)
+    rounds = num_rounds(gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS))
     # A program without items goes through the motions for one block, without waiting for what never comes.
     some = rounds > 0
-    q_begin, q_count, position, k_length, first_block, steps, head = _tile(schedule, 0, num_heads, LEFT, C)
-    next_begin, next_count, next_position, next_length, next_first, next_steps, next_head = _tile(
-        schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), num_heads, LEFT, C
+    q_begin, q_count, position, k_length, first_block, steps, head, stride = _tile(schedule, 0, HEADS, LEFT, PAIRED, C)
+    next_begin, next_count, next_position, next_length, next_first, next_steps, next_head, next_stride = _tile(
+        schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), HEADS, LEFT, PAIRED, C
     )
+    slot = C * (stride - 1)
     mbarrier.wait(q_full.index(C), 0, pred=some)
-    mbarrier.wait(k_full.index(0), 0, pred=some)
-    token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(slot), 0, pred=some)
+    token = warpgroup_mma(
+        q_smem.index(C), k_smem.index(slot).permute((1, 0)), zero_scores, use_acc=False, is_async=True
+    )
     s = warpgroup_mma_wait(0, deps=(token,))
-    mbarrier.arrive(k_empty.index(0), count=1, pred=some)
+    mbarrier.arrive(k_empty.index(slot), count=1, pred=some)
     s = _masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
     p_next, m, _ = _softmax(s, nothing_seen, scale, True)
     total = gl.sum(p_next, 1)
     p = _rounded(p_next, v_smem.dtype, LO)
-    done = 0
+    turns = 0
     for turn in range(rounds):
         more = turn + 1 < rounds
         acc = gl.zeros((ROWS, DV), gl.float32, LO)
         q = q_smem.index(2 * (turn % 2) + C)
-        if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
+        if C == 1 and not PAIRED:
+            # The last tile of a row may have no queries for this consumer: it does the last block for nothing.
             skipped = gl.where(q_count > 0, 0, steps)
             for _ in range(skipped):
-                done = _skip(barriers, done, STAGES, C)
+                slot = _skip(barriers, slot, STAGES, C)
             steps -= skipped
         # `next_steps` is read by the mask below. It must be: MLIR takes a value that is carried around a loop only to
         # bound a loop inside it for dead, and every tile would do as many steps as the first.
         for b in range(steps):
             acc, p, m, total = _advance(
-                q, k_smem, v_smem, barriers, done, first_block + (steps - 1 - b), acc, p, m, total, scale,
-                position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
+                q, k_smem, v_smem, barriers, turns if PAIRED else slot, slot, stride, first_block + (steps - 1 - b),
+                acc, p, m, total, scale, position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
             )  # fmt: skip
-            done += 1
+            turns += 1
+            slot += stride
 
         # The last block's values, with the scores of the next tile's first block.
         mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
-        k_stage = (done + 1) % STAGES
-        v_stage = done % STAGES
-        next_slot = 2 * ((turn + 1) % 2) + C
-        mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
-        mbarrier.wait(k_full.index(k_stage), ((done + 1) // STAGES) & 1, pred=more)
-        mbarrier.wait(order.index(C), (done & 1) ^ (1 - C))
+        k_slot = slot + stride + C * (next_stride - stride)
+        k_stage = k_slot % STAGES
+        v_stage = slot % STAGES
+        next_place = 2 * ((turn + 1) % 2) + C
+        mbarrier.wait(q_full.index(next_place), ((turn + 1) // 2) & 1, pred=more)
+        mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1, pred=more)
+        mbarrier.wait(order.index(C), ((turns if PAIRED else slot) & 1) ^ (1 - C))
         token = warpgroup_mma(
-            q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
+            q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(v_stage), (done // STAGES) & 1)
+        mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
         # The tile after the next one: by the time it is looked at, its entry has long arrived.
-        new_begin, new_count, new_position, new_length, new_first, new_steps, new_head = _tile(
-            schedule, gl.minimum(turn + 2, rounds - 1), num_heads, LEFT, C
+        new_begin, new_count, new_position, new_length, new_first, new_steps, new_head, new_stride = _tile(
+            schedule, gl.minimum(turn + 2, rounds - 1), HEADS, LEFT, PAIRED, C
         )
         s = warpgroup_mma_wait(1, deps=(token,))
         if EARLY:
@@ -311,7 +342,8 @@ def attend(
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         p = _rounded(p_next, v_smem.dtype, LO)
-        done += 1
+        turns += 1
+        slot = k_slot
 
         inverse, log_total = _normalization(total, m)
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, LS))
@@ -323,12 +355,12 @@ def attend(
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
         else:  # a whole block would write over the queries of the next row
-            _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV)
+            _store_rows(out, buffer, q_begin, q_count, head, HEADS, DV)
         gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
 
         m, total = m_next, next_total
         q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
-        first_block, steps, head = next_first, next_steps, next_head
+        first_block, steps, head, stride = next_first, next_steps, next_head, next_stride
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
-        next_first, next_steps, next_head = new_first, new_steps, new_head
+        next_first, next_steps, next_head, next_stride = new_first, new_steps, new_head, new_stride
     tma.store_wait(0)

@@ -1,8 +1,13 @@
 """Forward of jagged softmax attention for Hopper, in Gluon: persistent, warp-specialised, TMA in and out, async wgmma.
 
-A program works through tiles of 128 queries of one row and head (`kernels.scheduling` says which): one warpgroup loads
-with TMA, two compute 64 queries each (`gluon_attention_consumer`). Queries are double-buffered, so that the next tile's
-arrive while this one is worked on; keys and values go through a ring of blocks that does not stop between tiles.
+A program works through tiles of 128 queries of one row and head (`kernels.scheduling` says which): two warps load with
+TMA, one the keys and one the values, and two warpgroups compute 64 queries each (`gluon_attention_consumer`). Queries
+are double-buffered, so that the next tile's arrive while this one is worked on; keys and values go through rings of
+blocks that do not stop between tiles.
+
+The last tile of a row may have only one half, and one warpgroup alone takes nearly as long as two. So two heads' halves
+are worked on together, a warpgroup each, and every other block of the ring is one's own. The schedule then lists
+halves: one of a whole tile stands for half of the heads, so that two of them make the items of their tile.
 
 A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
 and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
@@ -17,17 +22,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels import scheduling
-from kernels.jagged.gluon_attention_consumer import ROWS, attend
+from kernels.jagged.gluon_attention_consumer import ROWS, attend, paired_item
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.launch import Launcher, processors
-from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
+from kernels.scheduling import (
+    FIRST_BLOCK,
+    MAIN_BEGIN,
+    MAIN_COUNT,
+    NUM_BLOCKS,
+    OTHER_BEGIN,
+    dealt_item,
+    num_rounds,
+)
 
 HEAD_DIMS = (64, 128)
 BLOCK_Q = 2 * ROWS.value
 _KEYS_IN_FLIGHT = 256  # in shared memory; with the queries and outputs of a tile they fill it at dimension 128
 _LOG2_E = 1.4426950408889634
 
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+# Three warpgroups at this limit fill the register file; that of the loaders gives most of its share to the consumers.
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
@@ -68,17 +81,21 @@ def attention_forward(
     left, right = effective_window(causal, window)
     block_k = _block_k(k.shape[0], k_offsets, max_k)
     if schedule is None:
-        schedule = attention_schedule(q_offsets, k_offsets, num_queries, k.shape[0], max_q, max_k, causal, window)
+        schedule = attention_schedule(
+            q_offsets, k_offsets, num_queries, k.shape[0], max_q, max_k, causal, window, num_heads
+        )
     q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
     k_descriptor, k_head_stride = head_descriptor(k, block_k)
     v_descriptor, v_head_stride = head_descriptor(v, block_k)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
-    programs = min(processors(q.device), (schedule.shape[0] - 1) * num_heads)
-    sizes = (num_heads, num_heads // num_kv_heads, q_head_stride, k_head_stride, v_head_stride)
-    constants = (left >= 0, right >= 0, block_k, head_dim, value_dim, _KEYS_IN_FLIGHT // block_k)
+    paired = is_paired(num_heads, (left, right), num_queries, q_offsets, max_q)
+    programs = min(processors(q.device), (schedule.shape[0] - 1) * (num_heads // 2 if paired else num_heads))
+    strides = (q_head_stride, k_head_stride, v_head_stride)
+    heads = (num_heads, num_heads // num_kv_heads)
+    constants = (*heads, paired, left >= 0, right >= 0, block_k, head_dim, value_dim, _KEYS_IN_FLIGHT // block_k)
     _launch_forward(
-        (programs, 1, 1), (q.device, q.dtype, *sizes, left, right, *constants),
-        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, lse, schedule, num_queries, *sizes,
+        (programs, 1, 1), (q.device, q.dtype, *strides, left, right, *constants),
+        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, lse, schedule, num_queries, *strides,
         scale * _LOG2_E, left, right, *constants,
     )  # fmt: skip
     return out, lse
@@ -93,6 +110,7 @@ def attention_schedule(
     max_k: int,
     causal: bool,
     window: tuple[int, int],
+    num_heads: int,
 ) -> Tensor:
     """The `schedule` of `attention_forward`; it depends on offsets and masks alone, and layers share it.
 
@@ -100,7 +118,32 @@ def attention_schedule(
     """
     block_k = _block_k(num_keys, k_offsets, max_k)
     mask = effective_window(causal, window)
-    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, mask, max_q)
+    paired = is_paired(num_heads, mask, num_queries, q_offsets, max_q)
+    return tile_list(q_offsets, k_offsets, num_queries, max_k, block_k, mask, paired, max_q)
+
+
+def tile_list(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    num_queries: int,
+    max_k: int,
+    block_k: int,
+    mask: tuple[int, int],
+    paired: bool,
+    max_q: int | None = None,
+) -> Tensor:
+    """`attention_schedule` of what else the kernel is told, with a longest row or without."""
+    block_q = ROWS.value if paired else BLOCK_Q
+    return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, block_q, block_k, mask, max_q, BLOCK_Q)
+
+
+def is_paired(num_heads: int, mask: tuple[int, int], num_queries: int, q_offsets: Tensor, max_q: int) -> bool:
+    """Whether half tiles of two heads are worked on together, and the schedule lists halves.
+
+    Not if no row can have a half without its other, and not under a mask, where blocks differ within a tile.
+    """
+    all_whole = num_queries == (q_offsets.shape[0] - 1) * max_q and not 0 < max_q % BLOCK_Q <= ROWS.value
+    return num_heads % 2 == 0 and mask == (-1, -1) and not all_whole
 
 
 def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
@@ -118,76 +161,88 @@ def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
 
 
 @gluon.jit
-def _item(schedule, turn, num_heads):
-    """(first query, first key of the row, first block, number of blocks, head) of this program's item of a round."""
-    entry, head = dealt_item(schedule, turn, num_heads)
+def _item(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.constexpr):
+    """What the loader has to know of this program's item of round `turn`.
+
+    (first query in q, how many of them exist, first key of the row in k, first block, number of blocks, head, 1 if
+    there is a second one)
+    """
+    first = 0
+    two = 0
+    if PAIRED:
+        entry, head = dealt_item(schedule, turn, HEADS // 2)
+        begin, count, head, two = paired_item(entry, head, HEADS)
+    else:
+        entry, head = dealt_item(schedule, turn, HEADS)
+        begin = gl.load(entry + MAIN_BEGIN)
+        count = gl.load(entry + MAIN_COUNT)
+    if LEFT:
+        first = gl.load(entry + FIRST_BLOCK)
     blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
-    return gl.load(entry + MAIN_BEGIN), gl.load(entry + OTHER_BEGIN), gl.load(entry + FIRST_BLOCK), blocks, head
+    return begin, count, gl.load(entry + OTHER_BEGIN), first, blocks, head, two
 
 
 @gluon.jit
-def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, column):
-    slot = turn % 2
+def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, count, head, two, q_head_stride):
+    """Fetch the halves of a tile's queries that exist, or the half that exists of two heads."""
     for c in gl.static_range(2):
-        place = 2 * slot + c
+        place = 2 * (turn % 2) + c
+        full = q_full.index(place)
+        row = c * (1 - two) * ROWS
+        column = (head + c * two) * q_head_stride
+        exist = count > row
         mbarrier.wait(q_empty.index(place), ((turn // 2) & 1) ^ 1)
-        mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [begin + c * ROWS, column], q_full.index(place), q_smem.index(place))
+        mbarrier.expect(full, q_desc.block_type.nbytes, pred=exist)
+        mbarrier.arrive(full, count=1, pred=count <= row)
+        tma.async_copy_global_to_shared(q_desc, [begin + row, column], full, q_smem.index(place), pred=exist)
 
 
 @gluon.jit
 def _load(
     q_desc,
-    k_desc,
-    v_desc,
+    desc,
     q_smem,
-    k_smem,
-    v_smem,
-    barriers,
+    smem,
+    q_full,
+    q_empty,
+    full,
+    empty,
     schedule,
-    num_heads,
-    heads_per_kv,
     q_head_stride,
-    k_head_stride,
-    v_head_stride,
+    head_stride,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
+    LEFT: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):
-    """The loading warpgroup: blocks of keys and values of each tile, from the last to the first.
+    """A loading warp: each tile's blocks of keys, or of values, from the last to the first; if QUERIES its queries too.
 
-    The next tile's queries are asked for while its first blocks are far: unlike keys and values, which other tiles have
-    brought to L2, they come from memory.
+    Keys and values have a warp each: the keys of a block are done with well before the values of the one before it.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _order = barriers
     loaded = 0
-    rounds = num_rounds(gl.load(schedule) * num_heads)
-    q_begin, k_begin, first, num_blocks, head = _item(schedule, 0, num_heads)
-    if rounds > 0:
-        _load_queries(q_desc, q_smem, q_full, q_empty, 0, q_begin, head * q_head_stride)
+    rounds = num_rounds(gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS))
+    q_begin, q_count, begin, first, num_blocks, head, two = _item(schedule, 0, HEADS, LEFT, PAIRED)
     for turn in range(rounds):
-        next_q, next_k, next_first, next_blocks, next_head = _item(
-            schedule, gl.minimum(turn + 1, rounds - 1), num_heads
+        next_q, next_count, next_begin, next_first, next_blocks, next_head, next_two = _item(
+            schedule, gl.minimum(turn + 1, rounds - 1), HEADS, LEFT, PAIRED
         )
-        kv_head = head // heads_per_kv
-        for b in range(num_blocks):
-            row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
+        if QUERIES:
+            _load_queries(q_desc, q_smem, q_full, q_empty, turn, q_begin, q_count, head, two, q_head_stride)
+        for b in range(num_blocks << two):
+            row = begin + (first + num_blocks - 1 - (b >> two)) * BLOCK_K
+            column = (head + (b & two)) // GROUP * head_stride
             stage = loaded % STAGES
-            phase = (loaded // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k_desc, [row, kv_head * k_head_stride], k_full.index(stage), k_smem.index(stage)
-            )
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v_desc, [row, kv_head * v_head_stride], v_full.index(stage), v_smem.index(stage)
-            )
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            # For the consumer that passes by a block of the other one's head.
+            mbarrier.arrive(empty.index(stage), count=1, pred=two != 0)
+            mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc, [row, column], full.index(stage), smem.index(stage))
             loaded += 1
-            # One ring of blocks into a tile the consumers are done, or nearly, with the queries that were here before.
-            if (b == gl.minimum(STAGES, num_blocks) - 1) & (turn + 1 < rounds):
-                _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
-        k_begin, first, num_blocks, head = next_k, next_first, next_blocks, next_head
+        q_begin, q_count, begin, first = next_q, next_count, next_begin, next_first
+        num_blocks, head, two = next_blocks, next_head, next_two
 
 
 @gluon.jit(do_not_specialize=["num_queries"])
@@ -200,14 +255,15 @@ def _forward_kernel(
     lse,
     schedule,
     num_queries,
-    num_heads,
-    heads_per_kv,
     q_head_stride,
     k_head_stride,
     v_head_stride,
     scale,
     left,
     right,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -243,15 +299,17 @@ def _forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
     gl.warp_specialize(
         [
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, num_heads,
-                       scale, left, right, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 0)),
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, num_heads,
-                       scale, left, right, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 1)),
-            (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
-                     q_head_stride, k_head_stride, v_head_stride, BLOCK_K, STAGES)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, scale, left,
+                       right, HEADS, PAIRED, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 0)),
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, barriers, out, lse, schedule, num_queries, scale, left,
+                       right, HEADS, PAIRED, LEFT, RIGHT, BLOCK_K, DV, STAGES, EARLY, 1)),
+            (_load, (q_desc, k_desc, q_smem, k_smem, q_full, q_empty, k_full, k_empty, schedule, q_head_stride,
+                     k_head_stride, HEADS, GROUP, PAIRED, LEFT, BLOCK_K, STAGES, True)),
+            (_load, (q_desc, v_desc, q_smem, v_smem, q_full, q_empty, v_full, v_empty, schedule, q_head_stride,
+                     v_head_stride, HEADS, GROUP, PAIRED, LEFT, BLOCK_K, STAGES, False)),
         ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [4, 1, 1],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
 

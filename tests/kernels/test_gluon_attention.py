@@ -51,14 +51,15 @@ SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Genera
 LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
 # More rows than the kernel looks at in one step and than programs place one by one, some without others.
 MANY = lengths_of(300, 0, 600, 3), lengths_of(300, 0, 300, 4)
-# Main lengths, other lengths, positions of a tile, positions of a block, window.
-SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int]]] = [
-    *((main, other, 16, 8, window) for main, other in SMALL.values() for window in WINDOWS),
-    (*MANY, 128, 128, UNLIMITED),
-    *((SKEWED, SKEWED, 128, 128, window) for window in (UNLIMITED, (-1, 0), (100, 0))),
-    (LONG, LONG, 1024, 8, UNLIMITED),
+# Main lengths, other lengths, positions of a tile, positions of a block, window, positions counted.
+SCHEDULES: list[tuple[list[int], list[int], int, int, tuple[int, int], int]] = [
+    *((main, other, 16, 8, window, 16) for main, other in SMALL.values() for window in WINDOWS),
+    (*SMALL["mixed"], 8, 8, UNLIMITED, 16),
+    (*MANY, 128, 128, UNLIMITED, 128),
+    *((SKEWED, SKEWED, 128, 128, window, 128) for window in (UNLIMITED, (-1, 0), (100, 0))),
+    (LONG, LONG, 1024, 8, UNLIMITED, 1024),
 ]
-NUM_LISTED = len(SMALL) * len(WINDOWS) + 1
+NUM_LISTED = len(SMALL) * len(WINDOWS) + 2
 INTERPRETED = """
 import json, sys
 import torch
@@ -67,10 +68,10 @@ from kernels.scheduling import tile_schedule
 
 scheduling._FEW_ROWS = 200
 tables = []
-for main, other, block_main, block_other, window in json.load(sys.stdin):
+for main, other, block_main, block_other, window, span in json.load(sys.stdin):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
     table = tile_schedule(
-        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window)
+        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window), None, span
     )
     tables.append(table[: 1 + int(table[0, 0])].tolist())
 json.dump(tables, sys.stdout)
@@ -105,7 +106,7 @@ def blocks_seen(position: int, count: int, length: int, block: int, window: tupl
 
 @pytest.mark.parametrize("index", range(NUM_LISTED))
 def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: int) -> None:
-    main, other, block_main, block_other, window = SCHEDULES[index]
+    main, other, block_main, block_other, window, span = SCHEDULES[index]
     main_begin, other_begin = offsets_of(main).tolist(), offsets_of(other).tolist()
     expected = {(row, position) for row, length in enumerate(main) for position in range(0, length, block_main)}
     header, *tiles = tables[index]
@@ -113,10 +114,10 @@ def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: in
     for begin, count, position, begin_of_other, length, first, blocks, row in tiles:
         expected.remove((row, position))
         assert begin == main_begin[row] + position
-        assert count == min(block_main, main[row] - position)
+        assert count == min(span, main[row] - position)
         assert (begin_of_other, length) == (other_begin[row], other[row])
         listed = set(range(first, first + blocks))
-        assert blocks_seen(position, count, length, block_other, window) <= listed
+        assert blocks_seen(position, min(count, block_main), length, block_other, window) <= listed
         # Nothing more than positions behind the row's end would see.
         assert listed <= blocks_seen(position, block_main, length, block_other, window)
     work = [tile[scheduling.NUM_BLOCKS.value] for tile in tiles]
@@ -155,6 +156,9 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     constants = {
+        "HEADS": 4,
+        "GROUP": 1,
+        "PAIRED": window == UNLIMITED,
         "LEFT": window[0] >= 0,
         "RIGHT": window[1] >= 0,
         "BLOCK_K": block_k,
@@ -183,8 +187,8 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
         ({"block_k": 64}, 0),
         ({"d": 64, "dtype": "fp16"}, 0),
         # A few scalars of a tile; none in the loop over blocks.
-        ({"window": (-1, 0)}, 48),
-        ({"window": (64, 64)}, 64),
+        ({"window": (-1, 0)}, 24),
+        ({"window": (64, 64)}, 72),
     ],
     ids=str,
 )
@@ -196,7 +200,7 @@ def test_compiles_to_asynchronous_products_without_spills(options: dict, spill_b
     assert compiled.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize(("window", "facts"), [(UNLIMITED, 5), ((-1, 0), 6), ((64, -1), 7), ((64, 64), 7)], ids=str)
+@pytest.mark.parametrize(("window", "facts"), [(UNLIMITED, 6), ((-1, 0), 6), ((64, -1), 7), ((64, 64), 7)], ids=str)
 def test_compiler_keeps_what_tiles_differ_in(
     window: tuple[int, int], facts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,10 +215,11 @@ def test_compiler_keeps_what_tiles_differ_in(
     monkeypatch.setattr(triton, "compile", recorded)
     _compiled(window=window)
     over_tiles = [line for line in programs[0].asm["ttgir"].splitlines() if "scf.for" in line and "bf16" in line]
-    # Begin, count, length, steps, head, the position if masked, the first block if that varies: of this tile and of
-    # the next. Besides them the maximum, the sum, the probabilities and the number of blocks done.
-    carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "%done:" in line]
-    assert carried == 2 * [2 * facts + 4]
+    # Begin, count, length, steps, head, the stride if paired, the position if masked, the first block if that varies:
+    # of this tile and of the next. Besides them the maximum, the sum, the probabilities, the place in the ring and, if
+    # that is another number, the turns taken.
+    carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "%turns:" in line]
+    assert carried == 2 * [2 * facts + 4 + (window == UNLIMITED)]
 
 
 def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> None:
@@ -290,6 +295,8 @@ CASES = {
     "no keys": ({}, [100, 200, 0, 5], [0, 30, 70, 0]),
     "huge among empties": ({}, [0] * 50 + [5000] + [0] * 50, [0] * 50 + [3001] + [0] * 50),
     "grouped heads": ({"heads": (8, 2)}, ODD, ODD),
+    "odd heads": ({"heads": (3, 3)}, ODD, ODD),
+    "two heads": ({"heads": (2, 1)}, lengths_of(90, 0, 400, 12), lengths_of(90, 0, 400, 13)),
     "float16": ({"dtype": torch.float16}, ODD, ODD),
     "head dimension 64": ({"dims": (64, 64)}, ODD, ODD),
     "wide values": ({"dims": (64, 128)}, ODD, ODD),
@@ -338,7 +345,9 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     nothing_seen = expected_lse == math.inf
     assert torch.equal(lse == math.inf, nothing_seen)
     assert_close_to_oracle(lse.where(~nothing_seen, 0.0), expected_lse.where(~nothing_seen, 0.0), LSE, "lse")
-    schedule = attention_schedule(q_offsets, k_offsets, len(q), len(k), max(q_lengths), max(k_lengths), False, window)
+    schedule = attention_schedule(
+        q_offsets, k_offsets, len(q), len(k), max(q_lengths), max(k_lengths), False, window, heads
+    )
     again, lse_again = attention_forward(q, k, v, *arguments, schedule)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)

@@ -38,6 +38,7 @@ from kernels.scheduling import (
 HEAD_DIMS = (64, 128)
 BLOCK_Q = 2 * ROWS.value
 _KEYS_IN_FLIGHT = 256  # in shared memory; with the queries and outputs of a tile they fill it at dimension 128
+_PAIRED_MEAN = 1024  # queries of a row: of more few tiles are halves, and looking for pairs costs 1 % of every tile
 _LOG2_E = 1.4426950408889634
 
 # Three warpgroups at this limit fill the register file; that of the loaders gives most of its share to the consumers.
@@ -140,10 +141,12 @@ def tile_list(
 def is_paired(num_heads: int, mask: tuple[int, int], num_queries: int, q_offsets: Tensor, max_q: int) -> bool:
     """Whether half tiles of two heads are worked on together, and the schedule lists halves.
 
-    Not if no row can have a half without its other, and not under a mask, where blocks differ within a tile.
+    Not if no row can have a half without its other, not if rows are so long that few tiles are halves, and not under a
+    mask, where blocks differ within a tile.
     """
-    all_whole = num_queries == (q_offsets.shape[0] - 1) * max_q and not 0 < max_q % BLOCK_Q <= ROWS.value
-    return num_heads % 2 == 0 and mask == (-1, -1) and not all_whole
+    num_rows = q_offsets.shape[0] - 1
+    all_whole = num_queries == num_rows * max_q and not 0 < max_q % BLOCK_Q <= ROWS.value
+    return num_heads % 2 == 0 and mask == (-1, -1) and not all_whole and num_queries <= num_rows * _PAIRED_MEAN
 
 
 def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:

@@ -228,6 +228,20 @@ def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> No
     assert gluon_attention_forward.effective_window(False, UNLIMITED) == UNLIMITED
 
 
+def test_half_tiles_are_paired_where_some_may_lack_their_other() -> None:
+    def paired(heads: int, lengths: list[int], max_q: int, window: tuple[int, int] = UNLIMITED) -> bool:
+        return gluon_attention_forward.is_paired(heads, window, sum(lengths), offsets_of(lengths), max_q)
+
+    assert paired(4, [512, 511], 512)
+    assert paired(2, [64, 64], 64)
+    assert paired(2, [320], 320)
+    assert not paired(4, [512, 512], 512)
+    assert not paired(2, [193, 193], 193)
+    assert not paired(2, [4096, 64 * 33], 4096)
+    assert not paired(3, [512, 511], 512)
+    assert not paired(4, [512, 511], 512, (-1, 0))
+
+
 def test_descriptors_copy_what_tma_cannot_address() -> None:
     memory = torch.arange(8 * 2 * 64 + 1, dtype=torch.bfloat16)
     for x in (memory[1:].view(8, 2, 64), memory[: 2 * 64].view(1, 2, 64).as_strided((1, 2, 64), (1, 64, 1))):

@@ -210,11 +210,11 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
                 _interval(row[name], form) for name, form in (("ne_percent", "+.4f"), ("auc", "+.5f"), ("gauc", "+.5f"))
             ]
             lines.append(f"| {task} | {row['seed']} | {' | '.join(gaps)} |")
-    lines += ["", "| arm | steps/s | examples/s | peak memory MiB | skipped steps, all seeds |", "|---|---|---|---|---|"]
+    lines += ["", "| arm | steps/s | examples/s | peak memory MiB | steps skipped |", "|---|---|---|---|---|"]
     for name, arm in result["arms"].items():
         memory = arm["peak_memory_bytes"] / 2**20
-        cells = [f"{arm['steps_per_s']:.2f}", f"{arm['examples_per_s']:.0f}", f"{memory:.0f}", f"{arm['skipped_steps']}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = f"{arm['steps_per_s']:.2f} | {arm['examples_per_s']:.0f} | {memory:.0f} | {arm['skipped_steps']}"
+        lines.append(f"| {name} | {cells} |")
     quantized = [run.results["test_quantized"] for run in runs[other] if "test_quantized" in run.results]
     if quantized:
         for task in result["tasks"]:

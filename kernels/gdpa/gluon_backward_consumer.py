@@ -229,12 +229,12 @@ def differentiate(
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    more = field(read_control(controls, 0), KIND) & STOP == 0
+    control = read_control(controls, 0)
+    more = field(control, KIND) & STOP == 0
     while more:
         stage = step % STAGES
         buffer = step & 1
         old = buffer ^ 1
-        control = read_control(controls, step)
         kind = field(control, KIND)
         starts = kind & STARTS != 0
         leaves = kind & LEAVES != 0
@@ -267,11 +267,9 @@ def differentiate(
             k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
             dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
         dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
-        if leaves:
-            _store_rows(dv * dv_scale, _row_of(dv_ptr, control, C, HEADS, GROUP, D), keys, HEADS * D)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        if starts & (step > 0):
-            mbarrier.arrive(k_empty.index(old_slot), count=1)
+        if starts & leaves:  # the next keys, which s waits for, need the place of those before this tile's
+            warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(k_empty.index(old_slot), count=1, pred=step > 0)
         tile += leaves.to(gl.int32)
         after = (step + 1) % STAGES
         mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
@@ -279,13 +277,20 @@ def differentiate(
         s = warpgroup_mma(
             k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if starts & (leaves == 0) & (step > 0):
+            mbarrier.arrive(k_empty.index(old_slot), count=1)
         _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
         mbarrier.arrive(step_done.index(buffer), count=1)
         if leaves:
+            _store_rows(
+                dv * dv_scale, _row_of(dv_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D
+            )
             _store_rows(dk * scale, _row_of(dk_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D)
-        s = warpgroup_mma_wait(0, deps=(s,))
         step += 1
-        more = field(read_control(controls, step), KIND) & STOP == 0
+        control = read_control(controls, step)
+        more = field(control, KIND) & STOP == 0
+        s = warpgroup_mma_wait(0, deps=(s,))
     # dq of the last step.
     old = (step & 1) ^ 1
     old_slot = (tile - 1) & 1

@@ -195,11 +195,13 @@ class Program:
                 yield None
                 if step > 0:
                     self.multiply(step, old_slot, previous)
-                if left_tile:
+                started, left_tile = left_tile, n == len(steps) - 1
+                if started and left_tile:
                     self.bars["k_empty"][old_slot].arrive()
-                left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
                 yield self.wait("k_full", tile - 1 + left_tile)
+                if started and not left_tile:
+                    self.bars["k_empty"][old_slot].arrive()
                 if step > 0:
                     self.add(c, previous)
                 yield None

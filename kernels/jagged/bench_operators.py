@@ -2,6 +2,8 @@
 
 A backward case times the backward alone, of a forward that ran once. The peers are FBGEMM's, where it is installed:
 its Triton kernels for products and softmax, its C++ operators for these and conversions; and PyTorch on padded tensors.
+Beside them stands PyTorch's negation of a tensor that reads and writes, half and half, as many bytes as the operator
+must move: what the chip does in so short a time.
 """
 
 from __future__ import annotations
@@ -73,16 +75,22 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-def _moving(kind: str, size: int, device: torch.device) -> Problem:
-    """What moving bytes takes in practice: reading one half and writing the other, only reading, only writing."""
-    source = torch.arange(size // (8 if kind in ("copy", "negate") else 4), device=device).float()
+def _mover(kind: str, size: float, device: torch.device) -> tuple[Callable[[], Any], Tensor]:
+    """(what reads one half of `size` bytes and writes the other, or only reads or writes all of them; its result)."""
+    source = torch.arange(int(size) // (8 if kind in ("copy", "negate") else 4), device=device).float()
     target = torch.empty_like(source)
-    step, expected = {
+    moves: dict[str, tuple[Callable[[], Any], Tensor]] = {
         "copy": (lambda: target.copy_(source), source),  # copied as memory, not by a kernel
         "negate": (lambda: torch.neg(source, out=target), -source),
         "read": (lambda: source.sum(), source.double().sum()),
         "fill": (lambda: target.fill_(1.0), torch.ones_like(source)),
-    }[kind]
+    }
+    return moves[kind]
+
+
+def _moving(kind: str, size: int, device: torch.device) -> Problem:
+    """What moving bytes takes in practice."""
+    step, expected = _mover(kind, size, device)
     return Problem({"torch": lambda: Runner(step)}, check_relative_error((expected,), 1e-5), 0.0, float(size))
 
 
@@ -373,12 +381,18 @@ def _problem(name: str, direction: str, precision: str, shape: tuple[int, ...], 
     expected: tuple[Tensor, ...] = (out,)
     if backward:
         expected = torch.autograd.grad(out, exact, cotangent.double())
+
+    def negation() -> Runner:
+        step, _ = _mover("negate", elements * dtype.itemsize, device)
+        return Runner(step, lambda _: expected)
+
     read = out.numel() + sum(out.numel() if i < 0 else inputs[i].numel() for i in operator.saved)
     elements = sum(tensor.numel() for tensor in inputs) + (read + operator.kept if backward else out.numel())
     return Problem(
         contenders=backends_of(operator.op, lambda backend: runner(partial(operator.ours, backend)))
         | {peer: partial(runner, function) for peer, function in peers.items()}
-        | ({"torch padded": padded_runner} if name in bench_padded.PEERS else {}),
+        | ({"torch padded": padded_runner} if name in bench_padded.PEERS else {})
+        | {"negation of as many bytes": negation},
         check=check_relative_error(expected, LIMIT_TF32 if precision == "tf32" else LIMITS[dtype]),
         flops=operator.flops * (2.0 if backward else 1.0),
         bytes=elements * dtype.itemsize,

@@ -28,7 +28,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int, *,
     _check_matrices(x, y)
     check_offsets(x.shape[0], offsets)
     x, y = dispatch.autocast_operands(x, y)
-    return dispatch.choose("jagged_jagged_bmm", backend, x)(x, y, offsets, max_length)
+    facts = {"width": x.shape[1], "columns": y.shape[1], "longest": max_length}
+    return dispatch.choose("jagged_jagged_bmm", backend, x, **facts)(x, y, offsets, max_length)
 
 
 def jagged_jagged_bmm_jagged_out(

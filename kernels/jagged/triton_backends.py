@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kernels import dispatch
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MOVED = (*FLOATS, torch.int32, torch.int64)
+MAX_UNDIVIDED = 1024  # places of a row that one program goes down
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
@@ -136,6 +138,21 @@ def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -
     from kernels.jagged import triton_bmm
 
     return triton_bmm.jagged_bmm(x, y, offsets, max_length)
+
+
+def _supports_row_stream(*, longest: int, **facts: Any) -> str | None:
+    if reason := _supports_stream(**facts):
+        return reason
+    if longest > MAX_UNDIVIDED:
+        return f"gives a whole row to one program, which rows of up to {longest} places may keep for long"
+    return None
+
+
+@dispatch.register("jagged_jagged_bmm", "gluon", supports=_supports_row_stream, priority=20)
+def _jagged_jagged_bmm_stream(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    from kernels.jagged import gluon_jagged_bmm
+
+    return gluon_jagged_bmm.jagged_bmm(x, y, offsets, max_length)
 
 
 @_register("jagged_jagged_bmm_jagged_out")

@@ -301,7 +301,7 @@ def save_dense(ctx, inputs, output):
     ctx.longest = inputs[3]
 
 
-def _save_jagged(ctx, inputs, output):
+def save_jagged(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
 
 
@@ -311,11 +311,11 @@ def dense_backward(ctx, grad):
     return dx if of_x else None, None, dy if of_y else None, None
 
 
-def _jagged_backward(ctx, grad):
+def jagged_backward(ctx, grad):
     of_x, of_y, _, _ = ctx.needs_input_grad
     dx, dy = jagged_gradient(grad, *ctx.saved_tensors, of_x, of_y)
     return dx if of_x else None, dy if of_y else None, None, None
 
 
 dense_bmm.register_autograd(dense_backward, setup_context=save_dense)
-jagged_bmm.register_autograd(_jagged_backward, setup_context=_save_jagged)
+jagged_bmm.register_autograd(jagged_backward, setup_context=save_jagged)

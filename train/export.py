@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.export import ExportedProgram, export, save
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kernels import defined_in, dispatch
 from modules.batch import RequestBatch, with_candidates
@@ -51,11 +52,20 @@ def load_model(path: Path, config: Config, source: Source, max_candidates: int, 
 
 @torch.no_grad()
 def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int) -> ExportedProgram:
-    """The architecture as a program for one request; `batch` is an example with two candidates and events or more."""
+    """The architecture as a program for one request; `batch` is an example with two candidates and events or more.
+
+    ValueError for an architecture that reads sizes from its data.
+    """
     arch = ScoringArch(model.arch, dtype).eval()
     spec = model.embedding.assemble.spec
     inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
-    return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+    try:
+        return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"{type(model.arch).__name__} reads sizes from its data, as DIN and model.sequence_context=candidate do, and "
+            "cannot be exported; InterFormer with model.sequence_context=request, DCNv2 and DLRM can"
+        ) from error
 
 
 def operator_modules(program: ExportedProgram) -> list[str]:

@@ -213,8 +213,8 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
     lines += ["", "| arm | steps/s | examples/s | peak memory MiB | steps skipped |", "|---|---|---|---|---|"]
     for name, arm in result["arms"].items():
         memory = arm["peak_memory_bytes"] / 2**20
-        cells = f"{arm['steps_per_s']:.2f} | {arm['examples_per_s']:.0f} | {memory:.0f} | {arm['skipped_steps']}"
-        lines.append(f"| {name} | {cells} |")
+        speed = f"{arm['steps_per_s']:.2f} | {arm['examples_per_s']:.0f}"
+        lines.append(f"| {name} | {speed} | {memory:.0f} | {arm['skipped_steps']} |")
     quantized = [run.results["test_quantized"] for run in runs[other] if "test_quantized" in run.results]
     if quantized:
         for task in result["tasks"]:

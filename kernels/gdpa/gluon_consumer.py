@@ -36,11 +36,11 @@ ROWS = gl.constexpr(64)  # queries of one consumer
 
 @gluon.jit
 def _entry(
-    schedule, num_tiles, turn, num_heads, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr
+    schedule, num_tiles, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr
 ):  # fmt: skip
     """(first query in q, how many there are, position of the first within its row, the row's number of keys, first
     block of keys, number of blocks, row, head) of this program's tile number `turn`. What is not needed is 0."""
-    entry, head = dealt_tile(schedule, num_tiles, turn, num_heads, RUN)
+    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS, RUN)
     position = 0
     first_block = 0
     row = 0
@@ -102,19 +102,19 @@ def _joined(left, right):
 
 
 @gluon.jit
-def _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV: gl.constexpr):
+def _store_rows(out, buffer, q_begin, q_count, HEADS: gl.constexpr, head, DV: gl.constexpr):
     """Write the first `q_count` rows of a block of outputs in shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
-    start = ((q_begin + rows).to(gl.int64) * num_heads + head) * DV
+    start = ((q_begin + rows).to(gl.int64) * HEADS + head) * DV
     pointers = out + gl.expand_dims(start, 1) + gl.expand_dims(columns, 0)
     gl.store(pointers, buffer.load(LAYOUT), gl.expand_dims(rows < q_count, 1))
 
 
 @gluon.jit
 def attend(
-    out_desc, q_smem, k_smem, v_smem, o_smem, columns_smem, barriers, out, schedule, num_heads,
+    out_desc, q_smem, k_smem, v_smem, o_smem, columns_smem, barriers, out, schedule, HEADS: gl.constexpr,
     score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
@@ -127,16 +127,16 @@ def attend(
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
     dtype: gl.constexpr = v_smem.dtype
     num_tiles = gl.load(schedule)
-    turns = num_turns(num_tiles, num_heads, RUN)
+    turns = num_turns(num_tiles, HEADS, RUN)
     # A program without tiles goes through the motions for one block, without waiting for what never comes.
     some = turns > 0
     begin, count, position, k_length, first_block, num_blocks, row, head = _entry(
-        schedule, num_tiles, 0, num_heads, LEFT, RIGHT, RUN
+        schedule, num_tiles, 0, HEADS, LEFT, RIGHT, RUN
     )
     num_blocks = gl.maximum(num_blocks, 1)
     kind = kind_of(head, HEAD_KINDS)
     next_begin, next_count, next_position, next_length, next_first, next_blocks, next_row, next_head = _entry(
-        schedule, num_tiles, gl.minimum(1, gl.maximum(turns - 1, 0)), num_heads, LEFT, RIGHT, RUN
+        schedule, num_tiles, gl.minimum(1, gl.maximum(turns - 1, 0)), HEADS, LEFT, RIGHT, RUN
     )
     mbarrier.wait(q_full.index(C), 0, pred=some)
     mbarrier.wait(k_full.index(0), 0, pred=some)
@@ -145,6 +145,7 @@ def attend(
     start = (first_block + num_blocks - 1) * BLOCK_K
     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
     p = gl.convert_layout(rounded(activated(s, score_scale, kind, KINDS, dtype), dtype), LP)
+    acc = gl.zeros((ROWS, DV), gl.float32, LO)
     base = 0  # number, in the order of loading, of the first block of the tile at hand
     if RUN > 1:
         keep = (turns > 1) & (next_row == row) & (next_head == head) & (num_blocks <= STAGES)
@@ -157,7 +158,8 @@ def attend(
         q_count = count - C * ROWS
         next_blocks = gl.maximum(next_blocks, 1)
         next_kind = kind_of(next_head, HEAD_KINDS)
-        acc = gl.zeros((ROWS, DV), gl.float32, LO)
+        if RUN == 1:  # the shorter tiles of runs need no zeros: their first product does not add
+            acc = gl.zeros((ROWS, DV), gl.float32, LO)
         q = q_smem.index(2 * (turn % 2) + C)
         todo = num_blocks
         if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
@@ -177,7 +179,10 @@ def attend(
             mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
             s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
-            acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+            add = True
+            if RUN > 1:
+                add = i > num_blocks - todo
+            acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_token,))
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=not keep)
             if LEFT or RIGHT:
@@ -208,10 +213,13 @@ def attend(
         # The tile after the next one. The loads are waited for at once, and the second product is issued no sooner
         # than the first one is nearly complete: between the two nobody waits for them.
         new_begin, new_count, new_position, new_length, new_first, new_blocks, new_row, new_head = _entry(
-            schedule, num_tiles, gl.minimum(turn + 2, turns - 1), num_heads, LEFT, RIGHT, RUN
+            schedule, num_tiles, gl.minimum(turn + 2, turns - 1), HEADS, LEFT, RIGHT, RUN
         )
         mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
-        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+        add = True
+        if RUN > 1:
+            add = todo > 1
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
         if RUN > 1:
             keep_next = (turn + 2 < turns) & (new_row == next_row) & (new_head == next_head) & (next_blocks <= STAGES)
         else:
@@ -236,7 +244,7 @@ def attend(
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
         else:  # a whole block would write over the queries of the next row
-            _store_rows(out, buffer, q_begin, q_count, num_heads, head, DV)
+            _store_rows(out, buffer, q_begin, q_count, HEADS, head, DV)
 
         keep = keep_next
         begin, count, position, k_length = next_begin, next_count, next_position, next_length

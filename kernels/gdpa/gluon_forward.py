@@ -1,8 +1,8 @@
 """Forward of GDPA for Hopper, in Gluon: persistent, warp-specialised, TMA in and out, asynchronous wgmma.
 
-A program works through tiles of 128 queries of one row and head: one warpgroup loads with TMA, two compute 64 queries
-each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows of keys
-stay where they are while the row's query tiles pass by (`gluon_tiles`).
+A program works through tiles of 128 queries of one row and head: one warp loads with TMA, two warpgroups compute 64
+queries each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows
+of keys stay where they are while the row's query tiles pass by (`gluon_tiles`).
 
 A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
 and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
@@ -29,7 +29,7 @@ BLOCK_Q = 2 * ROWS.value
 RUN = 2  # tiles of a row that a program is dealt at a time, if there are enough
 _IN_FLIGHT = 128 * 512  # features of keys and values of all stages: with queries and outputs they fill shared memory
 
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+# Three warpgroups at this limit fill the register file; the loader's gives most of its share to the consumers.
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
@@ -113,28 +113,29 @@ def launch(
     v_descriptor, v_head_stride = head_descriptor(v, block_k)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
     kinds, kinds_of_heads = head_kinds(activations)
-    sizes = (num_heads, num_heads // num_kv_heads, q_head_stride, k_head_stride, v_head_stride)
+    strides = (q_head_stride, k_head_stride, v_head_stride)
     left, right = window
     constants = (
-        kinds, kinds_of_heads, left >= 0, right >= 0, run, block_k, head_dim, value_dim,
-        _IN_FLIGHT // (block_k * (head_dim + value_dim)),
+        num_heads, num_heads // num_kv_heads, kinds, kinds_of_heads, left >= 0, right >= 0, run, block_k,
+        head_dim, value_dim, _IN_FLIGHT // (block_k * (head_dim + value_dim)),
     )  # fmt: skip
     _launch_forward(
-        (programs, 1, 1), (q.device, q.dtype, *sizes, left, right, *constants),
-        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, *sizes,
+        (programs, 1, 1), (q.device, q.dtype, *strides, left, right, *constants),
+        q_descriptor, k_descriptor, v_descriptor, out_descriptor, out, schedule, *strides,
         float(score_scale), float(out_scale), left, right, *constants,
     )  # fmt: skip
 
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
-    q_head_stride, k_head_stride, v_head_stride,
-    RUN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, q_head_stride, k_head_stride, v_head_stride,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warpgroup: queries of each tile, then its blocks of keys and values from the last to the first.
+    """The loading warp: blocks of keys and values of each tile, from the last to the first.
 
-    The values of a block are asked for after the keys of the next one, because their place becomes free later.
+    The values of a block are asked for after the keys of the next one, because their place becomes free later. The next
+    tile's queries are asked for while its first blocks are far: unlike most keys and values, which other tiles have
+    brought to L2, they come from memory.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     loaded = 0
@@ -144,30 +145,26 @@ def _load(
     previous_row = -1
     previous_head = -1
     num_tiles = gl.load(schedule)
-    for turn in range(num_turns(num_tiles, num_heads, RUN)):
-        entry, head = dealt_tile(schedule, num_tiles, turn, num_heads, RUN)
-        q_begin = gl.load(entry + MAIN_BEGIN)
-        k_begin = gl.load(entry + OTHER_BEGIN)
-        first = gl.load(entry + FIRST_BLOCK)
-        num_blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
-        row = gl.load(entry + ROW)
-        shared = False
+    turns = num_turns(num_tiles, HEADS, RUN)
+    q_begin, k_begin, first, num_blocks, row, head = _item(schedule, num_tiles, 0, HEADS, RUN)
+    if turns > 0:
+        _load_queries(q_desc, q_smem, q_full, q_empty, 0, q_begin, head * q_head_stride)
+    for turn in range(turns):
+        next_q, next_k, next_first, next_blocks, next_row, next_head = _item(
+            schedule, num_tiles, gl.minimum(turn + 1, turns - 1), HEADS, RUN
+        )
+        shared = False  # whether keys and values are there
         if RUN > 1:
             shared = (row == previous_row) & (head == previous_head) & (num_blocks <= STAGES)
             previous_row = row
             previous_head = head
-        if shared & pending:  # no keys will be loaded before the values are needed
-            _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
-            pending = False
-        slot = turn % 2
-        for c in gl.static_range(2):
-            mbarrier.wait(q_empty.index(2 * slot + c), ((turn // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(2 * slot + c), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [q_begin + c * ROWS, head * q_head_stride], q_full.index(2 * slot + c),
-                q_smem.index(2 * slot + c),
-            )  # fmt: skip
-        kv_head = head // heads_per_kv
+            if shared:
+                if pending:  # no keys will be loaded before the values are needed
+                    _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
+                    pending = False
+                if turn + 1 < turns:
+                    _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
+        kv_head = head // GROUP
         for b in range(gl.where(shared, 0, num_blocks)):
             k_row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
             stage = loaded % STAGES
@@ -182,8 +179,33 @@ def _load(
             v_column = kv_head * v_head_stride
             pending = True
             loaded += 1
+            # With these blocks in flight the consumers have to be done with the queries of the tile before, soon.
+            if (b == gl.minimum(STAGES, num_blocks) - 1) & (turn + 1 < turns):
+                _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
+        q_begin, k_begin, first, num_blocks, row, head = next_q, next_k, next_first, next_blocks, next_row, next_head
     if pending:
         _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
+
+
+@gluon.jit
+def _item(schedule, num_tiles, turn, HEADS: gl.constexpr, RUN: gl.constexpr):
+    """(first query in q, first key of the row in k, first block, number of blocks, row, head) of this program's tile
+    number `turn`; 0 for a row that is not needed."""
+    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS, RUN)
+    row = 0
+    if RUN > 1:
+        row = gl.load(entry + ROW)
+    blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
+    return gl.load(entry + MAIN_BEGIN), gl.load(entry + OTHER_BEGIN), gl.load(entry + FIRST_BLOCK), blocks, row, head
+
+
+@gluon.jit
+def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, column):
+    for c in gl.static_range(2):
+        place = 2 * (turn % 2) + c
+        mbarrier.wait(q_empty.index(place), ((turn // 2) & 1) ^ 1)
+        mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [begin + c * ROWS, column], q_full.index(place), q_smem.index(place))
 
 
 @gluon.jit
@@ -196,9 +218,10 @@ def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, STAGES: gl.
 
 @gluon.jit
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, schedule, num_heads, heads_per_kv,
-    q_head_stride, k_head_stride, v_head_stride, score_scale, out_scale, left, right,
-    KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, out, schedule, q_head_stride, k_head_stride, v_head_stride,
+    score_scale, out_scale, left, right,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -227,16 +250,16 @@ def _forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, num_heads,
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, HEADS,
                       score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
                       0)),
-            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, num_heads,
+            (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, HEADS,
                       score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
                       1)),
-            (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, num_heads, heads_per_kv,
-                     q_head_stride, k_head_stride, v_head_stride, RUN, BLOCK_K, STAGES)),
+            (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule,
+                     q_head_stride, k_head_stride, v_head_stride, HEADS, GROUP, RUN, BLOCK_K, STAGES)),
         ],
-        [4, 4],
+        [4, 1],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 

@@ -35,6 +35,8 @@ def compiled_forward(
     kinds, heads = head_kinds(names)
     kernel = gluon_forward._forward_kernel
     constants = {
+        "HEADS": 4,
+        "GROUP": 2,
         "KINDS": kinds,
         "HEAD_KINDS": heads,
         "LEFT": window[0] >= 0,

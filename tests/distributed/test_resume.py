@@ -11,10 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import environment, run, train
+from tests.launching import environment, run, train, train_here
 from train.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
+
+
+def train_on(ranks: int, run_dir: Path, *overrides: str) -> None:
+    """In processes of their own where there are several."""
+    if ranks == 1:
+        train_here(run_dir, *overrides)
+    else:
+        run(train(ranks, run_dir, *overrides), cwd=run_dir.parent)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train_here(run_dir, *EVERY)
+    return run_dir
 
 
 def training(run_dir: Path) -> list[Record]:
@@ -27,9 +42,9 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, a
     # Step 3 lies in the middle of an accumulation, of gradients and of the tokens that move the routers' biases.
     routed = ("model=interformer_moe", "model.moe.bias_update_rate=0.05")
     options = (*EVERY, *routed, f"optimizer.accumulate={accumulate}")
-    run(train(ranks, whole, *options), cwd=tmp_path)
+    train_on(ranks, whole, *options)
     shutil.copytree(whole / "checkpoints" / "step_00000003", resumed / "checkpoints" / "step_00000003")
-    run(train(ranks, resumed, *options), cwd=tmp_path)
+    train_on(ranks, resumed, *options)
     expected = {record.step: record.values["loss"] for record in training(whole)}
     actual = {record.step: record.values["loss"] for record in training(resumed)}
     assert list(actual) == [4, 5, 6]
@@ -42,9 +57,9 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
     # Two ranks validate on the way, with the ids of the next batch exchanged already: their losses do not change by it.
-    run(train(2, whole, *exact, "runtime.eval_every=2"), cwd=tmp_path)
+    train_on(2, whole, *exact, "runtime.eval_every=2")
     shutil.copytree(whole / "checkpoints" / "step_00000003", smaller / "checkpoints" / "step_00000003")
-    run(train(1, smaller, *exact, "data.batch_size=32"), cwd=tmp_path)
+    train_on(1, smaller, *exact, "data.batch_size=32")
     expected = {record.step: record.values["loss"] for record in training(whole)}
     assert [record.step for record in training(smaller)] == [4, 5, 6]
     # Same global batches; float32 sums over two ranks are taken in another order.
@@ -77,23 +92,19 @@ def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
         ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad"),
     ],
 )
-def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, tmp_path: Path) -> None:
-    run(train(1, tmp_path / "run", *EVERY), cwd=tmp_path)
-    result = run(train(1, tmp_path / "run", *EVERY, override), cwd=tmp_path, check=False)
-    assert result.returncode != 0
-    assert named in result.stderr
+def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, finished: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        train_here(finished, *EVERY, override)
 
 
-def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
-    run(train(1, tmp_path / "run", *EVERY), cwd=tmp_path)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
-    other = run(train(1, tmp_path / "a", "model.dim=32", f"checkpoint.load={checkpoint}"), cwd=tmp_path, check=False)
-    assert other.returncode != 0
-    assert "holds another model" in other.stderr
-    nowhere = run(train(1, tmp_path / "b", f"checkpoint.load={tmp_path}/absent"), cwd=tmp_path, check=False)
-    assert "is not a readable checkpoint" in nowhere.stderr
+def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_00000003"
+    shutil.copytree(finished / "checkpoints" / checkpoint.name, checkpoint)
+    with pytest.raises(ValueError, match="holds another model"):
+        train_here(tmp_path / "a", "model.dim=32", f"checkpoint.load='{checkpoint}'")
+    with pytest.raises(ValueError, match="is not a readable checkpoint"):
+        train_here(tmp_path / "b", f"checkpoint.load='{tmp_path}/absent'")
     for file in checkpoint.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    damaged = run(train(1, tmp_path / "c", f"checkpoint.load={checkpoint}"), cwd=tmp_path, check=False)
-    assert damaged.returncode != 0
-    assert "is damaged" in damaged.stderr
+    with pytest.raises(ValueError, match="is damaged"):
+        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'")

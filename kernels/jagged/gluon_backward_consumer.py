@@ -28,6 +28,44 @@ from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 
 
+def _transposed_quads() -> str:
+    """Assembly that transposes, among a quad of lanes, registers 0 2 4 6 and registers 1 3 5 7 of eight."""
+    lines = ["{ .reg .pred p<2>; .reg .b32 lane, x, r<8>;", "mov.u32 lane, %laneid;"]
+    lines += [f"mov.b32 r{i}, ${8 + i};" for i in range(8)]
+    for bit, pairs in ((1, ((0, 2), (4, 6), (1, 3), (5, 7))), (2, ((0, 4), (2, 6), (1, 5), (3, 7)))):
+        lines += [f"and.b32 x, lane, {bit};", "setp.ne.b32 p0, x, 0;"]
+        for a, b in pairs:
+            lines += [f"selp.b32 x, r{a}, r{b}, p0;", f"shfl.sync.bfly.b32 x, x, {bit}, 31, -1;"]
+            lines += [f"selp.b32 r{b}, r{b}, x, p0;", f"selp.b32 r{a}, x, r{a}, p0;"]
+    return " ".join([*lines, *(f"mov.b32 ${i}, r{i};" for i in range(8)), "}"])
+
+
+def _lines(columns: int) -> gl.constexpr:
+    wider = [[0, 32]] if columns == 64 else []
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *wider]
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], [64, columns]))
+
+
+_TRANSPOSED_QUADS = gl.constexpr(_transposed_quads())
+_EIGHT_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+_LINES_OF_64 = _lines(64)
+_LINES_OF_32 = _lines(32)
+
+
+@gluon.jit
+def in_lines(x):
+    """16-bit x [64, 32 or 64] of an accumulator's layout in one where a lane has 16 bytes of a row, a quad 64.
+
+    An accumulator leaves 4 bytes of each 16 with a lane of a quad, so that its stores touch a row in 16 bytes each.
+    """
+    GROUPS: gl.constexpr = x.shape[1] // 32
+    y = gl.inline_asm_elementwise(_TRANSPOSED_QUADS, _EIGHT_REGISTERS, [x], x.dtype, False, 16)
+    y = y.reshape([64, GROUPS, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, x.shape[1]])
+    # The same registers in the order of columns, which stores go by.
+    return gl.convert_layout(y, _LINES_OF_64 if x.shape[1] == 64 else _LINES_OF_32)
+
+
 @gluon.jit
 def _masked(s, keys, offset, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Scores, -inf for keys beyond the first `keys` and outside the window. Most tiles have nothing to mask.
@@ -103,20 +141,23 @@ def load_dq(place, wanted, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
-    """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
+def add_dq(dq, place, first):
+    """dq of one key tile to the scratch, where the first of a row finds nothing.
 
     The caller sees to it that the key tiles of a row take turns, in their order.
     """
-    if last:
-        store_rows(dq * scale, pointer, rows, STRIDE)
+    flat = cells(dq)
+    cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+    if first:
+        gl.store(place + cell, flat, cache_modifier=".cg")
     else:
-        flat = cells(dq)
-        cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
-        if first:
-            gl.store(place + cell, flat, cache_modifier=".cg")
-        else:
-            gl.atomic_add(place + cell, flat, sem="relaxed")
+        gl.atomic_add(place + cell, flat, sem="relaxed")
+
+
+@gluon.jit
+def store_dq(dq, pointer, rows, scale, STRIDE: gl.constexpr):
+    """The sum of all key tiles to where it belongs."""
+    store_rows(in_lines(_rounded(dq * scale, pointer.dtype.element_ty)), pointer, rows, STRIDE)
 
 
 @gluon.jit
@@ -192,7 +233,8 @@ def differentiate(
             ds_left = gl.convert_layout(ds, LEFT_OPERAND)
             dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
             dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
-            put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+            if not last:
+                add_dq(dq, place, first)
             mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
             if left_tile:
                 # The place of that tile's values also held its dv.
@@ -208,6 +250,9 @@ def differentiate(
             s = warpgroup_mma(
                 k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            if last:
+                # Here, where the tensor cores have dk and the next scores to make: it takes a while.
+                store_dq(dq, out, rows, scale, HEADS * GROUP * D)
             first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
             first = j == first_key_tile
             last = j == last_key_tile
@@ -255,6 +300,9 @@ def differentiate(
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    put_dq(dq, place, out, rows, scale, first, last, HEADS * GROUP * D)
+    if last:
+        store_dq(dq, out, rows, scale, HEADS * GROUP * D)
+    else:
+        add_dq(dq, place, first)
     tma.store_wait(0)
     mbarrier.arrive(done, count=1)

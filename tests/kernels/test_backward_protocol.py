@@ -327,14 +327,17 @@ class AttentionProgram(Program):
                 if step > 0:
                     yield self.wait("ds_full", step - 1)
                     self.multiply(step, old_slot, previous)
-                    self.sum_up(c, previous)
+                    if previous[1] != previous[3]:
+                        self.sum_up(c, previous)
                     self.bars["ds_empty"][(step - 1) % 2].arrive()
                 if left_tile:
                     self.bars["kv_empty"][old_slot].arrive()
                 left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
                 yield self.wait("kv_full", tile - 1 + left_tile)
-                previous = (own, j, key_tiles_of(i, max(count(keys, 128), 1), *self.window)[0])
+                if step > 0 and previous[1] == previous[3]:
+                    self.sum_up(c, previous)
+                previous = (own, j, *key_tiles_of(i, max(count(keys, 128), 1), *self.window))
                 old_slot = slot
                 yield None
                 assert self.g[step % 2] == self.q[step % 2] == own

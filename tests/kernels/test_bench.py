@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, figure, report
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, figure, report, summary
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
@@ -221,6 +221,7 @@ def test_committed_pages_are_made_from_the_committed_results() -> None:
         source = results.relative_to(root).as_posix()
         assert pages.pop(name) == report.page(json.loads(results.read_text()), source)
     assert not pages
+    assert summary.table() in (root / "README.md").read_text()
 
 
 def test_slug() -> None:

@@ -285,7 +285,7 @@ CHOICES = {
     "data.bad_rows": ("raise", "skip"),
     "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
-    "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),
+    "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "tracking.progress": ("auto", "always", "never"),
     "runtime.device": ("auto", "cpu", "cuda"),
@@ -341,9 +341,10 @@ def validate(config: Config) -> None:
     """Rules across fields. Raises ValueError naming the key and a value that works."""
     for key, allowed in CHOICES.items():
         value = _get(config, key)
-        if value is not None and not set(value if isinstance(value, list) else [value]) <= set(allowed):
+        if value == [] or not set(value if isinstance(value, list) else [value]) <= {None, *allowed}:
             raise ValueError(f"{key}={value} is not known; choose from {', '.join(allowed)}")
-    for group, section in vars(config).items():
+    sections = vars(config) | ({"model.moe": config.model.moe} if isinstance(config.model, InterFormerConfig) else {})
+    for group, section in sections.items():
         for name, value in vars(section).items():
             key = f"{group}.{name}"
             least = 1 if key in AT_LEAST_ONE else 0
@@ -381,9 +382,7 @@ def validate(config: Config) -> None:
             'e.g. precision.quantize=["arch.*"]'
         )
     if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
-        raise ValueError(
-            f"data.split={data.split} must be three fractions that sum to 1, e.g. data.split=[0.8,0.1,0.1]"
-        )
+        raise ValueError(f"data.split={data.split} must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]")
     for key in ("model.dropout", "parallel.reserve"):
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")

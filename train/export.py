@@ -63,8 +63,9 @@ def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, ma
         return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
-            f"{type(model.arch).__name__} reads sizes from its data, as DIN and model.sequence_context=candidate do, "
-            "and cannot be exported; InterFormer with model.sequence_context=request, DCNv2 and DLRM can"
+            f"{type(model.arch).__name__} reads sizes from its data and cannot be exported; so do DIN, "
+            "model.sequence_context=candidate and routed experts on a CPU or in fp32; InterFormer without them, DCNv2 "
+            "and DLRM can be"
         ) from error
 
 

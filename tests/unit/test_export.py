@@ -14,7 +14,7 @@ from modules.models import build
 from modules.models.ranking import RankingModel
 from tests.unit.factories import random_batch, random_spec
 from train.build import model_fields
-from train.config import DINConfig
+from train.config import DINConfig, InterFormerConfig, ModelConfig
 from train.export import export_arch, operator_modules
 
 
@@ -42,9 +42,19 @@ def test_a_program_comes_with_the_modules_of_its_operators() -> None:
     assert operator_modules(torch.export.export(torch.nn.ReLU(), (x,))) == []
 
 
-def test_a_model_that_reads_sizes_from_its_data_is_refused_by_name() -> None:
-    spec = dataclasses.replace(random_spec(), max_candidates=10)
-    config = DINConfig(dim=8, attention_hidden=[8], hidden=[16])
-    model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), build("din", spec, **model_fields(config)))
-    with pytest.raises(ValueError, match="DIN reads sizes from its data"):
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (DINConfig(dim=8, attention_hidden=[8], hidden=[16]), "DIN reads sizes from its data.* so do DIN"),
+        (
+            InterFormerConfig(dim=8, num_layers=1, feed_forward="moe"),
+            "InterFormer reads sizes from its data.* routed experts on a CPU",
+        ),
+    ],
+)
+def test_a_model_that_reads_sizes_from_its_data_is_refused_by_name(config: ModelConfig, named: str) -> None:
+    spec = dataclasses.replace(random_spec(num_events=1), max_candidates=10)
+    arch = build(config.name, spec, **model_fields(config))
+    model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), arch)
+    with pytest.raises(ValueError, match=named):
         export_arch(model, random_batch(spec, (3,), (4,)), torch.float32, 10)

@@ -49,7 +49,8 @@ class Scorer:
 
     On a GPU that is a CUDA graph for each number of candidates, rounded up to a power of two, with each number of
     events, captured when it comes for the third time; for the first 16 of these, others are launched from the host.
-    Requests whose histories are cut to one length have few of them.
+    Requests whose histories are cut to one length have few of them. Graphs keep their inputs and results in one place:
+    a scorer is for one thread at a time.
 
     ValueError when `folder` was not written by `train.export`.
     """

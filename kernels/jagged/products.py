@@ -14,6 +14,8 @@ from kernels import dispatch
 from kernels.jagged import reference
 from kernels.jagged.checks import check_lengths, check_offsets
 
+LONG = 1024  # places of a row; the kernel that gives each row to one program keeps to rows of no more
+
 
 def squared_offsets(offsets: Tensor) -> Tensor:
     """[B + 1] int64: where each row's matrix of the square layout begins."""
@@ -28,7 +30,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int, *,
     _check_matrices(x, y)
     check_offsets(x.shape[0], offsets)
     x, y = dispatch.autocast_operands(x, y)
-    facts = {"width": x.shape[1], "columns": y.shape[1], "longest": max_length}
+    facts = {"width": x.shape[1], "columns": y.shape[1], "long_rows": max_length > LONG}
     return dispatch.choose("jagged_jagged_bmm", backend, x, **facts)(x, y, offsets, max_length)
 
 

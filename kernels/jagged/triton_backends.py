@@ -13,7 +13,6 @@ from kernels import dispatch
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MOVED = (*FLOATS, torch.int32, torch.int64)
-MAX_UNDIVIDED = 1024  # places of a row that one program goes down
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
@@ -140,12 +139,10 @@ def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -
     return triton_bmm.jagged_bmm(x, y, offsets, max_length)
 
 
-def _supports_row_stream(*, longest: int, **facts: Any) -> str | None:
+def _supports_row_stream(*, long_rows: bool, **facts: Any) -> str | None:
     if reason := _supports_stream(**facts):
         return reason
-    if longest > MAX_UNDIVIDED:
-        return f"gives a whole row to one program, which rows of up to {longest} places may keep for long"
-    return None
+    return "gives a whole row to one program, which a long one may keep for long" if long_rows else None
 
 
 @dispatch.register("jagged_jagged_bmm", "gluon", supports=_supports_row_stream, priority=20)

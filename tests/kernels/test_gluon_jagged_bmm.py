@@ -38,10 +38,21 @@ def test_compiles(width: int, columns: int) -> None:
 
 def test_what_it_serves() -> None:
     hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "width": 256, "columns": 8}
-    served = dispatch.explain("jagged_jagged_bmm", **hopper, longest=200)
+    served = dispatch.explain("jagged_jagged_bmm", **hopper, long_rows=False)
     assert "gluon        priority  20  chosen" in served
-    for change in ({"capability": (10, 0)}, {"dtype": torch.float32}, {"width": 72}, {"columns": 9}, {"longest": 1025}):
-        assert "refused" in dispatch.explain("jagged_jagged_bmm", "gluon", **hopper | {"longest": 200} | change)
+    others = {"capability": (10, 0), "dtype": torch.float32, "width": 72, "columns": 9, "long_rows": True}
+    for name, value in others.items():
+        facts = hopper | {"long_rows": False, name: value}
+        assert "refused" in dispatch.explain("jagged_jagged_bmm", "gluon", **facts)
+
+
+def test_what_serves_is_remembered_whatever_the_longest_row() -> None:
+    x, offsets = torch.ones(3, 64), offsets_of([1, 2])
+    jagged.jagged_jagged_bmm(x, x, offsets, 2)
+    before = len(dispatch._chosen)
+    for longest in range(3, 9):
+        jagged.jagged_jagged_bmm(x, x, offsets, longest)
+    assert len(dispatch._chosen) == before
 
 
 @pytest.mark.gpu

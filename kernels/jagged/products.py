@@ -30,6 +30,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int, *,
     _check_matrices(x, y)
     check_offsets(x.shape[0], offsets)
     x, y = dispatch.autocast_operands(x, y)
+    if x.dtype is not y.dtype:
+        raise ValueError(f"x and y must have one dtype, got {x.dtype} and {y.dtype}")
     facts = {"width": x.shape[1], "columns": y.shape[1], "long_rows": max_length > LONG}
     return dispatch.choose("jagged_jagged_bmm", backend, x, **facts)(x, y, offsets, max_length)
 

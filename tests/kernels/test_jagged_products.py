@@ -184,6 +184,8 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_jagged_bmm(x, x, offsets, 2)
     with pytest.raises(ValueError, match=r"expected x \[N, D\] and y \[N, E\]"):
         jagged.jagged_jagged_bmm(x, x[:4], offsets, 3)
+    with pytest.raises(ValueError, match=r"one dtype, got torch.bfloat16 and torch.float32"):
+        jagged.jagged_jagged_bmm(x.bfloat16(), x, offsets, 3)
     with pytest.raises(ValueError, match="x is 4 and y is 3 wide"):
         jagged.jagged_jagged_bmm_jagged_out(x, x[:, :3], offsets, matrices, 13, 3)
     with pytest.raises(ValueError, match="offsets end at 13 but there are 12 values"):

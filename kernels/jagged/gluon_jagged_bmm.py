@@ -27,7 +27,10 @@ ROW_PLACES = 16  # what writing a row's matrix counts for among places
 
 @gluon.jit
 def _share(offsets, num_rows, start, STEPS: gl.constexpr, WARPS: gl.constexpr, ROW_PLACES: gl.constexpr):
-    """The first row that begins at or behind `start`, where a row counts for ROW_PLACES places more than it has."""
+    """The first row that begins at or behind `start`, where a row counts for ROW_PLACES places more than it has.
+
+    `num_rows` if none does, as where the values go on behind the last row.
+    """
     BITS: gl.constexpr = 10  # of rows that are looked at together, because steps wait for each other
     LEVELS: gl.constexpr = (STEPS + BITS - 1) // BITS
     way = gl.arange(0, 1 << BITS, layout=gl.BlockedLayout([(1 << BITS) // 32 // WARPS], [32], [WARPS], [0]))
@@ -42,7 +45,7 @@ def _share(offsets, num_rows, start, STEPS: gl.constexpr, WARPS: gl.constexpr, R
             row += passed
         else:
             row += gl.maximum(passed - 1, 0) * step
-    return row
+    return gl.minimum(row, num_rows)
 
 
 @gluon.jit

@@ -146,7 +146,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, 
     check_offsets(x.shape[0], offsets)
     check_rows(y, offsets, "y")
     x, y = dispatch.autocast_operands(x, y)
-    multiply = dispatch.choose("jagged_dense_bmm", backend, x, width=x.shape[1], columns=y.shape[2])
+    multiply = dispatch.choose("jagged_dense_bmm", backend, x)
     return multiply(x, offsets, y, max_length)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,26 +111,6 @@ def _jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) ->
     return triton_bmm.dense_bmm(x, offsets, y, max_length)
 
 
-def _supports_stream(
-    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, columns: int, **facts: Hashable
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
-        return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
-    if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:
-        return f"needs a width of 64 to 256 in steps of 16 and 1 to 8 columns, got {width} and {columns}"
-    return None
-
-
-# Below Triton's: right on a Hopper GPU, not yet shown to be faster there.
-@dispatch.register("jagged_dense_bmm", "gluon", supports=_supports_stream, priority=5)
-def _jagged_dense_bmm_stream(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
-    from kernels.jagged import gluon_dense_bmm
-
-    return gluon_dense_bmm.dense_bmm(x, offsets, y, max_length)
-
-
 @_register("jagged_jagged_bmm")
 def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     from kernels.jagged import triton_bmm
@@ -139,9 +118,22 @@ def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -
     return triton_bmm.jagged_bmm(x, y, offsets, max_length)
 
 
-def _supports_row_stream(*, long_rows: bool, **facts: Any) -> str | None:
-    if reason := _supports_stream(**facts):
+def _supports_row_stream(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    width: int,
+    columns: int,
+    long_rows: bool,
+    **facts: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:
+        return f"needs a width of 64 to 256 in steps of 16 and 1 to 8 columns, got {width} and {columns}"
     return "gives a whole row to one program, which a long one may keep for long" if long_rows else None
 
 

@@ -238,10 +238,15 @@ def autocast_dtype(operand: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
+def autocast_operands(**operands: Tensor | None) -> tuple[Any, ...]:
     """The operands as autocast would hand them to PyTorch's own matrix products: unchanged outside its regions.
 
-    Custom operators and autograd functions are not on autocast's list, so public functions call this themselves.
+    Custom operators and autograd functions are not on autocast's list, so public functions call this themselves. None
+    stays None. ValueError unless all others have one dtype then: a backend is chosen by that of one of them, and a
+    kernel that copies bytes would take those of another dtype for its own.
     """
-    dtypes = [autocast_dtype(operand) for operand in operands]
-    return tuple([x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(operands, dtypes, strict=True)])
+    dtypes = {name: autocast_dtype(operand) for name, operand in operands.items() if operand is not None}
+    if len(set(dtypes.values())) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"operands must have one dtype, got {given}")
+    return tuple([x if x is None or x.dtype is dtypes[name] else x.to(dtypes[name]) for name, x in operands.items()])

@@ -65,9 +65,7 @@ def gdpa(
         raise ValueError(f"window={window} must be (left, right), each -1 for no limit or at least 0")
     if kv_index is not None and window != (-1, -1):
         raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
-    q, k, v = dispatch.autocast_operands(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     activations = _per_head(activation, q.shape[1])
     unchecked = []  # lengths that are not equal by construction
     if k_offsets is None:

@@ -135,9 +135,7 @@ def joint_attention(
             )
         check_offsets(size, offsets)
         check_lengths(offsets, maximum, f"max_q[{group}]")
-    q, k, v = dispatch.autocast_operands(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     attend = dispatch.choose(

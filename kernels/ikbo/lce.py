@@ -44,13 +44,9 @@ def linear_compression(
     w_users = [w_user] if isinstance(w_user, Tensor) else list(w_user)
     offsets = [candidate_offsets] if isinstance(candidate_offsets, Tensor) else list(candidate_offsets)
     _check(candidate, w_candidate, users, w_users, offsets)
-    operands = dispatch.autocast_operands(candidate, w_candidate, *users, *w_users)
-    if len({operand.dtype for operand in operands}) > 1:
-        raise ValueError(
-            "all operands must have one dtype, got "
-            + ", ".join(f"{operand.dtype} of shape {tuple(operand.shape)}" for operand in operands)
-        )
-    candidate, w_candidate, *rest = operands
+    above = (("user", users), ("w_user", w_users))
+    named = {f"{name}[{level}]": x for name, xs in above for level, x in enumerate(xs)}
+    candidate, w_candidate, *rest = dispatch.autocast_operands(candidate=candidate, w_candidate=w_candidate, **named)
     compress = dispatch.choose(
         "linear_compression",
         backend,

@@ -57,6 +57,7 @@ def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
         len(x) != 2 or len(weight) != 2 or x[1] != weight[1] or weight[0] != shapes[0][1][0] for x, weight in shapes
     ):
         raise ValueError(f"expected pairs of inputs [N_i, D_i] and weights [E, D_i] with one E, got {shapes}")
-    count = len(shapes)
-    operands = dispatch.autocast_operands(*inputs, *weights)
-    return _stacked_linear(list(operands[:count]), list(operands[count:]))
+    pairs = (("inputs", inputs), ("weights", weights))
+    named = {f"{name}[{i}]": x for name, xs in pairs for i, x in enumerate(xs)}
+    operands = dispatch.autocast_operands(**named)
+    return _stacked_linear(list(operands[: len(inputs)]), list(operands[len(inputs) :]))

@@ -72,10 +72,8 @@ def tree_attention(
                 "be equal"
             )
         q_offsets.append(leaves * num_seeds)
-    operands = dispatch.autocast_operands(q, *k, *v)
-    if len({operand.dtype for operand in operands}) > 1:
-        raise ValueError(f"q, k and v must have one dtype, got {[operand.dtype for operand in operands]}")
-    q, keys_and_values = operands[0].flatten(0, 1), operands[1:]
+    named = {f"{name}[{level}]": x for name, xs in (("k", k), ("v", v)) for level, x in enumerate(xs)}
+    q, *keys_and_values = dispatch.autocast_operands(q=q.flatten(0, 1), **named)
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
     attend = dispatch.choose(
@@ -83,8 +81,8 @@ def tree_attention(
     )
     out = attend(
         q,
-        list(keys_and_values[:levels]),
-        list(keys_and_values[levels:]),
+        keys_and_values[:levels],
+        keys_and_values[levels:],
         q_offsets,
         list(k_offsets),
         [count * num_seeds for count in max_candidates],

@@ -145,9 +145,8 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, 
         raise ValueError(f"expected x [N, D] and y [B, D, E], got {tuple(x.shape)} and {tuple(y.shape)}")
     check_offsets(x.shape[0], offsets)
     check_rows(y, offsets, "y")
-    x, y = dispatch.autocast_operands(x, y)
-    multiply = dispatch.choose("jagged_dense_bmm", backend, x)
-    return multiply(x, offsets, y, max_length)
+    x, y = dispatch.autocast_operands(x=x, y=y)
+    return dispatch.choose("jagged_dense_bmm", backend, x)(x, offsets, y, max_length)
 
 
 def jagged_attention(
@@ -201,9 +200,7 @@ def jagged_attention(
     left, right = window if isinstance(window, tuple) else (window, window)
     if any(size is not None and size < lowest for size, lowest in ((left, 0), (right, 0), (block_size, 1))):
         raise ValueError(f"window={window} must not be negative and block_size={block_size} must be positive")
-    q, k, v = dispatch.autocast_operands(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     features: dict[str, Any] = {}

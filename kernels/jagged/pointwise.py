@@ -61,7 +61,8 @@ def jagged_linear(
     """activation(x[i] @ weight^T + bias + row_bias[b]) for i in row b: x [N, D] -> [N, E].
 
     weight [E, D] and bias [E] as in torch.nn.Linear; row_bias [B, E], for example a projection of what all places of a
-    row share. In an autocast region all operands take its dtype. `activation` is a key of ACTIVATIONS.
+    row share. All operands have one dtype; in an autocast region they take its own. `activation` is a key of
+    ACTIVATIONS.
     """
     _check_names("add", activation)
     check_offsets(x.shape[0], offsets)
@@ -72,8 +73,7 @@ def jagged_linear(
     for name, tensor in (("bias", bias), ("row_bias", row_bias)):
         if tensor is not None and tensor.shape[-1] != weight.shape[0]:
             raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
-    x, weight = dispatch.autocast_operands(x, weight)
-    bias, row_bias = (None if b is None else dispatch.autocast_operands(b)[0] for b in (bias, row_bias))
+    x, weight, bias, row_bias = dispatch.autocast_operands(x=x, weight=weight, bias=bias, row_bias=row_bias)
     width, inner = weight.shape
     tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width, tf32=tf32)

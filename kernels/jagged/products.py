@@ -29,9 +29,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int, *,
     """
     _check_matrices(x, y)
     check_offsets(x.shape[0], offsets)
-    x, y = dispatch.autocast_operands(x, y)
-    if x.dtype is not y.dtype:
-        raise ValueError(f"x and y must have one dtype, got {x.dtype} and {y.dtype}")
+    x, y = dispatch.autocast_operands(x=x, y=y)
     facts = {"width": x.shape[1], "columns": y.shape[1], "long_rows": max_length > LONG}
     return dispatch.choose("jagged_jagged_bmm", backend, x, **facts)(x, y, offsets, max_length)
 
@@ -55,7 +53,7 @@ def jagged_jagged_bmm_jagged_out(
         raise ValueError(f"x is {x.shape[1]} and y is {y.shape[1]} wide; they must be equally wide")
     check_offsets(x.shape[0], offsets)
     check_offsets(total, squares)
-    x, y = dispatch.autocast_operands(x, y)
+    x, y = dispatch.autocast_operands(x=x, y=y)
     return dispatch.choose("jagged_jagged_bmm_jagged_out", backend, x)(x, y, offsets, squares, total, max_length)
 
 
@@ -77,7 +75,7 @@ def array_jagged_bmm_jagged_out(
         raise ValueError(f"expected a [sum of L^2] and y [N, D], got {tuple(a.shape)} and {tuple(y.shape)}")
     check_offsets(y.shape[0], offsets)
     check_offsets(a.shape[0], squares)
-    a, y = dispatch.autocast_operands(a, y)
+    a, y = dispatch.autocast_operands(a=a, y=y)
     return dispatch.choose("array_jagged_bmm_jagged_out", backend, y)(a, y, offsets, squares, max_length, transpose)
 
 

@@ -101,7 +101,7 @@ def grouped_mm(
     if recipe == "bf16":
         x, weight = x.bfloat16(), weight.bfloat16()
     else:
-        x, weight = dispatch.autocast_operands(x, weight)
+        x, weight = dispatch.autocast_operands(x=x, weight=weight)
     return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, offsets).to(out_dtype)
 
 

@@ -168,12 +168,14 @@ print(kernels.jagged.segment_sum(torch.ones(3), torch.tensor([0, 1, 3])).tolist(
 
 
 def test_autocast_operands() -> None:
-    single, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    assert dispatch.autocast_operands(single)[0] is single
+    single, half, double = (torch.zeros(1, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.float64))
+    assert dispatch.autocast_operands(x=single, bias=None) == (single, None)
+    with pytest.raises(ValueError, match=r"one dtype, got x torch.float32, y\[1\] torch.float16"):
+        dispatch.autocast_operands(x=single, bias=None, **{"y[1]": half})
     with torch.autocast("cpu", torch.bfloat16):
-        half, kept = dispatch.autocast_operands(single, double)
-        dtypes = dispatch.autocast_dtype(single), dispatch.autocast_dtype(double)
-    assert (half.dtype, kept.dtype) == dtypes == (torch.bfloat16, torch.float64)
+        operands = dispatch.autocast_operands(x=single, y=half)
+        assert [x.dtype for x in operands] == [dispatch.autocast_dtype(single)] * 2 == [torch.bfloat16] * 2
+        assert dispatch.autocast_operands(x=double) == (double,)
 
 
 def test_sizes_of_a_symbolic_trace_are_facts_of_their_values() -> None:

@@ -184,8 +184,17 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_jagged_bmm(x, x, offsets, 2)
     with pytest.raises(ValueError, match=r"expected x \[N, D\] and y \[N, E\]"):
         jagged.jagged_jagged_bmm(x, x[:4], offsets, 3)
-    with pytest.raises(ValueError, match=r"one dtype, got torch.bfloat16 and torch.float32"):
-        jagged.jagged_jagged_bmm(x.bfloat16(), x, offsets, 3)
+    half, weight = x.bfloat16(), torch.zeros(2, 4)
+    for mixed in (
+        lambda: jagged.jagged_jagged_bmm(half, x, offsets, 3),
+        lambda: jagged.jagged_dense_bmm(half, offsets, torch.zeros(2, 4, 3), 3),
+        lambda: jagged.jagged_jagged_bmm_jagged_out(half, x, offsets, matrices, 13, 3),
+        lambda: jagged.array_jagged_bmm_jagged_out(torch.zeros(13), half, offsets, matrices, 3),
+        lambda: jagged.jagged_linear(half, offsets, weight),
+        lambda: jagged.jagged_linear(x, offsets, weight, row_bias=weight[:, :2].bfloat16()),
+    ):
+        with pytest.raises(ValueError, match=r"operands must have one dtype, got .* torch.bfloat16"):
+            mixed()
     with pytest.raises(ValueError, match="x is 4 and y is 3 wide"):
         jagged.jagged_jagged_bmm_jagged_out(x, x[:, :3], offsets, matrices, 13, 3)
     with pytest.raises(ValueError, match="offsets end at 13 but there are 12 values"):

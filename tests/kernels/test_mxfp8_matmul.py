@@ -238,6 +238,8 @@ def test_bad_inputs_are_named() -> None:
         mxfp8.grouped_mm(x, weight, ends_of([1, 1, 2]), recipe="bf16")
     with pytest.raises(ValueError, match=r"must not decrease and must end by the number of rows 4, got \[3, 5\]"):
         mxfp8.grouped_mm(x, weight, ends_of([3, 2]), recipe="none")
+    with pytest.raises(ValueError, match="one dtype, got x torch.bfloat16, weight torch.float32"):
+        mxfp8.grouped_mm(x.bfloat16(), weight, ends_of([3, 1]), recipe="none")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         mxfp8.grouped_mm(x, weight, ends_of([3, 1]), recipe="bf16", backend="torch")
 

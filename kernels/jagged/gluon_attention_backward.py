@@ -151,7 +151,7 @@ def attention_backward(
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # max_q may be far above most rows, but those come first that are not.
-    length = min(max_q, max(2 * num_queries // (q_offsets.shape[0] - 1), max_q // 2))
+    length = min(max_q, max(2 * num_queries // (q_offsets.shape[0] - 1), (max_q + 1) // 2))
     rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (length * num_heads)))
     members = 1 << (rows_in_flight.bit_length() - 1)
     table = remembered(

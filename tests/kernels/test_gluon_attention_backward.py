@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.launch import Launcher
 from kernels.testing import compile_ahead, poisoned_empty
 
 pytest.importorskip("triton")
@@ -176,6 +177,17 @@ def test_what_it_cannot_serve_is_an_error_and_nothing_gives_zeros() -> None:
     with poisoned_empty():
         for queries, keys in ((0, 3), (3, 0)):
             assert all((gradient == 0).all() for gradient in attempt(queries, keys, 64, 1.0))
+
+
+def test_rows_of_hardly_any_queries_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, key, *arguments: launched.append(grid[0]))
+    monkeypatch.setattr(gluon_attention_backward, "processors", lambda device: 132)
+    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 0, 0, 1])
+    attention_backward(q, q, q, q, q, torch.zeros(1, 1), offsets, offsets, 1, 1, 1.0, False, (-1, -1))
+    assert len(launched) == 4
+    assert all(launched)
 
 
 def formula(

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.gdpa import gdpa
 from kernels.jagged import jagged_attention
-from kernels.jagged.checks import check_lengths, check_offsets
+from kernels.jagged.checks import check_heads, check_lengths, check_offsets
 from kernels.jagged.gluon_attention import HEAD_DIMS
 
 
@@ -120,11 +120,7 @@ def joint_attention(
         )
     if q.dim() != 3 or sum(sizes) != q.shape[0]:
         raise ValueError(f"q must be [{sum(sizes)}, H, d], the groups of sizes {tuple(sizes)}; got {tuple(q.shape)}")
-    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
-            "q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] with H a multiple of Hkv"
-        )
+    check_heads(q, k, v)
     check_offsets(k.shape[0], k_offsets)
     check_lengths(k_offsets, max_k, "max_k")
     for group, (offsets, size, maximum) in enumerate(zip(q_offsets, sizes, max_q, strict=True)):

@@ -25,7 +25,7 @@ from kernels.jagged import (  # noqa: F401  importing them registers their backe
     varlen,
 )
 from kernels.jagged.attention_bias import BUCKET_WIDTH, Bias, time_bucket
-from kernels.jagged.checks import check_lengths, check_offsets, check_rows
+from kernels.jagged.checks import check_heads, check_lengths, check_offsets, check_rows
 from kernels.jagged.pointwise import jagged_dense_elementwise, jagged_elementwise, jagged_linear
 from kernels.jagged.products import (
     array_jagged_bmm_jagged_out,
@@ -188,13 +188,9 @@ def jagged_attention(
     No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype; tables are used
     in float32.
     """
+    check_heads(q, k, v)
     check_offsets(q.shape[0], q_offsets)
     check_offsets(k.shape[0], k_offsets)
-    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
-            "q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] with H a multiple of Hkv"
-        )
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(f"q has {len(q_offsets) - 1} rows and k has {len(k_offsets) - 1}; they must be equal")
     left, right = window if isinstance(window, tuple) else (window, window)

@@ -47,6 +47,20 @@ def _has_triton(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless the operands of an attention of jagged queries to jagged keys fit together."""
+    if (
+        not q.dim() == k.dim() == v.dim() == 3
+        or k.shape[:2] != v.shape[:2]
+        or q.shape[2] != k.shape[2]
+        or q.shape[1] % k.shape[1]
+    ):
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "
+            "q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] with H a multiple of Hkv"
+        )
+
+
 def check_rows(dense: Tensor, offsets: Tensor, name: str) -> None:
     """ValueError unless the dense operand `name` has one entry a row."""
     if dense.shape[0] != offsets.shape[0] - 1:

@@ -141,8 +141,9 @@ def test_bad_inputs_are_named() -> None:
     attend = partial(jagged.jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3)
     with pytest.raises(ValueError, match="row 1 has 3 values, more than max_k=2"):
         jagged.jagged_attention(x, x, x, offsets, offsets, max_q=3, max_k=2)
-    with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\]"):
-        attend(x, x.repeat(1, 2, 1), x)
+    for q, k in ((x, x.repeat(1, 2, 1)), (x[:, 0], x), (x, x[:, 0])):
+        with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\]"):
+            attend(q, k, x)
     with pytest.raises(ValueError, match="must have one dtype"):
         attend(x, x.double(), x.double())
     with pytest.raises(ValueError, match="window=-1 must not be negative"):

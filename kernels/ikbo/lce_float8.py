@@ -39,7 +39,8 @@ def float8_tokens(x: Tensor) -> Float8:
     """
     count, depth, width = x.shape
     codes = x.new_empty(count, width, -(-depth // LINE) * LINE, dtype=torch.float8_e4m3fn)[:, :, :depth].mT
-    return _quantize(x, x.abs().amax().float(), codes)
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+    return _quantize(x, largest.float(), codes)
 
 
 def float8_weight(weight: Tensor) -> Float8:

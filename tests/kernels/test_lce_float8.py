@@ -56,6 +56,7 @@ def test_codes_of_tokens_are_next_to_each_other_and_start_at_lines() -> None:
     assert float(codes[0, 0, 0]) == -448
     torch.testing.assert_close(scale, torch.tensor(3 / 448))
     assert not float8_tokens(torch.zeros(1, 2, 3)).codes.float().any()
+    assert float8_tokens(torch.zeros(0, 2, 3)).codes.shape == (0, 2, 3)
     assert float8_weight(torch.ones(3, 130)).codes.stride() == (256, 1)
 
 

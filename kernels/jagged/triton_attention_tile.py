@@ -16,11 +16,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 UNLIMITED = 2**30
 
 
-@triton.jit
-def tile_rows_kernel(offsets, tile_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tiles"])
+def tile_rows_kernel(offsets, tile_rows, num_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     begin = tl.load(offsets + row).to(tl.int64) // TILE + row
     end = tl.load(offsets + row + 1).to(tl.int64) // TILE + row + 1
+    # Where values go on behind the last row, their tiles are empty ones of it.
+    end = tl.where(row == tl.num_programs(0) - 1, num_tiles, end)
     for start in range(begin, end, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         tl.store(tile_rows + tile, tl.full((BLOCK,), 1, tl.int32) * row, mask=tile < end)
@@ -35,7 +37,7 @@ def tile_rows_of(offsets: Tensor, total: int, tile: int) -> Tensor:
     num_rows = offsets.shape[0] - 1
     rows = torch.empty(total // tile + num_rows, dtype=torch.int32, device=offsets.device)
     if num_rows:
-        tile_rows_kernel[(num_rows,)](offsets, rows, TILE=tile, BLOCK=256, num_warps=1)
+        tile_rows_kernel[(num_rows,)](offsets, rows, rows.shape[0], TILE=tile, BLOCK=256, num_warps=1)
     return rows
 
 

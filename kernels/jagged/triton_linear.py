@@ -22,10 +22,14 @@ from kernels.jagged.triton_segment import reduce
 _CHUNK = 1024  # rows whose sums a program adds up
 
 
-@triton.jit
-def _row_kernel(offsets, rows, num_rows, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The row of each place: the search would keep the tiles of a product waiting for longer than they multiply."""
+@triton.jit(do_not_specialize=["total"])
+def _row_kernel(offsets, rows, num_rows, total, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of each place: the search would keep the tiles of a product waiting for longer than they multiply.
+
+    Places behind the last row, where values go on there, count as its own: what they get is an address.
+    """
     row, _, _, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    last = tl.where(row == num_rows - 1, tl.minimum(first + PART, total), last)
     for start in range(first, last, BLOCK):
         place = start + tl.arange(0, BLOCK)
         tl.store(rows + place, (place * 0 + row).to(tl.int32), mask=place < last)
@@ -117,7 +121,7 @@ def linear(
         row_bias, rows = flat(row_bias), offsets.new_empty(total, dtype=torch.int32)
         num_rows = offsets.shape[0] - 1
         _row_kernel[(num_parts(total, num_rows, PART),)](
-            offsets.contiguous(), rows, num_rows, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
+            offsets.contiguous(), rows, num_rows, total, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
         )
     config = _config(x.dtype, x.shape[1], width)
     _linear_kernel[(cdiv(total, config["BLOCK_M"]) * cdiv(width, config["BLOCK_N"]),)](

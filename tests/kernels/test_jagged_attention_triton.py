@@ -86,6 +86,16 @@ def test_interpreted_kernels_match_the_reference() -> None:
     assert done.stdout.strip() == f"checked {len(CASES)}", done.stderr[-3000:]
 
 
+def test_every_tile_has_a_row_also_where_values_go_on_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.jagged import triton_attention_tile
+    from tests.kernels.interpreting import interpret
+
+    interpret(monkeypatch, triton_attention_tile)
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), -1, **options))
+    rows = triton_attention_tile.tile_rows_of(offsets_of([70, 0, 5]), 300, 64)
+    assert rows.tolist() == [0, 0, 1, 2, 2, 2, 2]
+
+
 POINTERS = {"lse": "*fp32", "delta": "*fp32", "edges": "*i32", "tile_rows": "*i32"}
 POINTERS |= dict.fromkeys(("position_table", "time_table", "position_partial", "time_partial"), "*fp32")
 POINTERS |= dict.fromkeys(("q_offsets", "k_offsets", "q_times", "k_times"), "*i64")

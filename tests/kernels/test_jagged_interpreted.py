@@ -16,6 +16,7 @@ from kernels.testing import Tolerance, check_gradients, poisoned_empty
 
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
+from kernels.jagged.triton_parts import num_parts
 from tests.kernels.interpreting import interpret
 from tests.kernels.jagged_problems import offsets_of, problems
 
@@ -93,6 +94,15 @@ def test_a_matrix_row_longer_than_a_tile() -> None:
             {"a": inputs["a"].float()},
             TOLERANCE,
         )
+
+
+def test_places_behind_the_last_row_are_taken_for_its_own() -> None:
+    from kernels.jagged import triton_linear
+
+    rows = torch.full((70,), -1, dtype=torch.int32)
+    constants = {"PART": 16, "STEPS": 2, "BLOCK": 16}
+    triton_linear._row_kernel[(num_parts(70, 3, 16),)](offsets_of([20, 0, 5]), rows, 3, 70, **constants)
+    assert rows.tolist() == [0] * 20 + [2] * 50
 
 
 def test_maximum_shares_the_gradient_of_ties() -> None:

@@ -27,6 +27,9 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT_VARIABLE = "GEMSMITH_KERNELS"
+# What tensor cores multiply, for `needs_dtype`.
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32)
 
 Verifier = Callable[..., "str | None"]
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
@@ -157,6 +160,14 @@ def needs_triton(device: str, capability: Hashable, *allowed: tuple[int, int]) -
     elif not isinstance(capability, tuple) or capability < (8, 0):
         return f"needs sm_80 or newer, the device has capability {capability}"
     return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed"
+
+
+def needs_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> str | None:
+    """A reason unless the dtype is one of `allowed`."""
+    if dtype in allowed:
+        return None
+    *names, last = (str(one).removeprefix("torch.") for one in allowed)
+    return f"takes {', '.join(names)} and {last}, not {dtype}" if names else f"takes {last}, not {dtype}"
 
 
 def _facts_of(tensor: Tensor) -> dict[str, Hashable]:

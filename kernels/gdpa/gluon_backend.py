@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.gdpa.operator import gdpa_operator
-
-HEAD_DIMS = (64, 128)
+from kernels.jagged.gluon_attention import needs_hopper_heads
 
 
 def _forward(*arguments: Any) -> Tensor:
@@ -29,13 +28,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
-        return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
-    if head_dim != value_dim or head_dim not in HEAD_DIMS:
-        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
-    return None
+    return needs_hopper_heads(device, capability, dtype, head_dim, value_dim)
 
 
 gluon_gdpa = dispatch.register("gdpa", "gluon", supports=_supports, priority=20)(

@@ -25,6 +25,7 @@ from kernels.gdpa.gluon_backward_consumer import differentiate
 from kernels.gdpa.gluon_backward_items import CONTROLS
 from kernels.gdpa.gluon_backward_loader import load_tiles
 from kernels.jagged.attention_rows import wave_table
+from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_backward_steps import STAGES
 from kernels.jagged.gluon_descriptor import head_descriptor, lines_descriptor
 from kernels.launch import Launcher, processors
@@ -35,7 +36,6 @@ KEYS = 128
 # Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features. Twice as many do
 # not fit into it, and with half as many the key tiles of a row wait for each other.
 TOKENS_IN_FLIGHT = 32768
-HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads share 512 x 128 registers: 232 for each of the first two, and 40.
 MAX_REGISTERS = 168
 

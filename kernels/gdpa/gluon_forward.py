@@ -20,11 +20,11 @@ from kernels import scheduling
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.launch import Launcher, processors
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 
-HEAD_DIMS = (64, 128)
 BLOCK_Q = 2 * ROWS.value
 RUN = 2  # tiles of a row that a program is dealt at a time, if there are enough
 _IN_FLIGHT = 128 * 512  # features of keys and values of all stages: with queries and outputs they fill shared memory

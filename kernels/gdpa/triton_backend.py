@@ -29,10 +29,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability):
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {dtype}"
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
         return f"needs heads of at most {MAX_HEAD_DIM} features, got {head_dim} and {value_dim}"
     return None

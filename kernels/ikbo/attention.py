@@ -17,7 +17,7 @@ from kernels import dispatch
 from kernels.gdpa import gdpa
 from kernels.jagged import jagged_attention
 from kernels.jagged.checks import check_heads, check_lengths, check_offsets
-from kernels.jagged.gluon_attention import HEAD_DIMS
+from kernels.jagged.gluon_attention import needs_hopper_heads
 
 
 def nested_offsets(*levels: Tensor) -> Tensor:
@@ -144,12 +144,8 @@ def hopper_attention(
     *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, positive_scale: bool
 ) -> str | None:
     """Why the Hopper kernels of jagged attention cannot serve a call without masks and biases, or None."""
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := needs_hopper_heads(device, capability, dtype, head_dim, value_dim):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
-    if head_dim != value_dim or head_dim not in HEAD_DIMS:
-        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
     return None if positive_scale else "needs a positive scale: it masks scores before they are scaled"
 
 

@@ -27,11 +27,7 @@ def _triton_backward(*arguments: Any) -> Gradients:
 
 
 def _triton_supports(*, device: str, capability: Hashable, dtype: torch.dtype, **_: Hashable) -> str | None:
-    if reason := dispatch.needs_triton(device, capability):
-        return reason
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {dtype}"
-    return None
+    return dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS)
 
 
 def _gluon_forward(
@@ -63,10 +59,8 @@ def _gluon_supports(
     num_levels: int,
     least_depth: int,
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
     if num_out <= MIN_ROWS:
         return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
     if width % 128:

@@ -148,10 +148,8 @@ def _triton_supports(
     value_dim: int,
     **_: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability):
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {dtype}"
     if max(head_dim, value_dim) > 256:
         return f"needs heads of at most 256 features, got {head_dim} and {value_dim}"
     return None

@@ -14,6 +14,17 @@ from kernels.jagged.attention import attention_operator
 HEAD_DIMS = (64, 128)
 
 
+def needs_hopper_heads(
+    device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> str | None:
+    """A reason unless it is a call for the Hopper kernels of attention and GDPA, by its heads."""
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if head_dim != value_dim or head_dim not in HEAD_DIMS:
+        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
+    return None
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     from kernels.jagged.gluon_attention_forward import attention_forward
 
@@ -39,12 +50,8 @@ def _supports(
     few_queries: bool,
     **_: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := needs_hopper_heads(device, capability, dtype, head_dim, value_dim):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
-    if head_dim != value_dim or head_dim not in HEAD_DIMS:
-        return f"needs heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} features, got {head_dim} and {value_dim}"
     if block_local or biased:
         return "has no block-local attention and no biases"
     if not positive_scale:

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels import scheduling
+from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_attention_consumer import ROWS, attend, paired_item
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.launch import Launcher, processors
@@ -35,7 +36,6 @@ from kernels.scheduling import (
     num_rounds,
 )
 
-HEAD_DIMS = (64, 128)
 BLOCK_Q = 2 * ROWS.value
 _KEYS_IN_FLIGHT = 256  # in shared memory; with the queries and outputs of a tile they fill it at dimension 128
 _PAIRED_MEAN = 1024  # queries of a row: of more few tiles are halves, and looking for pairs costs 1 % of every tile

@@ -10,20 +10,15 @@ from torch import Tensor
 from kernels import dispatch
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MOVED = (*FLOATS, torch.int32, torch.int64)
+MOVED = (*dispatch.FLOATS, torch.int32, torch.int64)
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, *CAPABILITIES):
-        return reason
-    return None if dtype in FLOATS else f"takes float16, bfloat16 and float32, not {dtype}"
+    return dispatch.needs_triton(device, capability, *CAPABILITIES) or dispatch.needs_dtype(dtype, *dispatch.FLOATS)
 
 
 def _supports_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, *CAPABILITIES):
-        return reason
-    return None if dtype in MOVED else f"takes float16, bfloat16, float32, int32 and int64, not {dtype}"
+    return dispatch.needs_triton(device, capability, *CAPABILITIES) or dispatch.needs_dtype(dtype, *MOVED)
 
 
 def _register(op: str, supports: dispatch.Verifier = _supports):
@@ -128,10 +123,8 @@ def _supports_row_stream(
     long_rows: bool,
     **facts: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
     if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:
         return f"needs a width of 64 to 256 in steps of 16 and 1 to 8 columns, got {width} and {columns}"
     return "gives a whole row to one program, which a long one may keep for long" if long_rows else None
@@ -204,10 +197,8 @@ def _supports_linear_stream(
     tf32: bool = False,
     **facts: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
-    if dtype not in FLOATS:
-        return f"takes float16, bfloat16 and float32, not {dtype}"
     if dtype is torch.float32 and not tf32:
         return "multiplies float32 only as tf32, which torch.backends.cuda.matmul.allow_tf32 does not allow"
     if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):

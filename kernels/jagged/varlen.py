@@ -11,7 +11,8 @@ from kernels import dispatch
 from kernels.jagged import attention_reference
 from kernels.jagged.reference import repeat_heads
 
-# Wider heads have no backward on some of the chips below.
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
+# Wider heads have no backward on some of the chips above.
 MAX_HEAD_DIM = 192
 
 
@@ -28,10 +29,10 @@ def _supports(
     biased: bool,
     **_: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)):
+    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES) or dispatch.needs_dtype(
+        dtype, *dispatch.HALF
+    ):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {dtype}"
     if value_dim != head_dim:
         return f"needs values as wide as keys, got {value_dim} and {head_dim}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:

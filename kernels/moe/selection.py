@@ -16,10 +16,10 @@ def _reference(scores: Tensor, k: int) -> Tensor:
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, num_experts: int, k: int) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)) or dispatch.needs_dtype(
+        dtype, *dispatch.FLOATS
+    ):
         return reason
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"compares float32, bfloat16 and float16, not {dtype}"
     if num_experts > 1024 or k > 32:
         return f"holds up to 1024 scores of a token and chooses up to 32, got {num_experts} and {k}"
     return None

@@ -12,10 +12,10 @@ from kernels.mxfp8.reference import MXTensor
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int, **facts: Hashable) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)) or dispatch.needs_dtype(
+        dtype, *dispatch.FLOATS
+    ):
         return reason
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {dtype}"
     if axis < -2:
         return f"quantises along one of the last two axes, not along {axis}"
     return None

@@ -15,10 +15,8 @@ from kernels.mxfp8.grouped import Quantized, Rounded, column_codes, row_codes, s
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 64
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, torch.bfloat16):
         return reason
-    if dtype is not torch.bfloat16:
-        return f"takes bfloat16, not {dtype}"
     if in_features % 64 or out_features % 64:
         return f"needs features in multiples of 64, got {in_features} and {out_features}"
     if multiple % 64:

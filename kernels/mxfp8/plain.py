@@ -48,10 +48,10 @@ def _sizes(offsets: Tensor, total: int) -> list[int]:
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES):
+    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES) or dispatch.needs_dtype(
+        dtype, torch.bfloat16
+    ):
         return reason
-    if dtype is not torch.bfloat16:
-        return f"takes bfloat16, not {dtype}"
     if in_features % 8 or out_features % 8:
         return f"needs rows of whole 16-byte units (features in multiples of 8), got {in_features} and {out_features}"
     return None

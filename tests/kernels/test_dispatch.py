@@ -167,6 +167,12 @@ print(kernels.jagged.segment_sum(torch.ones(3), torch.tensor([0, 1, 3])).tolist(
     assert done.stdout.strip() == "[1.0, 2.0]", done.stderr
 
 
+def test_dtypes_are_named_in_a_reason() -> None:
+    assert dispatch.needs_dtype(torch.float16, *dispatch.FLOATS) is None
+    assert dispatch.needs_dtype(torch.int8, *dispatch.FLOATS) == "takes float16, bfloat16 and float32, not torch.int8"
+    assert dispatch.needs_dtype(torch.int8, torch.bfloat16) == "takes bfloat16, not torch.int8"
+
+
 def test_autocast_operands() -> None:
     single, half, double = (torch.zeros(1, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.float64))
     assert dispatch.autocast_operands(x=single, bias=None) == (single, None)

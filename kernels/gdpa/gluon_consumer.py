@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.gdpa.gluon_activations import activated, kind_of, rounded, unscaled_factor
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.hopper import halves
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, MAIN_POSITION, NUM_BLOCKS, OTHER_LENGTH, ROW
 
 ROWS = gl.constexpr(64)  # queries of one consumer
@@ -91,13 +92,8 @@ def _crossed(
 
 
 @gluon.jit
-def _halves(s):
-    """The left and the right half of the columns; no register moves."""
-    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def _joined(left, right):
+    """The inverse of `halves`."""
     return gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], 2 * left.shape[1]])
 
 
@@ -189,7 +185,7 @@ def attend(
                 start = (first_block + num_blocks - 2 - i) * BLOCK_K
                 if _crossed(start, position + C * ROWS, k_length, left, right, BLOCK_K, LEFT, RIGHT, False):
                     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
-            left_scores, right_scores = _halves(s)
+            left_scores, right_scores = halves(s)
             y = activated(left_scores, score_scale, kind, KINDS, dtype)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             # The activations are an operand in registers of the product in flight: they live until it is complete.
@@ -229,7 +225,7 @@ def attend(
         start = (next_first + next_blocks - 1) * BLOCK_K
         if _crossed(start, next_position + C * ROWS, next_length, left, right, BLOCK_K, LEFT, RIGHT, True):
             s = _masked(s, columns_smem, start, next_position + C * ROWS, next_length, left, right, LEFT, RIGHT)
-        left_scores, right_scores = _halves(s)
+        left_scores, right_scores = halves(s)
         y = rounded(activated(left_scores, score_scale, next_kind, KINDS, dtype), dtype)
         mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
         acc, p, y = warpgroup_mma_wait(0, deps=(acc_token, p, y))

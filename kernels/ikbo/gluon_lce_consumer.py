@@ -20,14 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper import barrier, halves
 from kernels.ikbo.gluon_lce_tiles import PANELS, SHARED_PANELS, tile_at, turns_of
 from kernels.jagged.gluon_backward_consumer import cells
 
 BLOCK = gl.constexpr(64 * 64)  # elements
 OUT_PANELS = gl.constexpr(3)  # blocks of results of a consumer that may be on their way to memory
-
-# Its name up to Triton 3.6, and from 3.7 on.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -82,10 +80,10 @@ def _issue(
 
 
 @gluon.jit
-def _halves(acc):
+def _blocks(acc):
     """The two blocks [64, 64] of an accumulator, which is free."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    first, second = gl.split(acc.reshape([64, 2, 64]).permute((0, 2, 1)))
+    first, second = halves(acc)
     return gl.convert_layout(first, HALF), gl.convert_layout(second, HALF)
 
 
@@ -147,16 +145,16 @@ def _user_tile(
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=num_steps > 0)
     accumulators = (acc0, acc1, acc2)
     for i in gl.static_range(SHARED):
-        halves = _halves(accumulators[i])
+        blocks = _blocks(accumulators[i])
         for h in gl.static_range(2):
             row = entry + (2 * C + h if ROWS else i)
             m = block + (i if ROWS else 2 * C + h)
             if row < num_users:
-                result = halves[h]
+                result = blocks[h]
                 if ring.dtype.primitive_bitwidth == 8:
                     result = _scaled(result, scales, m, ROWS)
                 _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), result)
-    _barrier()
+    barrier()
     for e in gl.static_range(ENTRIES):
         row = entry + (2 * C + e if ROWS else e)
         if row < num_users:
@@ -192,7 +190,7 @@ def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     matrix = panel._reinterpret(out_desc.dtype, [64, 64], MATRIX)
     tma.store_wait(OUT_PANELS - 1)
-    _barrier()
+    barrier()
     if ROWS:
         matrix.store(result)
     else:
@@ -205,7 +203,7 @@ def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    j: gl.constexpr, out_desc, ring, first_panel, scratch, scales, added, halves, rows_of, first_entry, first_m, n,
+    j: gl.constexpr, out_desc, ring, first_panel, scratch, scales, added, blocks, rows_of, first_entry, first_m, n,
     BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr, USERS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Block j of the six of a consumer: ones that want the same block of users are one behind the other.
@@ -214,7 +212,7 @@ def _finish(
     """
     ENTRIES: gl.constexpr = 2 if ROWS else 3
     e: gl.constexpr = j % ENTRIES
-    result = halves[j // 2][j % 2] if ROWS else halves[j % 3][j // 3]
+    result = blocks[j // 2][j % 2] if ROWS else blocks[j % 3][j // 3]
     if ring.dtype.primitive_bitwidth == 8:
         result = _scaled(result, scales, first_m + j // ENTRIES, ROWS)
     if USERS:
@@ -267,10 +265,10 @@ def _candidate_tile(
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=num_steps > 0)
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
     first_panel = step % STAGES * PANELS + OUT_PANELS * C
-    halves = (_halves(acc0), _halves(acc1), _halves(acc2))
+    blocks = (_blocks(acc0), _blocks(acc1), _blocks(acc2))
     for j in gl.static_range(6):
         added = _finish(
-            j, out_desc, ring, first_panel, scratch, scales, added, halves, rows_of, first_entry, first_m, n,
+            j, out_desc, ring, first_panel, scratch, scales, added, blocks, rows_of, first_entry, first_m, n,
             BLOCKS_N, BLOCKS_M, USERS, ROWS,
         )  # fmt: skip
     return step + 1, ready

@@ -9,12 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-
-class _Checked(TensorDescriptor):
-    """What `head_descriptor` has looked at, not looked at again."""
-
-    def __post_init__(self) -> None:
-        pass
+from kernels.hopper import UncheckedDescriptor
 
 
 def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[TensorDescriptor, int]:
@@ -38,7 +33,7 @@ def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[T
         row_stride, head_stride = num_heads * dim, dim if num_heads > 1 else 0
     columns = (num_heads - 1) * head_stride + dim
     layout = block_layout(rows, dim, x.dtype, swizzle)
-    return _Checked(x, [total, columns], [row_stride, 1], [rows, dim], layout), head_stride
+    return UncheckedDescriptor(x, [total, columns], [row_stride, 1], [rows, dim], layout), head_stride
 
 
 @cache
@@ -51,12 +46,12 @@ def block_layout(rows: int, dim: int, dtype: torch.dtype, swizzle: int | None) -
 
 def line_descriptor(x: Tensor, length: int) -> TensorDescriptor:
     """TMA descriptor of runs of `length` numbers of a contiguous float32 tensor, seen as one line."""
-    return _Checked(x, [x.numel()], [1], [length], _line_layout())
+    return UncheckedDescriptor(x, [x.numel()], [1], [length], _line_layout())
 
 
 def lines_descriptor(x: Tensor, lines: int) -> TensorDescriptor:
     """TMA descriptor of blocks of `lines` lines of 32 numbers of a contiguous float32 tensor."""
-    return _Checked(x, [x.numel() // 32, 32], [32, 1], [lines, 32], _lines_layout())
+    return UncheckedDescriptor(x, [x.numel() // 32, 32], [32, 1], [lines, 32], _lines_layout())
 
 
 @cache

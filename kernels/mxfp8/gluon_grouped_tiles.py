@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.hopper import UncheckedDescriptor, barrier, halves
 from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
@@ -31,27 +32,22 @@ PAIRED_COLUMNS = gl.constexpr(3)
 PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-class _Unchecked(TensorDescriptor):
-    """Of a tensor that was allocated here or that the backends have made addressable: not looked at at each launch."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """TMA descriptor of blocks of a matrix, in shared memory in the layout that matrix instructions read."""
-    return _Unchecked(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+    """TMA descriptor of blocks of a matrix that was allocated here or that the backends have made addressable.
+
+    In shared memory they are in the layout that matrix instructions read.
+    """
+    return UncheckedDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
 
 
 def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of a part of a row of a table, which no matrix instruction reads."""
     layout = _table_layout(table.element_size())
-    return _Unchecked(table, list(table.shape), list(table.stride()), [1, width], layout)
+    return UncheckedDescriptor(table, list(table.shape), list(table.stride()), [1, width], layout)
 
 
 @cache
@@ -84,7 +80,7 @@ def _announce(places, written, read, announced, row, count, column, steps):
     entry = gl.arange(0, 4, _PLACE)
     place = gl.where(entry == 0, row, gl.where(entry == 1, count, gl.where(entry == 2, column, steps)))
     places.index(slot).store(place)
-    _barrier()
+    barrier()
     mbarrier.arrive(written.index(slot), count=1)
 
 
@@ -110,7 +106,7 @@ def accept_tile(places, read, received):
     """
     slot = received % 2
     place = places.index(slot).load(_PLACE)
-    _barrier()
+    barrier()
     mbarrier.arrive(read.index(slot), count=1)
     return _entry(place, 0), _entry(place, 2), _entry(place, 3)
 
@@ -233,12 +229,6 @@ def clear_rest(out, ends, num_groups, num_rows, N):
     for start in range(begin + gl.program_id(0) * SIZE, end, gl.num_programs(0) * SIZE):
         position = start + gl.arange(0, SIZE, LAYOUT)
         gl.store(out + position, gl.zeros((SIZE,), out.dtype.element_ty, LAYOUT), position < end)
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right half of an accumulator."""
-    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gdpa import triton_activations
-from kernels.jagged.triton_attention_launch import Tile, block_width, matmul_precision, rows_of, shrink, window_of
+from kernels.jagged.triton_attention_launch import Tile, rows_of, shrink, window_of
 from kernels.jagged.triton_attention_tile import UNLIMITED
+from kernels.jagged.triton_common import block_width, precision_of
 
 __all__ = ["NO_BLOCKS", "constants", "fit", "limits", "rows_of", "strides", "tile_of", "tiling"]
 
@@ -89,5 +90,5 @@ def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], win
         "BLOCK_D": block_width(q.shape[2]),
         "BLOCK_V": block_width(v.shape[2]),
         "WINDOWED": window != (-1, -1),
-        "PRECISION": matmul_precision(q.dtype),
+        "PRECISION": precision_of(q.dtype),
     } | triton_activations.constants(activations, q.dtype)

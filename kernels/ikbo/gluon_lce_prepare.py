@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ikbo.lce_torch import room
-from kernels.jagged.triton_common import row_of, steps_of
+from kernels.jagged.triton_common import cdiv, row_of, steps_of
 
 LINE = 128  # bytes of a line of the L2 cache, and of a row of a block
 _PLACES = 256  # of a program, entries or flags
@@ -28,7 +28,7 @@ def prepare(
     weight_lines, user_lines = room(weight, LINE), room(w_user, LINE)
     copied = 0 if weight_lines is weight else weight.shape[0]
     copied_of_users = 0 if user_lines is w_user else w_user.shape[0]
-    lookups = triton.cdiv(max(num_entries, num_flags), _PLACES)
+    lookups = cdiv(max(num_entries, num_flags), _PLACES)
     num_users = offsets.shape[0] - 1
     _prepare_kernel[(lookups + copied + copied_of_users,)](
         offsets, owners, flags, weight, weight_lines, w_user, user_lines, num_entries, num_users, num_flags, lookups,

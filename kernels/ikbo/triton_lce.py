@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ikbo.lce_reference import owners_of
-from kernels.jagged.triton_attention_launch import matmul_precision
+from kernels.jagged.triton_common import cdiv, precision_of
 
 BLOCK_N = 128
 MIN_PROGRAMS = 512  # which keep a GPU busy while its slices of a weight's gradient last
@@ -48,7 +48,7 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
     block_m = 128 if num_rows > 64 and x.element_size() == 2 else 64
     # Without rows nothing is read through either pointer.
     owners = owners_of(offsets[0], num_entries) if rows is not None else x
-    grid = (num_entries * triton.cdiv(num_rows, block_m) * triton.cdiv(width, BLOCK_N),)
+    grid = (num_entries * cdiv(num_rows, block_m) * cdiv(width, BLOCK_N),)
     _compress_kernel[grid](
         x,
         weight,
@@ -61,7 +61,7 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
         *x.stride(),
         *weight.stride(),
         HAS_ROWS=rows is not None,
-        PRECISION=matmul_precision(x.dtype),
+        PRECISION=precision_of(x.dtype),
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_K=64 if x.element_size() == 2 else 32,
@@ -91,7 +91,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     if grad.numel() == 0 or x.numel() == 0:
         return x.new_zeros(num_rows, depth)
     block = 128 if x.element_size() == 2 else 64
-    tiles = triton.cdiv(num_rows, block) * triton.cdiv(depth, block)
+    tiles = cdiv(num_rows, block) * cdiv(depth, block)
     slices = max(1, min(MIN_PROGRAMS // tiles, num_entries))
     grad, x = narrow(grad), narrow(x)
     parts = torch.empty(slices, num_rows, depth, dtype=torch.float32, device=x.device)
@@ -106,7 +106,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         width,
         *grad.stride(),
         *x.stride(),
-        PRECISION=matmul_precision(x.dtype),
+        PRECISION=precision_of(x.dtype),
         BLOCK_M=block,
         BLOCK_K=block,
         BLOCK_N=64 if x.element_size() == 2 else 32,

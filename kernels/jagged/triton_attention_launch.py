@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.jagged.attention_bias import Bias, time_bucket_edges
 from kernels.jagged.triton_attention_tile import UNLIMITED
+from kernels.jagged.triton_common import block_width, precision_of
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,6 @@ def fit(kernel: str, q: Tensor, v: Tensor, bias: Bias | None) -> Tile:
     return tile_of(kernel, q.dtype.itemsize, width, bias is not None, limit)
 
 
-def block_width(width: int) -> int:
-    """The width that a tile has for a head of `width`: a power of two that a matrix product takes."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def constants(q: Tensor, v: Tensor, bias: Bias | None) -> dict[str, Any]:
     """The compile-time arguments that all kernels have."""
     return {
@@ -100,15 +96,8 @@ def constants(q: Tensor, v: Tensor, bias: Bias | None) -> dict[str, Any]:
         "BLOCK_V": block_width(v.shape[2]),
         "HAS_POSITION": bias is not None and bias.position is not None,
         "HAS_TIME": bias is not None and bias.time is not None,
-        "PRECISION": matmul_precision(q.dtype),
+        "PRECISION": precision_of(q.dtype),
     }
-
-
-def matmul_precision(dtype: torch.dtype) -> str:
-    """How products of `dtype` are computed: float32 as three products of its halves unless PyTorch may use TF32."""
-    if dtype is not torch.float32:
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def rows_of(x: Tensor) -> Tensor:

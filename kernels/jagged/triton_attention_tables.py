@@ -26,6 +26,7 @@ from kernels.jagged.triton_attention_tile import (
     tile_rows_of,
     time_bucket,
 )
+from kernels.jagged.triton_common import block_width, cdiv
 
 # Programs of all heads together: how the sums are split is part of the result, hence not taken from the device.
 PROGRAMS = 1024
@@ -208,7 +209,7 @@ def table_gradients(
     """Gradients [H, 2 P + 1] and [H, T] float32, of no size where there is no such table."""
     position, time = bias.position, bias.time
     num_heads = q.shape[1]
-    programs = triton.cdiv(PROGRAMS, num_heads)
+    programs = cdiv(PROGRAMS, num_heads)
     position_partial, time_partial = (
         lse.new_empty(0) if table is None else lse.new_zeros(programs, *table.shape) for table in (position, time)
     )
@@ -232,7 +233,7 @@ def table_gradients(
             *strides,
             *scalars,
             SIDE=tile.m,
-            BLOCK_T=launch.block_width(1 if time is None else time.shape[1]),
+            BLOCK_T=block_width(1 if time is None else time.shape[1]),
             **constants,
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.custom_op import custom_op
 from kernels.jagged import triton_narrow
-from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, precision_of, steps_of, tile_of
+from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
 from kernels.jagged.triton_parts import join, num_parts, part_of, part_size, slots
 
 
@@ -118,19 +118,14 @@ def _jagged_kernel(
     tl.store(parts + slot * D * E + at, total, mask=inside & ~whole)
 
 
-def _block(width: int, most: int) -> int:
-    """A power of two between 16, the least that tensor cores take, and `most`."""
-    return max(16, min(most, next_power_of_2(width)))
-
-
 def _dense_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
     single, narrow = dtype is torch.float32, width <= 32
     return {
         "SWAP": narrow,
         # Tiles of 32 rows keep to the tensor core instructions that take float32 operands in either order.
         "BLOCK_M": 32 if single and not narrow else 64,
-        "BLOCK_N": _block(width, 128),
-        "BLOCK_K": _block(inner, 32 if single else 64),
+        "BLOCK_N": block_width(width, 128),
+        "BLOCK_K": block_width(inner, 32 if single else 64),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -144,7 +139,7 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]
         return {
             "PRECISION": "ieee",
             "BLOCK_D": 8,
-            "BLOCK_E": _block(wide, 128),
+            "BLOCK_E": block_width(wide, 128),
             "BLOCK_L": 16,
             "num_warps": 4,
             "num_stages": 4,
@@ -154,15 +149,15 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]
         return {
             "PRECISION": precision_of(dtype),
             "BLOCK_D": 16,
-            "BLOCK_E": _block(wide, 128),
+            "BLOCK_E": block_width(wide, 128),
             "BLOCK_L": 32,
             "num_warps": 2,
             "num_stages": 2,
         }
     return {
         "PRECISION": precision_of(dtype),
-        "BLOCK_D": _block(narrow, 32 if single else 128),
-        "BLOCK_E": _block(wide, 64 if single else 128),
+        "BLOCK_D": block_width(narrow, 32 if single else 128),
+        "BLOCK_E": block_width(wide, 64 if single else 128),
         "BLOCK_L": 32,
         "num_warps": 4,
         "num_stages": 3,

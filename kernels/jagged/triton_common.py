@@ -81,6 +81,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def block_width(width: int, most: int = 1 << 30) -> int:
+    """A power of two that covers `width` up to `most`, and 16 at least, which is the least that tensor cores take."""
+    return max(16, min(most, next_power_of_2(width)))
+
+
 def steps_of(num_rows: int) -> int:
     """Bits of a row index, which the searches over `num_rows` rows go through."""
     return max(num_rows - 1, 1).bit_length()

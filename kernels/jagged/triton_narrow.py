@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import flat, next_power_of_2, precision_of, steps_of
+from kernels.jagged.triton_common import block_width, flat, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, join, num_parts, part_of, part_size, slots
 
 MAX_NARROW = 16  # columns of the least tile that tensor cores take
@@ -111,7 +111,7 @@ def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> b
 
 
 def config(dtype: torch.dtype, width: int) -> dict[str, int]:
-    block_w = max(16, next_power_of_2(width))
+    block_w = block_width(width)
     # Two of three stages of 16 KB are on their way while a third is multiplied.
     block_l = max(16, 16384 // (dtype.itemsize * block_w))
     return {

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_op import custom_op
-from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, precision_of, steps_of, tile_of
+from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
         "PRECISION": precision,
         "BLOCK_M": 32 if thrice else 64,
         "BLOCK_N": 64 if thrice else 128,
-        "BLOCK_D": max(16, min(32 if dtype is torch.float32 else 64, next_power_of_2(width))),
+        "BLOCK_D": block_width(width, 32 if dtype is torch.float32 else 64),
         "num_warps": 8 if thrice else 4,
         "num_stages": 3,
     }
@@ -125,7 +125,7 @@ def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
     return {
         "BLOCK_M": 32 if single else 64,
         "BLOCK_N": 32,
-        "BLOCK_D": max(16, min(128, next_power_of_2(width))),
+        "BLOCK_D": block_width(width, 128),
         "num_warps": 4 if single else 8,
         "num_stages": 3,
     }

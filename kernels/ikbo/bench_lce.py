@@ -17,9 +17,9 @@ from torch import Tensor
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.bench_lce_peer import load_peer
-from kernels.ikbo.lce_reference import owners_of
 from kernels.ikbo.lce_torch import aligned
 from kernels.jagged import segment_sum
+from kernels.jagged.reference import row_of
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _work(shape: Shape, itemsize: int) -> tuple[float, float]:
 def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
     backward = direction == "bwd"
     inputs = _inputs(shape, device, backward)
-    owners = owners_of(inputs.offsets, shape.num_candidates)
+    owners = row_of(inputs.offsets, shape.num_candidates).int()
 
     def runner(step: Callable[[], Tensor]) -> Runner:
         if not backward:
@@ -189,7 +189,7 @@ def _float8(shape: Shape, device: torch.device) -> Problem:
 
 def _stages(shape: Shape, device: torch.device) -> Problem:
     inputs = _inputs(shape, device, backward=False)
-    owners = owners_of(inputs.offsets, shape.num_candidates)
+    owners = row_of(inputs.offsets, shape.num_candidates).int()
     candidate, user, w_candidate, w_user = inputs.leaves
     weight = torch.cat([w_candidate, w_user], 1)
 

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-
-
-def owners_of(offsets: Tensor, total: int) -> Tensor:
-    """[total] int32: the row that each of `total` entries belongs to."""
-    entries = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
-    # The row is how many rows have ended.
-    return torch.searchsorted(offsets[1:].contiguous(), entries, right=True, out_int32=True)
+from kernels.jagged.reference import row_of
 
 
 @dispatch.register("linear_compression", "reference")
@@ -35,9 +29,9 @@ def linear_compression(
     for level in reversed(range(len(users))):
         rows = product(w_users[level], users[level])
         if above is not None:
-            rows = rows + above[owners_of(offsets[level + 1], rows.shape[0])]
+            rows = rows + above[row_of(offsets[level + 1], rows.shape[0])]
         above = rows
     out = product(w_candidate, candidate)
     if above is not None:
-        out = out + above[owners_of(offsets[0], out.shape[0])]
+        out = out + above[row_of(offsets[0], out.shape[0])]
     return out.to(candidate.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.ikbo.lce_operator import compression_operator, gradients_with
-from kernels.ikbo.lce_reference import owners_of
+from kernels.jagged.reference import row_of
 
 ALIGNMENT = 16  # bytes
 
@@ -50,7 +50,7 @@ def forward(
     xs, weights = [candidate, *users], [w_candidate, *w_users]
     out = batched(weights[-1], xs[-1])
     for x, weight, level_offsets in zip(xs[-2::-1], weights[-2::-1], reversed(offsets), strict=True):
-        rows = out.index_select(0, owners_of(level_offsets, x.shape[0]))
+        rows = out.index_select(0, row_of(level_offsets, x.shape[0]))
         # In place: the broadcast rows are read once, by the product, which adds to them in its accumulators.
         out = rows.baddbmm_(aligned(weight).expand(x.shape[0], -1, -1), x)
     return out

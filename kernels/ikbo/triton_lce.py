@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ikbo.lce_reference import owners_of
+from kernels.jagged.reference import row_of
 from kernels.jagged.triton_common import cdiv, precision_of
 
 BLOCK_N = 128
@@ -47,7 +47,7 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
         return out
     block_m = 128 if num_rows > 64 and x.element_size() == 2 else 64
     # Without rows nothing is read through either pointer.
-    owners = owners_of(offsets[0], num_entries) if rows is not None else x
+    owners = row_of(offsets[0], num_entries) if rows is not None else x
     grid = (num_entries * cdiv(num_rows, block_m) * cdiv(width, BLOCK_N),)
     _compress_kernel[grid](
         x,

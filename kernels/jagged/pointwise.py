@@ -87,16 +87,12 @@ def _check_names(op: str, activation: str) -> None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 @dispatch.register("jagged_elementwise", "reference")
 def _elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
-    y = _wide(y)
+    y = reference.widened(y)
     if offsets is not None:
         y = y.index_select(0, reference.row_of(offsets, x.shape[0]))
-    return ACTIVATIONS[activation](COMBINE[op](_wide(x), y)).to(x.dtype)
+    return ACTIVATIONS[activation](COMBINE[op](reference.widened(x), y)).to(x.dtype)
 
 
 @dispatch.register("jagged_linear", "reference")

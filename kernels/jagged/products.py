@@ -144,7 +144,7 @@ def _inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: i
 
 def _softmax_of(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Softmax over the rows of any jagged tensor [total, ...]."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    wide = reference.widened(values)
     row = reference.row_of(offsets, total)
     largest = torch.segment_reduce(wide.detach(), "max", offsets=offsets, axis=0, unsafe=True)
     exponential = (wide - largest.index_select(0, row)).exp()

@@ -30,6 +30,11 @@ def place_in_row(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return row, torch.arange(total, device=offsets.device) - offsets.long()[row]
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in float32, in which half-precision sums and functions are computed, or in the wider dtype that it has."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _scatter_rows(values: Tensor, kept: Tensor, index: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """[size, ...] filled with `fill`, row index[i] replaced by values[i] where kept[i].
 
@@ -47,16 +52,16 @@ def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
 
 @dispatch.register("segment_sum", "reference")
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    # Half-precision sums over a thousand events lose whole digits, so add in at least float32.
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0, unsafe=True).to(values.dtype)
+    # Half-precision sums over a thousand events lose whole digits.
+    return torch.segment_reduce(widened(values), "sum", offsets=offsets, axis=0, initial=0, unsafe=True).to(
+        values.dtype
+    )
 
 
 @dispatch.register("segment_mean", "reference")
 def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
     counts = offsets.diff().clamp(min=1).view(-1, *[1] * (values.dim() - 1))
-    return (segment_sum(wide, offsets) / counts).to(values.dtype)
+    return (segment_sum(widened(values), offsets) / counts).to(values.dtype)
 
 
 class _SegmentMax(torch.autograd.Function):

@@ -5,7 +5,7 @@ the check gets no time. Contenders are timed in turns, one call each per round w
 that drift of the clocks meets all of them alike; the median and the 20th and 80th percentiles are kept.
 """
 
-from kernels.bench.case import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench.case import Case, Problem, Runner, backends_of, check_equal, check_relative_error, runner_of
 from kernels.bench.environment import commit
 
-__all__ = ["Case", "Problem", "Runner", "backends_of", "check_equal", "check_relative_error", "commit"]
+__all__ = ["Case", "Problem", "Runner", "backends_of", "check_equal", "check_relative_error", "commit", "runner_of"]

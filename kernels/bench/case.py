@@ -49,6 +49,14 @@ class Case:
     problem: Callable[[torch.device], Problem]
 
 
+def runner_of(function: Callable[[], Tensor], inputs: Sequence[Tensor], cotangent: Tensor, backward: bool) -> Runner:
+    """Times `function`, or with `backward` the gradients of `inputs` alone, of a call that is made here."""
+    if not backward:
+        return Runner(function)
+    out = function()
+    return Runner(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True), tuple)
+
+
 def backends_of(op: str, prepare: Callable[[str], Runner]) -> dict[str, Callable[[], Runner]]:
     """A contender per registered backend of `op`, the preferred one first; `prepare` gets the backend's name."""
     return {name: lambda name=name: prepare(name) for name in dispatch.operators()[op]}

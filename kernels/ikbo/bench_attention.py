@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels import dispatch
-from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.ikbo.attention import joint_attention, target_attention
 from kernels.jagged import jagged_attention
 
@@ -43,13 +43,6 @@ def cases(device: torch.device) -> list[Case]:
         for direction in ("fwd", "bwd")
     ]
     return target + joint
-
-
-def _runner(attend: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor, backward: bool) -> Runner:
-    if not backward:
-        return Runner(attend)
-    out = attend()
-    return Runner(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), tuple)
 
 
 def _operands(device: torch.device, backward: bool, *rows: tuple[int, ...]) -> list[Tensor]:
@@ -81,7 +74,7 @@ def _target(seeds: int, odd: bool, direction: str, length: int, device: torch.de
         return target_attention(q, k, v, offsets, k_offsets, max_candidates=maximum, max_k=length, backend=backend)
 
     def prepare(backend: str) -> Runner:
-        return _runner(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
+        return runner_of(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
 
     def per_user(x: Tensor) -> Tensor:
         return x.view(users, -1, HEADS, HEAD_DIM).transpose(1, 2)
@@ -96,7 +89,7 @@ def _target(seeds: int, odd: bool, direction: str, length: int, device: torch.de
                 out = scaled_dot_product_attention(*(per_user(x) for x in inputs))
             return out.transpose(1, 2).reshape(inputs[0].shape)
 
-        return _runner(folded, inputs, grad, backward)
+        return runner_of(folded, inputs, grad, backward)
 
     def prepare_broadcast() -> Runner:
         """Keys and values copied for every candidate, as a model that knows no requests does."""
@@ -108,7 +101,7 @@ def _target(seeds: int, odd: bool, direction: str, length: int, device: torch.de
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 return scaled_dot_product_attention(q.transpose(1, 2), *shared).transpose(1, 2)
 
-        return _runner(broadcast, inputs, grad, backward)
+        return runner_of(broadcast, inputs, grad, backward)
 
     contenders = backends_of("jagged_attention", prepare)
     del contenders["padded"]  # which would pad the queries of all candidates of a request
@@ -141,7 +134,7 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
         )
 
     def prepare(backend: str) -> Runner:
-        return _runner(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
+        return runner_of(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
 
     def prepare_two_launches() -> Runner:
         """One call a group that leaves its results apart, which spares the copy that joins them."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.bench_lce_peer import load_peer
 from kernels.ikbo.lce_torch import aligned
@@ -109,10 +109,7 @@ def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
     owners = row_of(inputs.offsets, shape.num_candidates).int()
 
     def runner(step: Callable[[], Tensor]) -> Runner:
-        if not backward:
-            return Runner(step)
-        out = step()
-        return Runner(lambda: torch.autograd.grad(out, inputs.leaves, inputs.cotangent, retain_graph=True), tuple)
+        return runner_of(step, inputs.leaves, inputs.cotangent, backward)
 
     def prepare(backend: str) -> Runner:
         return runner(lambda: inputs.compress(backend))

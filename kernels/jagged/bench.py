@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import jagged
-from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.jagged import bench_operators, bench_sweep
 
 # Rows, maximum length, mean over maximum, head dimension: histories of one event type up to all of them merged.
@@ -70,10 +70,7 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, d
         return jagged.jagged_attention(q, k, v, offsets, offsets, max_q=maximum, max_k=maximum, backend=backend)
 
     def prepare(backend: str) -> Runner:
-        if not backward:
-            return Runner(lambda: attend(backend, q, k, v))
-        out = attend(backend, q, k, v)
-        return Runner(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True), tuple)
+        return runner_of(lambda: attend(backend, q, k, v), inputs, cotangent, backward)
 
     def prepare_padded() -> Runner:
         """SDPA on padded tensors: the padding and the mask are made outside the timing."""

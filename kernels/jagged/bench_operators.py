@@ -45,14 +45,12 @@ class Sizes:
 class Operator:
     """`inputs` are the differentiable tensors that `ours(backend, *inputs)` and the peers take."""
 
-    name: str
-    op: str
     inputs: Sequence[Tensor]
     ours: Callable[..., Tensor]
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
     forward_peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)  # with no backward that works
+    op: str = ""  # of `kernels.dispatch`, where that has another name than the case
     flops: float = 0.0
-    product: bool = False
     kept: float = 0.0  # elements that the forward keeps for the backward besides inputs and output
     saved: Sequence[int] = ()  # indices of the inputs that the backward needs, -1 for the output
 
@@ -144,8 +142,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
     triton, plain = "FBGEMM Triton", "FBGEMM C++"
     if name == "jagged_dense_bmm":
         return Operator(
-            name,
-            name,
             [random(total, width), random(rows, width, narrow)],
             lambda backend, x, y: jagged.jagged_dense_bmm(x, offsets, y, maximum, backend=backend),
             {
@@ -157,8 +153,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged_jagged_bmm":
         return Operator(
-            name,
-            name,
             [random(total, width), random(total, narrow)],
             lambda backend, x, y: jagged.jagged_jagged_bmm(x, y, offsets, maximum, backend=backend),
             {
@@ -170,8 +164,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged_softmax":
         return Operator(
-            name,
-            name,
             [random(total, narrow)],
             lambda backend, x: jagged.jagged_softmax(x, offsets, backend=backend),
             {
@@ -182,8 +174,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged_jagged_bmm_jagged_out":
         return Operator(
-            name,
-            name,
             [random(total, width), random(total, width)],
             lambda backend, x, y: jagged.jagged_jagged_bmm_jagged_out(
                 x, y, offsets, squares, total_squared, maximum, backend=backend
@@ -198,8 +188,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "array_jagged_bmm_jagged_out":
         return Operator(
-            name,
-            name,
             [random(total_squared), random(total, width)],
             lambda backend, a, y: jagged.array_jagged_bmm_jagged_out(a, y, offsets, squares, maximum, backend=backend),
             # Its backward reads beyond the squares and returns a gradient of another shape.
@@ -213,8 +201,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged2_softmax":
         return Operator(
-            name,
-            name,
             [random(total_squared)],
             lambda backend, a: jagged.jagged2_softmax(a, offsets, squares, total, backend=backend),
             {triton: lambda a: _sll().jagged2_softmax(a, offsets, squares, maximum, False)},
@@ -222,8 +208,6 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged_linear":
         return Operator(
-            name,
-            name,
             [random(total, width), random(width, width), random(width), random(rows, width)],
             lambda backend, x, weight, bias, row_bias: jagged.jagged_linear(
                 x, offsets, weight, bias, row_bias, "gelu", backend=backend
@@ -234,24 +218,19 @@ def _operator(name: str, precision: str, sizes: Sizes, offsets: Tensor, random: 
         )
     if name == "jagged_dense_elementwise":
         return Operator(
-            name,
-            "jagged_elementwise",
             [random(total, width), random(rows, width)],
             lambda backend, x, y: jagged.jagged_dense_elementwise(x, offsets, y, "mul", "silu", backend=backend),
+            op="jagged_elementwise",
             saved=(0, 1),
         )
     if name == "jagged_elementwise":
         return Operator(
-            name,
-            name,
             [random(total, width), random(total, width)],
             lambda backend, x, y: jagged.jagged_elementwise(x, y, "mul", "silu", backend=backend),
             saved=(0, 1),
         )
     if name.startswith("segment"):
         return Operator(
-            name,
-            name,
             [random(total, width)],
             lambda backend, x: getattr(jagged, name)(x, offsets, backend=backend),
             saved=(0,) if name == "segment_max" else (),
@@ -264,16 +243,12 @@ def _move(name: str, sizes: Sizes, offsets: Tensor, random: Callable[..., Tensor
     plain = "FBGEMM C++"
     if name == "jagged_to_padded":
         return Operator(
-            name,
-            name,
             [random(total, width)],
             lambda backend, x: jagged.jagged_to_padded(x, offsets, maximum, backend=backend),
             {plain: lambda x: _fbgemm().jagged_to_padded_dense(x, [offsets], [maximum], 0.0)},
         )
     if name == "padded_to_jagged":
         return Operator(
-            name,
-            name,
             [random(rows, maximum, width)],
             lambda backend, x: jagged.padded_to_jagged(x, offsets, total, backend=backend),
             {plain: lambda x: _fbgemm().dense_to_jagged(x, [offsets], total)[0]},
@@ -281,16 +256,12 @@ def _move(name: str, sizes: Sizes, offsets: Tensor, random: Callable[..., Tensor
     if name == "jagged_last":
         count = max(maximum // 4, 1)
         return Operator(
-            name,
-            name,
             [random(total, width)],
             lambda backend, x: jagged.jagged_last(x, offsets, count, backend=backend),
         )
     if name == "jagged_concat":
         other = torch.arange(rows + 1, device=offsets.device) * 4
         return Operator(
-            name,
-            name,
             [random(rows * 4, width), random(total, width)],
             lambda backend, a, b: jagged.jagged_concat(a, other, b, offsets, backend=backend)[0],
         )
@@ -299,24 +270,18 @@ def _move(name: str, sizes: Sizes, offsets: Tensor, random: Callable[..., Tensor
         selected = int(offsets.diff()[selection].sum())
         lengths = offsets.diff()
         return Operator(
-            name,
-            name,
             [random(total, width)],
             lambda backend, x: jagged.jagged_index_select(x, offsets, selection, selected, backend=backend)[0],
             {plain: lambda x: _fbgemm().jagged_index_select(x, lengths, selection, selected)[0]},
         )
     if name == "jagged_flip":
         return Operator(
-            name,
-            name,
             [random(total, width)],
             lambda backend, x: jagged.jagged_flip(x, offsets, backend=backend),
         )
     start, length = offsets.diff() // 4, offsets.diff() // 2
     kept = int(length.sum())
     return Operator(
-        "jagged_slice",
-        "jagged_slice",
         [random(total, width)],
         lambda backend, x: jagged.jagged_slice(x, offsets, start, length, kept, backend=backend)[0],
     )
@@ -389,7 +354,7 @@ def _problem(name: str, direction: str, precision: str, shape: tuple[int, ...], 
     read = out.numel() + sum(out.numel() if i < 0 else inputs[i].numel() for i in operator.saved)
     elements = sum(tensor.numel() for tensor in inputs) + (read + operator.kept if backward else out.numel())
     return Problem(
-        contenders=backends_of(operator.op, lambda backend: runner(partial(operator.ours, backend)))
+        contenders=backends_of(operator.op or name, lambda backend: runner(partial(operator.ours, backend)))
         | {peer: partial(runner, function) for peer, function in peers.items()}
         | ({"torch padded": padded_runner} if name in bench_padded.PEERS else {})
         | {"negation of as many bytes": negation},

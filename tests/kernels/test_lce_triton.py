@@ -63,7 +63,7 @@ def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     signature |= {name: "*fp16" for name in ("x", "weight", "grad", "out") if name in signature}
     signature |= {name: "*fp32" for name in ("rows", "parts") if name in signature}
     if "owners" in signature:
-        signature["owners"] = "*i32"
+        signature["owners"] = "*i64"
     divisible = [name for name in signature if "stride" in name or name == "width"]
     compiled = compile_ahead(
         function, signature, constants, target=target, num_warps=8, num_stages=3, divisible_by_16=divisible

@@ -52,7 +52,7 @@ def whole(source, split="train"):
         ("1,9,1,inf,1", "column 'price' is inf, expected a finite number"),
         ("1,9,1,0.5,2", "column 'click' is 2, expected a label of 0, 1 or nothing"),
         ("1,9,1,0.5,yes", "column 'click' is yes, expected a finite number"),
-        ("1,soon,1,0.5,1", "column 'time' is soon, expected a time of format 's'"),
+        ("1,soon,1,0.5,1", "column 'time' is soon, expected a time as data.time_format says: seconds since 1970"),
         ("1,,1,0.5,1", "column 'time' is None, expected a time"),
         (",9,1,0.5,1", "column 'user' is None, expected an id"),
         ("1,9,1,0.5", "4 columns, expected 5"),
@@ -197,8 +197,9 @@ def test_lists_that_are_not_aligned(tmp_path):
     assert batch.history_times.values().tolist() == [99]
 
 
-def test_empty_history(tmp_path):
+def test_empty_history(tmp_path, caplog):
     batch = whole(build_source(config_of(tmp_path, histories={"seen": HistoryConfig(["item"], where={"click": 7})})))
+    assert "no row meets where: {click: 7}, so nobody has such events; it holds e.g. ['0', '1']" in caplog.text
     assert batch.histories.values().numel() == 0
     assert batch.lookup.stride() == batch.num_requests
 

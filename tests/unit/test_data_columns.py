@@ -49,6 +49,7 @@ def test_a_column_of_nothing_is_missing_everywhere():
 
 def test_other_id_types():
     assert texts(read_ids(column([True, False, None], pa.bool_()))) == ["1", "0", None]
+    assert texts(read_ids(column(["True", "false", "", "Truest"]))) == ["1", "0", None, "Truest"]
     assert texts(read_ids(column([2**63 + 1, 5], pa.uint64()))) == [str(2**63 + 1), "5"]
     assert texts(read_ids(column([0.5, -2.0, 1e300, None], pa.float64()))) == ["0.5", "-2", "1e+300", None]
     assert texts(read_ids(column([0.5, 2.0, float("nan")], pa.float16()))) == ["0.5", "2", None]
@@ -61,6 +62,7 @@ def test_ids_that_match():
     assert ids.isin([1, "3"]).tolist() == [True, False, False, True]
     assert ids.isin([None, 2.0]).tolist() == [False, True, True, False]
     assert read_ids(column([True, False])).isin([True]).tolist() == [True, False]
+    assert read_ids(column(["True", "False"])).isin([True]).tolist() == [True, False]
 
 
 def test_take_turns_minus_one_into_missing():
@@ -91,6 +93,8 @@ def test_numbers():
     numbers, bad = read_numbers(column(["1", "-2.5e1", " .5", "", None, "x", "nan", "inf", "1e999"]))
     np.testing.assert_array_equal(numbers[:5], [1, -25, 0.5, np.nan, np.nan])
     assert bad.tolist() == [False] * 5 + [True] * 4
+    numbers, bad = read_numbers(column(["True", "false", "TRUE", "yes"]))
+    assert (numbers[:3].tolist(), bad.tolist()) == ([1, 0, 1], [False] * 3 + [True])
     numbers, bad = read_numbers(column([1, None, 3], pa.int32()))
     np.testing.assert_array_equal(numbers, [1, np.nan, 3])
     assert not bad.any()

@@ -1,7 +1,7 @@
 """Arrow columns as numpy: ids as codes into distinct texts, lists, numbers and times; what cannot be read is masked.
 
 Ids are compared as text, so 12 in a parquet file, "12" in a CSV file and 12.0 in a column that pandas made float are
-one id. Null and empty text are missing.
+one id. Null and empty text are missing. True and false are 1 and 0, also as a CSV file spells them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import pyarrow.compute as pc
 from train.data.batch import ranges
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
+"""Digits of truth values, and the texts that stand for them."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ def read_numbers(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     if is_text(column.type):
         codes, values = _dictionary(column)
         texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
-        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+        texts = _booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
         valid = pc.match_substring_regex(texts, NUMBER).fill_null(True)
         numbers = pc.if_else(valid, texts, None).cast(pa.float64()).to_numpy(zero_copy_only=False)
         bad = ~valid.to_numpy(zero_copy_only=False) | np.isinf(numbers)
@@ -174,7 +176,13 @@ def _canonical(values: pa.Array) -> pa.StringArray:
         integers = pc.if_else(whole, values, pa.scalar(None, values.type)).cast(pa.int64())
         values = pc.coalesce(integers.cast(pa.string()), values.cast(pa.string()))
     texts = pc.replace_substring_regex(values.cast(pa.string()), r"^(-?\d+)\.0+$", r"\1")
-    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+    return _booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
+
+
+def _booleans_as_digits(texts: pa.StringArray) -> pa.StringArray:
+    for digit, spellings in BOOLEANS:
+        texts = pc.if_else(pc.is_in(texts, value_set=spellings), digit, texts)
+    return texts
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import SPLITS, Requests, group_requests
 from train.data.rows import Join, Rows
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder(cfg: EventsConfig) -> Path:
@@ -195,7 +198,14 @@ def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
     """[N] bool: rows that meet every condition."""
     chosen = np.ones(len(rows), bool)
     for name, accepted in history.where.items():
-        chosen &= rows.ids(name).isin(accepted if isinstance(accepted, list) else [accepted])
+        ids = rows.ids(name)
+        met = ids.isin(accepted if isinstance(accepted, list) else [accepted])
+        if not met.any():
+            held = ids.values[:5].to_pylist()
+            logger.warning(
+                "no row meets where: {%s: %s}, so nobody has such events; it holds e.g. %s", name, accepted, held
+            )
+        chosen &= met
     return chosen
 
 

@@ -100,13 +100,13 @@ class Rows:
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 since 1970; a missing or unreadable time is malformed."""
         times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
-        self.flag(bad, name, f"expected a time of format {time_format!r}")
+        self.flag(bad, name, _expected_time(time_format))
         return times
 
     def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds of all rows one after another, offsets [N + 1])."""
         times, bad, offsets = self._read(name, lambda column: columns.read_time_lists(column, separator, time_format))
-        self.flag(self.owners(bad, offsets), name, f"expected times of format {time_format!r}")
+        self.flag(self.owners(bad, offsets), name, _expected_time(time_format))
         return times, offsets
 
     def owners(self, chosen: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -170,3 +170,9 @@ class Rows:
             return read(self.table.columns[name])
         except ValueError as error:
             raise ValueError(f"{self.table.files[0]}: column {name!r}: {error}") from None
+
+
+def _expected_time(time_format: str) -> str:
+    written = {"s": "seconds since 1970", "ms": "milliseconds since 1970"}.get(time_format, repr(time_format))
+    other = "s, ms or a strptime pattern, e.g. '%Y-%m-%d %H:%M:%S'"
+    return f"expected a time as data.time_format says: {written} ({other})"

@@ -1,0 +1,23 @@
+"""The training loss where labels are missing. tests/distributed/test_step.py holds it to one process over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from train.loss import ranking_loss
+
+
+@pytest.mark.parametrize("ranks", [1, 64])
+def test_a_task_that_no_candidate_was_observed_for_has_no_gradient(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "all_reduce", lambda total: None)  # the others hold no candidates
+    logits = torch.zeros(2, 2, requires_grad=True)
+    labels = torch.tensor([[1.0, torch.nan], [0.0, torch.nan]])
+    loss, weight = ranking_loss(logits, labels, torch.ones(2, 2))
+    loss.backward()
+    assert weight == 1  # of two candidates, the mean over tasks
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[-0.125, 0.0], [0.125, 0.0]]) * ranks)

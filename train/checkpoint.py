@@ -69,7 +69,8 @@ class Checkpointer:
         path = self.folder / f"step_{progress.step:08d}"
         aside = path.with_suffix(".partial")
         if self.world.is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in self.folder.glob("step_*.partial"):  # by a process that was killed, or had no space to go on
+                shutil.rmtree(left)
             aside.mkdir(parents=True)
             write_json(aside / META, {"progress": vars(progress), **about})
         self.world.barrier()
@@ -82,12 +83,25 @@ class Checkpointer:
         return path
 
     def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
-        dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
+        try:
+            dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
+        except CheckpointException as error:  # a BaseException, which torchrun's error file would lose
+            reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
+            free = shutil.disk_usage(self.folder).free / 2**20
+            raise RuntimeError(
+                f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
+                f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
+            ) from error
         # Rank 0 returns once all ranks have written and the metadata stands, so the folder is whole.
         if self.world.is_first:
             shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
             self._prune()
+
+    def check(self) -> None:
+        """Raise what has ended the save in flight, if anything has."""
+        if self._pending is not None and self._pending.done():
+            self._pending.result()
 
     def wait(self) -> None:
         """Until the save in flight, if any, is whole under its final name."""

@@ -229,6 +229,7 @@ class Trainer:
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
         runtime = self.config.runtime
+        self.checkpoints.check()
         bad = self.guard.report()
         for line in bad:
             log.warning("%s; %s", line, "skipped" if runtime.bad_batch == "skip" else "stopping")

@@ -1,10 +1,20 @@
-"""Where a run stands, as its checkpoints tell it."""
+"""Where a run stands, as its checkpoints tell it, and a save that fails."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from traceback import StackSummary
+from types import SimpleNamespace
+from typing import Any, cast
 
-from train.checkpoint import Progress
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from train import distributed
+from train.checkpoint import Checkpointer, Progress
+from train.config import RuntimeConfig
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 16), (1, 16), (4, 16), (2, 5)])
@@ -18,3 +28,30 @@ def test_a_run_that_goes_on_with_other_batches_sees_every_request_once_an_epoch(
     assert (progress.epoch, progress.consumed) == (2, 0)
     assert progress.steps_left(500, 32, epochs=2) == 0
     assert Progress().steps_left(500, 32, epochs=2) == 32
+
+
+def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(1, 1)
+    model.fused_optimizer = SimpleNamespace(state_dict=dict)  # type: ignore[assignment]
+    about = cast(Any, (model, SimpleNamespace(state_dict=dict), Progress(step=3), {}))
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    checkpoints = Checkpointer(tmp_path, keep=1, asynchronous=True, world=world)
+
+    def disk_full(*_: object, **__: object) -> None:
+        raise CheckpointException("write", {0: (OSError(28, "No space left on device"), StackSummary())})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", disk_full)
+        checkpoints.save(*about)
+        with pytest.raises(RuntimeError, match=r"step_00000003 could not be written .*No space left.* MiB free"):
+            checkpoints.wait()
+        with pytest.raises(RuntimeError, match="could not be written"):
+            checkpoints.check()  # what a run asks on its way
+    (tmp_path / "step_00000001.partial").mkdir()
+    checkpoints = Checkpointer(tmp_path, keep=1, asynchronous=True, world=world)
+    checkpoints.save(*about)
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+    distributed.stop()

@@ -243,6 +243,7 @@ class Trainer:
         self.metrics.reset()
         self.throughput.reset()
         if bad and runtime.bad_batch == "stop":
+            self.checkpoints.wait()  # all ranks stop here, and the process groups with them
             raise RuntimeError(
                 f"{bad[0]}. No weight and no table holds a non-finite value; training went on until this log line "
                 "(runtime.log_every). runtime.bad_batch=skip does not stop."

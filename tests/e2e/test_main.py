@@ -94,7 +94,8 @@ def test_a_bad_batch_is_skipped_and_counted_or_stops_the_run(tmp_path: Path) -> 
         results = json.loads((tmp_path / "skipping" / "results.json").read_text())
         assert results["skipped_steps"] == steps - 1  # all but the one that blew the weights up
     with pytest.raises(RuntimeError, match="non-finite loss or gradient"):
-        train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop")
+        train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop", "checkpoint.every=1")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").exists()  # was being written when the run was stopped
 
 
 def test_a_run_whose_best_validation_had_no_gauc_resumes(tmp_path: Path) -> None:

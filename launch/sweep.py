@@ -111,7 +111,9 @@ class Runner:
         job.folder.mkdir(exist_ok=True)
         slot = self._slots.get()
         command = [str(LAUNCHER), *self.overrides, *(f"{key}={value}" for key, value in job.values.items())]
-        environment = {**os.environ, **slot, "NPROC": str(self.nproc), "RUN_DIR": str(job.folder.absolute())}
+        run_dir = job.folder.absolute()
+        own = {**slot, "NPROC": str(self.nproc), "RUN_DIR": str(run_dir)}
+        environment = {"WANDB_RUN_GROUP": run_dir.parent.name, **os.environ, **own}
         start = time.monotonic()
         console = job.folder / "console.log"
         with console.open("ab") as log:

@@ -212,6 +212,7 @@ class TrackingConfig:
     wandb: str = "auto"  # auto: online with a key, else offline | online | offline | disabled
     project: str = "gemsmith"
     entity: str | None = None
+    name: str | None = None  # of the W&B run; default: that of the run directory
     group: str | None = None
     job_type: str | None = None
     tags: list[str] = field(default_factory=list)

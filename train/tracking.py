@@ -127,7 +127,7 @@ class _Wandb:
             group=cfg.group,
             job_type=cfg.job_type,
             tags=cfg.tags or None,
-            name=run_dir.name,
+            name=cfg.name or os.environ.get("WANDB_NAME", run_dir.name),
             id=run_id,
             resume="allow",
             config=config,

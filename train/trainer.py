@@ -236,6 +236,7 @@ class Trainer:
         throughput = self.throughput.compute(self.forward_flops)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
+        values["peak_memory_bytes"] = self._peak_memory()
         values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
         if self.load_violations:
             values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
@@ -256,6 +257,13 @@ class Trainer:
         if self.world.size > 1:
             dist.all_reduce(mean)
         return mean.item() / self.world.size
+
+    def _peak_memory(self) -> float:
+        """Bytes, of the rank that has used most: shards are uneven."""
+        peak = torch.tensor(peak_memory_bytes(self.world.device), dtype=torch.float64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return peak.item()
 
     def _tokens_of_all_ranks(self, skipped: Tensor, counts: Tensor) -> Tensor:
         """Expert loads summed over ranks; none when the step was skipped, which then moves no routing bias."""
@@ -317,7 +325,7 @@ class Trainer:
             "skipped_steps": int(self.skipped_steps.item()),
             "seconds": seconds,
             "label_rates": self.source.label_rates(),
-            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "peak_memory_bytes": self._peak_memory(),
             **self.whole_run.compute(self.forward_flops),
         }
         histograms: dict[str, ScoreHistogram] = {}

@@ -34,6 +34,8 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     assert 0 <= results["test"]["click/auc"] <= 1
     assert results["test"]["click/ne"] > 0
     assert results["examples_per_s"] > 0
+    last = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record.split == "train"][-1]
+    assert 2**20 < last.values["peak_memory_bytes"] <= results["peak_memory_bytes"]
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert about["config"]["model"]["dim"] == 16
     assert "torch" in about["versions"]

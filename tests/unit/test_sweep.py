@@ -22,7 +22,8 @@ if arguments["model"] == "broken":
 if os.environ["RANK"] == "0":
     run_dir = Path(os.environ["RUN_DIR"])
     with (run_dir / "starts.txt").open("a") as file:
-        file.write(f"{os.environ['WORLD_SIZE']} {arguments['+experiment']} {arguments['hidden']}\\n")
+        group = os.environ["WANDB_RUN_GROUP"]
+        file.write(f"{group} {os.environ['WORLD_SIZE']} {arguments['+experiment']} {arguments['hidden']}\\n")
     results = {"step": 3, "test": {"like/auc": 0.75, "like/ne": 0.5}, "valid": {"like/auc": 0.1}}
     (run_dir / "results.json").write_text(json.dumps(results))
 """
@@ -70,7 +71,7 @@ def test_a_sweep_runs_each_job_reports_failures_and_goes_on(tmp_path: Path, capf
     assert rows[1]["status"].startswith("failed, exit code 1")
     assert rows[1]["like/auc"] == ""
     assert "| din | [64,32] | ok |" in (out / "results.md").read_text()
-    assert (out / "00-din-64-32" / "starts.txt").read_text() == "2 tiny [64,32]\n"
+    assert (out / "00-din-64-32" / "starts.txt").read_text() == "out 2 tiny [64,32]\n"
     console = (out / "01-broken-64-32" / "console.log").read_text()
     assert "this model is broken" in console
     assert "1 of 2 jobs finished" in capfd.readouterr().out

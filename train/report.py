@@ -157,9 +157,9 @@ def _summary(values: np.ndarray) -> dict[str, float | None]:
 
 def _resources(arm: list[Run]) -> dict[str, float]:
     return {
-        name: float(np.median([run.results.get(name, np.nan) for run in arm]))
+        name: float(np.median([run.results.get(name, np.nan) for run in arm]))  # a run of one step has no speed
         for name in ("steps_per_s", "examples_per_s", "peak_memory_bytes")
-    } | {"skipped_steps": sum(run.results["skipped_steps"] for run in arm)}
+    } | {"skipped_steps": sum(run.results.get("skipped_steps", np.nan) for run in arm)}
 
 
 def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run]]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import multiprocessing
@@ -78,6 +79,8 @@ def main(arguments: list[str]) -> int:
             chosen = arms if seed in options.seeds else arms[:1]
             _train_arms(chosen, arms[0], seed, overrides, out, world)
         passed = _report(arms, options, out, map) if world.is_first else None
+        if passed is False and "RANK" in os.environ:
+            print("The exit code 1 is this verdict; torchrun tells it as processes that failed.", flush=True)
         return 0 if world.broadcast(passed) else 1
     finally:
         distributed.stop()
@@ -216,9 +219,11 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             about = {"config": dataclasses.asdict(config), "data_fingerprint": job.source.fingerprint}
             checkpoint.save_weights(initial, job.model, world, about)
             del job
+            gc.collect()
         _wait_for(initial / checkpoint.META)
         if not (run_dir / "results.json").exists():  # a comparison that was cut off goes on where it stopped
             Trainer(config, world).run()
+            gc.collect()  # models refer to themselves: the next one would train beside this one and count its memory
 
 
 def _wait_for(file: Path) -> None:

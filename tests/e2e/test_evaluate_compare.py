@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,7 +21,7 @@ from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, torchrun, train
 from train import compare, evaluate, export, score
 from train.checkpoint import read_meta
-from train.config import from_dict
+from train.config import from_dict, register_schema
 from train.data import build_source
 from train.score import Scorer
 
@@ -150,6 +153,35 @@ def test_arms_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         compare.main([*TINY, "--arms", "a:optimizer.lr=0.1", "a:optimizer.lr=0.5"])
     assert "different names" in capsys.readouterr().err
+
+
+class Cyclic:
+    """Refers to itself, as a model with its hooks and graphs does."""
+
+    alive: ClassVar[weakref.WeakSet[Cyclic]] = weakref.WeakSet()
+
+    def __init__(self, *_: object) -> None:
+        assert not self.alive
+        self.alive.add(self)
+        self.run = partial(Cyclic.nothing, self)
+
+    def nothing(self) -> None: ...
+
+
+def test_an_arm_does_not_train_beside_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "Trainer", Cyclic)
+    (tmp_path / "seed-0" / "initial").mkdir(parents=True)
+    (tmp_path / "seed-0" / "initial" / "meta.json").touch()
+    arms = [compare.Arm(name, ()) for name in ("a", "b")]
+    register_schema()
+    gc.disable()
+    gc.freeze()  # what the test did not make is quickly passed over
+    try:
+        compare._train_arms(arms, arms[0], 0, list(TINY), tmp_path, cast(Any, None))
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    assert not Cyclic.alive
 
 
 ASSERT_EQUAL = (*TINY, "runtime.steps=3", "--assert-equal", "--seeds", "0", "--arms", "a:runtime.log_every=1")

@@ -292,6 +292,16 @@ def test_fingerprint_tells_which_rows_ids_get_and_how_numbers_are_scaled(tmp_pat
     assert len({first, *others}) == 1 + len(others)
 
 
+def test_rows_that_came_later_are_read_by_the_ids_of_the_training_rows(tmp_path):
+    table, later = make_table(), make_table(count=30, seed=1, item=np.arange(30) + 1000)
+    pq.write_table(pa.table(later), tmp_path / "later.parquet")
+    first = build_source(make_config(tmp_path, table))
+    source = build_source(make_config(tmp_path, table, test_files=["later.parquet"], split=[0.8, 0.2, 0]))
+    assert source.fingerprint == first.fingerprint
+    assert whole(source).row.equal(whole(first).row)
+    assert sorted(whole(source, "test").row.tolist()) == list(range(len(table["item"]), len(table["item"]) + 30))
+
+
 def test_no_user_and_no_time(tmp_path):
     table = make_table(count=20)
     config = make_config(tmp_path, table, user=None, time=None, request_categorical=[])

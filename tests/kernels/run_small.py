@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from kernels import jagged
+from kernels import dispatch, jagged
 from kernels.jagged import bench_operators
 
 LENGTHS = [70, 0, 1, 129, 5]
@@ -28,15 +28,28 @@ def main(what: str) -> None:
 
 def operators(offsets: Tensor) -> None:
     squared = sum(length * length for length in LENGTHS)
-    sizes = bench_operators.Sizes(len(LENGTHS), max(LENGTHS), 40, 6, sum(LENGTHS), squared)
-    for dtype in (torch.bfloat16, torch.float32):
-        for name in bench_operators.OPERATORS:
-            operator = bench_operators._operator(
-                name, "fp32", sizes, offsets, lambda *shape, dtype=dtype: torch.randn(shape, device="cuda", dtype=dtype)
-            )
-            inputs = [tensor.requires_grad_() for tensor in operator.inputs]
-            out = operator.ours("triton", *inputs)
-            torch.autograd.grad(out, inputs, torch.randn_like(out))
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    # A width of no whole tile, and one that the Hopper kernels take.
+    for backend, width in (("triton", 40), ("gluon", 64)) if hopper else (("triton", 40),):
+        sizes = bench_operators.Sizes(len(LENGTHS), max(LENGTHS), width, 6, sum(LENGTHS), squared)
+        for dtype in (torch.bfloat16, torch.float32):
+            for name in bench_operators.OPERATORS:
+                operator = bench_operators._operator(
+                    name,
+                    "fp32",
+                    sizes,
+                    offsets,
+                    lambda *shape, dtype=dtype: torch.randn(shape, device="cuda", dtype=dtype),
+                )
+                if backend not in dispatch.operators()[operator.op]:
+                    continue
+                inputs = [tensor.requires_grad_() for tensor in operator.inputs]
+                try:
+                    out = operator.ours(backend, *inputs)
+                except dispatch.UnsupportedError:  # the Hopper kernels of float32 without tf32
+                    continue
+                torch.autograd.grad(out, inputs, torch.randn_like(out))
+                print(backend, name, dtype)
 
 
 def attention(offsets: Tensor) -> None:

@@ -1,0 +1,100 @@
+"""The Hopper operators as compilers see them: schemas, fake results, autograd."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels  # noqa: F401  registers the operators
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+LENGTHS = [5, 0, 70]
+TOTAL, LONGEST = sum(LENGTHS), 70
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def attention() -> tuple[Any, ...]:
+    offsets = offsets_of(LENGTHS)
+    features = (None, None, None, None, 0.301, LONGEST, LONGEST, 0.1, False, -1, 3, None)
+    return leaf(TOTAL, 2, 64), leaf(TOTAL, 1, 64), leaf(TOTAL, 1, 64), offsets, offsets, *features
+
+
+def gdpa() -> tuple[Any, ...]:
+    offsets = offsets_of(LENGTHS)
+    rest = (LONGEST, LONGEST, [3, 0], 0.3, 1.0, -1, 3)
+    return leaf(TOTAL, 2, 64), leaf(TOTAL, 1, 64), leaf(TOTAL, 1, 64), offsets, offsets, *rest
+
+
+def linear() -> tuple[Any, ...]:
+    return leaf(TOTAL, 64), offsets_of(LENGTHS), leaf(40, 64), leaf(40), leaf(3, 40), "gelu", True
+
+
+def product() -> tuple[Any, ...]:
+    return leaf(TOTAL, 64), leaf(TOTAL, 3), offsets_of(LENGTHS), LONGEST
+
+
+def joint() -> tuple[Any, ...]:
+    offsets, candidates = offsets_of(LENGTHS), offsets_of([2, 1, 0]) * 64
+    sizes = [TOTAL, 3 * 64]
+    q, k, v = leaf(sum(sizes), 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
+    return q, k, v, [offsets, candidates], offsets, [LONGEST, 128], LONGEST, sizes, 0.1
+
+
+def tree() -> tuple[Any, ...]:
+    users, vendors = offsets_of(LENGTHS), offsets_of([9, 3])
+    keys = [leaf(TOTAL, 2, 64), leaf(12, 2, 64)]
+    queries = [offsets_of([64, 0, 128]), offsets_of([64, 128])]
+    return leaf(192, 2, 64), keys, [leaf(*x.shape) for x in keys], queries, [users, vendors], [128, 128], [70, 9], 0.1
+
+
+def compression() -> tuple[Any, ...]:
+    return leaf(4, 6, 128), leaf(130, 6), leaf(2, 9, 128), leaf(130, 9), offsets_of([1, 3])
+
+
+# Operator, its arguments, the shapes of its results.
+OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]] = {
+    "attention": ("jagged_attention_gluon", attention, [[TOTAL, 2, 64], [2, TOTAL]]),
+    "gdpa": ("gdpa_gluon", gdpa, [[TOTAL, 2, 64]]),
+    "linear": ("jagged_linear_stream", linear, [[TOTAL, 40], [TOTAL, 40]]),
+    "product": ("jagged_jagged_bmm_stream", product, [[3, 64, 3]]),
+    "joint": ("joint_attention_gluon", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
+    "tree": ("tree_attention_gluon", tree, [[192, 2, 64], [2, 192]]),
+    "compression": ("lce_gluon_1", compression, [[4, 130, 128]]),
+}
+MODULES = ("gluon_linear", "gluon_jagged_bmm")  # are imported when they are first needed
+
+
+def operator_of(name: str) -> Any:
+    for module in MODULES:
+        importlib.import_module(f"kernels.jagged.{module}")
+    return getattr(torch.ops.gemsmith, OPERATORS[name][0]).default
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_results(name: str) -> None:
+    with torch.device("meta"):
+        results = operator_of(name)(*OPERATORS[name][1]())
+    tensors = [results] if isinstance(results, Tensor) else list(results)
+    assert [list(tensor.shape) for tensor in tensors] == OPERATORS[name][2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    with torch.device("cuda"):
+        arguments = OPERATORS[name][1]()
+    torch.library.opcheck(operator_of(name), arguments)

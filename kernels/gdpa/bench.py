@@ -2,8 +2,9 @@
 
 The shapes are those of the published benchmark of ads_model_kernel_library (B=1152, 4 heads of 128, tanh GELU): queries
 and keys equally long; queries of uniform lengths against full keys; 256 keys. Two are harder: keys as jagged as the
-queries, with uniform and with heavy-tailed lengths. On a GPU there are two more groups, forwards at one length:
-`activation_*`, what each activation costs, and `ablation_*`, what each part of the Hopper kernel brings.
+queries, with uniform and with heavy-tailed lengths. On a GPU there are three more groups at one length:
+`activation_*`, what each activation costs; `ablation_*`, what each part of the Hopper forward brings; and `gelu_*`, the
+three forms of GELU beside each other in heads of 128 and of 64, which have half the products for each activation.
 
 Every call computes its own list of tiles, although layers with the same offsets would share it.
 """
@@ -29,6 +30,8 @@ HEADS, HEAD_DIM = 4, 128
 ROWS, LENGTHS = {"cuda": 1152, "cpu": 6}, {"cuda": (256, 512, 1024, 2048), "cpu": (16, 32)}
 ONE_LENGTH = 1024
 SHORT_KEYS = {"cuda": 256, "cpu": 8}
+# Values of the first, which the results of all are held to: they differ by less than the rounding of bfloat16.
+GELU_FORMS = ("gelu_tanh", "gelu_poly", "gelu")
 
 # bfloat16 results carry about 2^-9 of rounding and so do the activations in them; a wrong mask costs 0.1 and up.
 LIMIT = 1e-2
@@ -49,7 +52,16 @@ def cases(device: torch.device) -> list[Case]:
         return Case(f"{name}_fwd_L{ONE_LENGTH}", partial(_problem, kind, "fwd", ONE_LENGTH, **options))
 
     activations = [forward(f"activation_{name}", "self_dense", activation=name) for name in ACTIVATIONS]
-    return shapes + activations + [forward(f"ablation_{kind}", kind, ablation=True) for kind in LENGTHS_OF]
+    ablations = [forward(f"ablation_{kind}", kind, ablation=True) for kind in LENGTHS_OF]
+    forms = [
+        Case(
+            f"gelu_d{dim}_{direction}_L{ONE_LENGTH}",
+            partial(_problem, "self_dense", direction, ONE_LENGTH, head_dim=dim, forms=GELU_FORMS),
+        )
+        for dim in (HEAD_DIM, HEAD_DIM // 2)
+        for direction in ("fwd", "bwd")
+    ]
+    return shapes + activations + ablations + forms
 
 
 def full(rows: int, maximum: int) -> Tensor:
@@ -84,6 +96,8 @@ def _problem(
     device: torch.device,
     activation: str = "gelu_tanh",
     ablation: bool = False,
+    head_dim: int = HEAD_DIM,
+    forms: tuple[str, ...] = (),
 ) -> Problem:
     rows = ROWS[device.type]
     query_lengths, key_lengths = LENGTHS_OF[kind]
@@ -98,10 +112,10 @@ def _problem(
     generator = torch.Generator(device).manual_seed(0)
 
     def random(total: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(total, HEADS, HEAD_DIM, device=device, generator=generator) * scale).to(dtype)
+        return (torch.randn(total, HEADS, head_dim, device=device, generator=generator) * scale).to(dtype)
 
     # Scores of unit variance, as behind a QK norm: the peer has no scale before the activation.
-    q, k, v, cotangent = random(total_q, HEAD_DIM**-0.5), random(total_k), random(total_k), random(total_q)
+    q, k, v, cotangent = random(total_q, head_dim**-0.5), random(total_k), random(total_k), random(total_q)
     inputs = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
 
     def runner(attend: Callable[[], Tensor]) -> Runner:
@@ -110,7 +124,7 @@ def _problem(
         out = attend()
         return Runner(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True), tuple)
 
-    def prepare(backend: str) -> Runner:
+    def prepare(backend: str, activation: str = activation) -> Runner:
         if backend == "reference":
             _refuse_large_scratch(rows * HEADS * max_q * max_k * 16, device)
         return runner(
@@ -159,18 +173,21 @@ def _problem(
             ),
         )
 
-    if ablation:
+    contenders: dict[str, Callable[[], Runner]]
+    if forms:
+        contenders = {form: partial(prepare, "gluon", form) for form in forms}
+    elif ablation:
         contenders = {"triton": partial(prepare, "triton")}
         contenders |= {f"gluon, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
     else:
         contenders = backends_of("gdpa", prepare)
-    if activation == "gelu_tanh" and not ablation:
+    if activation == "gelu_tanh" and not (ablation or forms):
         contenders |= {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
-    width = HEADS * HEAD_DIM * dtype.itemsize
+    width = HEADS * head_dim * dtype.itemsize
     return Problem(
         contenders=contenders,
         check=check_relative_error(_expected(q, k, v, cotangent, q_lengths, k_lengths, activation, backward), LIMIT),
-        flops=4 * HEADS * HEAD_DIM * pairs * (2.5 if backward else 1.0),
+        flops=4 * HEADS * head_dim * pairs * (2.5 if backward else 1.0),
         bytes=(3 * total_q + 4 * total_k if backward else 2 * total_q + 2 * total_k) * width,
     )
 

@@ -4,8 +4,9 @@
     persistent            a program per processor takes tiles in the order of rows, the next one's loads under way
     sorted and dealt      the tiles with the most keys first, there and back (`kernels.scheduling`)
     keys shared by tiles  neighbouring tiles of a row on one program, which keeps short keys where they are
+    polynomial GELU       no transcendental function, in place of the tanh form
 
-The backend is the last one where `max_k` keys fit into shared memory, and the one before elsewhere. Lists of tiles are
+The backend is the fourth one where `max_k` keys fit into shared memory, and the third elsewhere. Lists of tiles are
 made outside the timing here, in all lines alike.
 """
 
@@ -19,13 +20,14 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.launch import processors
 
-HOPPER_STEPS = ("a program per tile", "persistent", "sorted and dealt", "keys shared by tiles")
+HOPPER_STEPS = ("a program per tile", "persistent", "sorted and dealt", "keys shared by tiles", "polynomial GELU")
 
 
 def hopper_steps(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_k: int, activation: str
 ) -> dict[str, Callable[[], Tensor]]:
-    """Functions that compute GDPA with score_scale 1, by their names above. UnsupportedError off Hopper."""
+    """Functions that compute GDPA with score_scale 1, by their names above; the last one with `gelu_poly` for
+    `activation`. UnsupportedError off Hopper."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     if reason := dispatch.needs_capability(q.device.type, capability, (9, 0)):
         raise dispatch.UnsupportedError(reason)
@@ -41,7 +43,7 @@ def hopper_steps(
     most = processors(q.device)
     items = num_tiles * q.shape[1]
 
-    def step(table: Tensor, programs: int, run: int) -> Callable[[], Tensor]:
+    def step(table: Tensor, programs: int, run: int, activation: str = activation) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
             launch(
@@ -56,5 +58,6 @@ def hopper_steps(
         step(in_order, most, 1),
         step(schedule, most, 1),
         step(schedule, most, RUN),
+        step(schedule, most, RUN, "gelu_poly"),
     )
     return dict(zip(HOPPER_STEPS, steps, strict=True))

@@ -24,6 +24,7 @@ class MoEConfig:
     num_shared_experts: int = 0  # experts that every token passes through
     bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
     aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
+    force_balance: bool = False  # for benchmarks: every expert gets the same load, whatever the router says
 
 
 @dataclass

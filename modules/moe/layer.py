@@ -24,6 +24,7 @@ class MoE(nn.Module):
         num_shared_experts: experts of the same width that every token passes through, unweighted.
         bias_update_rate: step of the loss-free balancing, see `update_router_biases`; 0 turns it off.
         aux_loss_weight: of `load_balancing_loss` in `aux_loss`; 0 turns it off.
+        force_balance: hand every expert the same load whatever the scores, for benchmarks.
     Raises:
         ValueError: top_k outside 1..num_experts, unknown score, or a router that could get no gradient.
     """
@@ -40,6 +41,7 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         bias_update_rate: float = 1e-3,
         aux_loss_weight: float = 0.0,
+        force_balance: bool = False,
     ) -> None:
         super().__init__()
         self.router = Router(
@@ -49,6 +51,7 @@ class MoE(nn.Module):
             score=score,
             normalize_weights=normalize_weights,
             bias_update_rate=bias_update_rate,
+            force_balance=force_balance,
         )
         self.dispatcher = Dispatcher()
         self.experts = Experts(dim, expert_dim, num_experts)

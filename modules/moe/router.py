@@ -32,7 +32,8 @@ class Router(nn.Module):
     optimiser or weight decay touches it. Selections made in training mode accumulate in `tokens_per_expert` until
     `update_router_biases`; that buffer is zero between optimiser steps and no part of the state dict.
 
-    `force_balance` ignores the scores when selecting and hands every expert the same load, for benchmarks.
+    With `force_balance`, for benchmarks, the scores select nothing: every expert is handed the same load in turn. Their
+    weights mix as ever, so that the same is computed and differentiated.
     """
 
     expert_bias: Tensor
@@ -47,6 +48,7 @@ class Router(nn.Module):
         score: str = "softmax",
         normalize_weights: bool = True,
         bias_update_rate: float = 1e-3,
+        force_balance: bool = False,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -63,7 +65,7 @@ class Router(nn.Module):
         self.score = score
         self.normalize_weights = normalize_weights
         self.bias_update_rate = bias_update_rate
-        self.force_balance = False
+        self.force_balance = force_balance
         self.gate = FP32Linear(dim, num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(num_experts))
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)

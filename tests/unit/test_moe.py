@@ -234,9 +234,9 @@ def test_aux_loss_is_off_by_default():
 
 
 def test_force_balance_gives_every_expert_the_same_load():
-    moe = make_moe(4, 3, aux_loss_weight=1.0)
-    moe.router.force_balance = True
-    moe(torch.randn(8, DIM, dtype=torch.float64))
+    moe = make_moe(4, 3, aux_loss_weight=1.0, force_balance=True)
+    moe(torch.randn(8, DIM, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in moe.parameters())
     assert moe.router.tokens_per_expert.tolist() == [6, 6, 6, 6]
     assert moe.aux_loss.item() == pytest.approx(1)
 

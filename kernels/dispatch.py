@@ -114,6 +114,11 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     return function
 
 
+def serving(op: str, like: Tensor, **facts: Hashable) -> str:
+    """The name of the backend that `choose` takes for calls on tensors like `like`."""
+    return _select(op, None, _facts_of(like) | facts)[0].name
+
+
 def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, **facts: Hashable) -> str:
     """Text that says which backend serves `op` for these facts and why each other one does not.
 

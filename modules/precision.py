@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.mxfp8 import QUANTIZED, linear
+from kernels.mxfp8 import QUANTIZED, linear, linear_execution
 
 BLOCK = 32
 """Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
@@ -57,10 +58,14 @@ class FP32Linear(nn.Linear):
             return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
-class Quantizable(nn.Module):
+class Quantizable(nn.Module, ABC):
     """A module whose GEMMs run as its `recipe` says (`kernels.mxfp8.RECIPES`); "none" is plain autocast."""
 
     recipe: str = "none"
+
+    @abstractmethod
+    def execution(self) -> str:
+        """Which backend multiplies quantised operands here, and how it adds the products up."""
 
 
 class MXLinear(Quantizable, nn.Linear):
@@ -68,6 +73,9 @@ class MXLinear(Quantizable, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, recipe=self.recipe)
+
+    def execution(self) -> str:
+        return linear_execution(self.weight)
 
 
 def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Row]:
@@ -117,6 +125,13 @@ def format_table(rows: Sequence[Row]) -> str:
     lines += [(row.name, row.kind, row.shape, row.recipe, str(count), row.note) for row, count in counts.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def format_execution(model: nn.Module) -> str:
+    """A line for each way in which quantised layers of `model` multiply on the device that they are on."""
+    quantised = [module for module in model.modules() if isinstance(module, Quantizable) and module.recipe in QUANTIZED]
+    counts = Counter((module.recipe, type(module).__name__, module.execution()) for module in quantised)
+    return "\n".join(f"{recipe}, {count} x {kind}, by {how}" for (recipe, kind, how), count in counts.items())
 
 
 def _obstacle(module: nn.Module) -> str:

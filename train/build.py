@@ -16,7 +16,7 @@ from kernels import dispatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.precision import DESCRIPTIONS, apply_recipe, format_table
+from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from train.config import Config, ModelConfig
 from train.data import build_source
 from train.data.source import Source
@@ -66,6 +66,8 @@ def build(config: Config, world: World) -> Job:
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
     log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
+    if execution := format_execution(model):
+        log.info("quantised operands are multiplied on this device so:\n%s", execution)
     if config.runtime.compile:
         # Numbers that are symbols (scales of scores) are found to be constants late, and all is traced a second time.
         torch._dynamo.config.specialize_float = True

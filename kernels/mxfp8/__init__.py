@@ -19,6 +19,7 @@ from kernels.mxfp8 import (  # noqa: F401  importing them registers their backen
     matmul,
     plain,
 )
+from kernels.mxfp8.execution import experts_execution, linear_execution
 from kernels.mxfp8.reference import BLOCK, GROUPS, MXTensor, swizzle_scales, unswizzle_scales
 
 QUANTIZED = {"mxfp8": 32, "mxfp8_g128": 128}
@@ -31,8 +32,10 @@ __all__ = [
     "MXTensor",
     "check_recipe",
     "dequantize",
+    "experts_execution",
     "grouped_mm",
     "linear",
+    "linear_execution",
     "quantize",
     "swizzle_scales",
     "unswizzle_scales",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.moe import experts, swiglu
-from kernels.mxfp8 import grouped_mm
+from kernels.mxfp8 import QUANTIZED, experts_execution, grouped_mm
 from modules.moe.dispatcher import Dispatcher
 from modules.moe.router import Routing
 from modules.precision import Quantizable
@@ -46,6 +46,9 @@ class Experts(Quantizable):
             return experts(x, routing.experts, routing.weights, self.w_gate_up, self.w_down, recipe=self.recipe)
         rows, ends, handle = dispatcher.dispatch(x, routing)
         return dispatcher.combine(self.grouped(rows, ends), routing, handle)
+
+    def execution(self) -> str:
+        return experts_execution(self.w_gate_up, self.recipe, QUANTIZED[self.recipe])
 
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [M, D] in expert order, ends [E] int32 cumulative -> [M, D] in the dtype of `forward`."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import mxfp8
 from modules.moe import MoE, update_router_biases
-from modules.precision import FP32Linear, MXLinear, Row, apply_recipe, format_table, in_high_precision
+from modules.precision import (
+    FP32Linear,
+    MXLinear,
+    Row,
+    apply_recipe,
+    format_execution,
+    format_table,
+    in_high_precision,
+)
 
 
 class Block(nn.Module):
@@ -138,6 +147,37 @@ def test_table_joins_the_layers_of_a_list():
 def test_layers_that_differ_in_precision_keep_lines_of_their_own():
     table = format_table([Row("a.0.b", "Linear", "4x4", "mxfp8"), Row("a.1.b", "Linear", "4x4", "bf16 autocast")])
     assert [line.split()[0] for line in table.splitlines()] == ["module", "a.*.b", "a.*.b"]
+
+
+def test_the_way_of_multiplying_is_named_for_each_kind_of_layer():
+    model = Model()
+    assert format_execution(model) == ""
+    apply_recipe(model, "mxfp8_g128", ["*.experts", "*.project"])
+    assert format_execution(model).splitlines() == [
+        "mxfp8_g128, 2 x MXLinear, by reference: operands dequantised exactly to float32, added in float32",
+        "mxfp8_g128, 2 x Experts, by reference: operands dequantised exactly to float32, added in float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dim", "how"),
+    [
+        ("mxfp8_g128", 128, "fused: FP8 products of codes, their sums over 128 terms scaled and added in float32"),
+        (
+            "mxfp8",
+            128,
+            "fused: operands dequantised exactly to bfloat16 on their way to the products, added in float32",
+        ),
+        ("mxfp8", 96, "fused: operands dequantised exactly to bfloat16, added in float32"),
+        ("mxfp8", 80, "reference: operands dequantised exactly to bfloat16, added in float32"),
+    ],
+)
+def test_experts_on_hopper_name_their_path(recipe, dim, how, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        gate_up = torch.empty(4, 256, dim, device="cuda")
+    assert mxfp8.experts_execution(gate_up, recipe, mxfp8.QUANTIZED[recipe]) == how
 
 
 def test_quantised_linear_multiplies_quantised_operands():

@@ -1,0 +1,44 @@
+"""What multiplies quantised operands on a device, in words: the numeric contract of each execution path.
+
+On one device `dispatch` gives the products of a recipe to one backend, on another to another. Scales and codes are the
+same everywhere; what differs is how the products of codes are added up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+
+_GROUPED = {
+    "gluon": "FP8 products of codes, their sums over 128 terms scaled and added in float32",
+    "gluon_strict": "operands dequantised exactly to bfloat16 on their way to the products, added in float32",
+    "triton": "block-scaled products of codes, added in float32",
+}
+
+
+def _dequantised(device: torch.device) -> str:
+    return f"operands dequantised exactly to {'bfloat16' if device.type == 'cuda' else 'float32'}, added in float32"
+
+
+def linear_execution(weight: Tensor) -> str:
+    """How `kernels.mxfp8.linear` of this weight [N, K] multiplies with a quantising recipe."""
+    name = dispatch.serving("mxfp8_linear", weight, in_features=weight.shape[1], out_features=weight.shape[0])
+    return f"{name}: {_dequantised(weight.device)}"
+
+
+def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:
+    """How `kernels.moe.experts` under autocast to bfloat16 multiplies; gate_up [E, 2F, D], `group` the recipe's."""
+    num_experts, double, dim = gate_up.shape
+    facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
+    layer = dispatch.serving("moe_experts", gate_up, operands=recipe, out_dtype=torch.bfloat16, **facts)
+    if layer == "reference":
+        return f"{layer}: {_dequantised(gate_up.device)}"
+    widths = [(dim, double), (double // 2, dim)]
+    paths = {
+        dispatch.serving(f"mxfp8_grouped_{kind}", gate_up, group=group, in_features=k, out_features=n)
+        for kind in ("fprop", "wgrad")
+        for k, n in widths
+    }
+    return f"{layer}: " + "; ".join(_GROUPED.get(path, _dequantised(gate_up.device)) for path in sorted(paths))

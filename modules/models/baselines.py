@@ -11,8 +11,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from kernels.jagged import jagged_index_select, segment_mean, segment_sum
+from kernels.ikbo import expand_rows
+from kernels.jagged import jagged_dense_elementwise, jagged_index_select, jagged_linear, segment_mean, segment_sum
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.embedding import JaggedSequence, Tokens
@@ -26,6 +28,9 @@ class ActivationUnit(nn.Module):
     q holds, for every field of the event, the candidate's token that shares its table (item against item, category
     against category); a field that no candidate feature shares a table with is held against the mean candidate token.
     SiLU instead of DIN's Dice, whose batch statistics would depend on which candidates share a batch.
+
+    The first layer of the MLP, W [q, k, q - k, q * k], is (W_1 + W_3) q + (W_2 - W_3) k + W_4 (q * k): the part of q is
+    computed once a candidate and added to those of its events, and q is copied to none of them.
     """
 
     def __init__(self, spec: FeatureSpec, event: EventType, dim: int, hidden: Sequence[int]) -> None:
@@ -43,14 +48,37 @@ class ActivationUnit(nn.Module):
         fallback = candidate.mean(1)
         query = torch.cat([fallback if match is None else candidate[:, match] for match in self.matches], dim=1)
         key, offsets = jagged_index_select(sequence.values, sequence.offsets, rows.owner)
-        candidates = torch.arange(query.shape[0], device=query.device)
-        pair_owner = torch.repeat_interleave(candidates, offsets.diff(), output_size=key.shape[0])
-        query = CandidateRows(pair_owner, offsets).expand(query)
-        weight = self.score(torch.cat([query, key, query - key, query * key], dim=1))
+        weight = self._first(query, key, offsets)
+        for layer in self.layers:
+            weight = layer(weight)
         return segment_sum(weight * key, offsets)
 
-    def flops(self, pairs: float) -> float:
-        return pairs * linear_flops(self)
+    @property
+    def layers(self) -> list[nn.Module]:
+        """What follows the first layer of the MLP and its activation."""
+        return list(self.score)[2:]
+
+    def _first(self, query: Tensor, key: Tensor, offsets: Tensor) -> Tensor:
+        """The first layer of the MLP: query [C, width], key [pairs, width] of rows `offsets` -> [pairs, hidden]."""
+        first, *rest = self.score
+        product = jagged_dense_elementwise(key, offsets, query, "mul")
+        if type(first) is not nn.Linear:  # one with a precision recipe of its own multiplies by itself
+            query = expand_rows(query, offsets, key.shape[0])
+            hidden = first(torch.cat([query, key, query - key, product], dim=1))
+            return rest[0](hidden) if rest else hidden
+        of_query, of_key, of_difference, of_product = first.weight.chunk(4, dim=1)
+        return jagged_linear(
+            torch.cat([key, product], dim=1),
+            offsets,
+            torch.cat([of_key - of_difference, of_product], dim=1),
+            first.bias,
+            functional.linear(query, of_query + of_difference),
+            "silu" if rest else "none",
+        )
+
+    def flops(self, pairs: float, num_candidates: float) -> float:
+        part = linear_flops(self.score[0]) / 4
+        return num_candidates * part + pairs * (2 * part + sum(map(linear_flops, self.layers)))
 
 
 class _Baseline(nn.Module):
@@ -86,7 +114,7 @@ class DIN(_Baseline):
         pairs = sum_lengths * num_candidates / num_requests
         capacity = sum(event.max_length for event in self.events)
         shares = zip(self.events, self.units, strict=True)
-        attention = sum(unit.flops(pairs * event.max_length / capacity) for event, unit in shares)
+        attention = sum(unit.flops(pairs * event.max_length / capacity, num_candidates) for event, unit in shares)
         return attention + num_candidates * linear_flops(self.heads)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
+from modules.precision import apply_recipe
 from tests.unit.factories import random_batch, random_spec
 from train.config import DCNv2Config, DINConfig, DLRMConfig, ModelConfig
 
@@ -77,13 +79,16 @@ def test_tokens_are_the_looked_up_rows() -> None:
             torch.testing.assert_close(mine, events.flatten(1))
 
 
-def test_din_weighs_events_by_an_mlp_of_candidate_and_event() -> None:
+@pytest.mark.parametrize(("hidden", "recipe"), [([8], "none"), ([], "none"), ([32], "mxfp8")], ids=str)
+def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], recipe: str) -> None:
     spec = random_spec(num_events=1)
     # A field of the event that no candidate feature shares its table with is held against the mean token.
     spec = dataclasses.replace(spec, candidate=spec.candidate[:1])
-    embedding, din = build_model(DINConfig(dim=8, attention_hidden=[8], hidden=[16]), spec)
+    embedding, din = build_model(DINConfig(dim=8, attention_hidden=hidden, hidden=[16]), spec)
     batch, expected = random_batch(spec), []
     (unit,) = din.units
+    if recipe != "none":
+        apply_recipe(unit, recipe, ["score.0"])
     for tokens in tokens_by_hand(embedding, spec, batch):
         query = torch.cat([tokens.candidate[0], tokens.candidate.mean(0)])
         pooled = torch.zeros(16)

@@ -34,20 +34,23 @@ class DotInteraction(nn.Module):
         return gram.index_select(1, self.pairs) * self.scale
 
     def across(self, tokens: Tensor, shared: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
-        """Inner products of each token of a candidate with each of its request: [C, n, d], [R, m, d] -> [C, n m].
-
-        `max_candidates` is a constant that no request exceeds.
-        """
-        num_tokens, num_shared = tokens.shape[1], shared.shape[1]
-        # All tokens of a request's candidates are rows of one product with its tokens.
-        products = jagged_dense_bmm(
-            tokens.flatten(0, 1), rows.offsets * num_tokens, shared.mT, max_candidates * num_tokens
-        )
-        return products.view(-1, num_tokens * num_shared) * self.scale
+        """`products_across`, multiplied by `scale`."""
+        return products_across(tokens, shared, rows, max_candidates) * self.scale
 
     def flops(self, dim: int) -> float:
         """Per candidate; the whole symmetric product is what runs."""
         return 2 * self.num_tokens**2 * dim
+
+
+def products_across(tokens: Tensor, shared: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
+    """Inner products of each token of a candidate with each of its request: [C, n, d], [R, m, d] -> [C, n m].
+
+    `max_candidates` is a constant that no request exceeds.
+    """
+    num_tokens, num_shared = tokens.shape[1], shared.shape[1]
+    # All tokens of a request's candidates are rows of one product with its tokens.
+    products = jagged_dense_bmm(tokens.flatten(0, 1), rows.offsets * num_tokens, shared.mT, max_candidates * num_tokens)
+    return products.view(-1, num_tokens * num_shared)
 
 
 class CrossNet(nn.Module):

@@ -42,8 +42,13 @@ class InterFormerConfig(ModelConfig):
     num_cls: int = 4  # summary tokens of the non-sequence side; prepended to the sequence as CLS
     num_pma: int = 2
     num_recent: int = 2
+    interaction: str = "dhen"  # dhen: inner products and a cross layer | wukong: factorisation machines
     dhen_layers: int = 1
     dcn_rank: int = 32
+    wukong_layers: int = 2  # each squares the order of interactions
+    wukong_fmb: int = 4  # tokens that a layer's factorisation machine makes
+    wukong_lcb: int = 4  # tokens that its linear compression makes
+    wukong_rank: int = 8  # columns of Y in the machine's X (X^T Y)
     interaction_hidden: list[int] = field(default_factory=lambda: [128])  # the MLP that restores n x d tokens
     gate: str = "identity"  # identity | sigmoid | tanh: the outer function of Gating(Z) = gate(Z * MLP(Z))
     pffn: str = "linear"  # linear (the paper's) | gdpa: a network of pffn_hidden units, its weights from the summary
@@ -278,6 +283,7 @@ def register_schema() -> None:
 
 CHOICES = {
     "model.gate": ("identity", "sigmoid", "tanh"),
+    "model.interaction": ("dhen", "wukong"),
     "model.pffn": ("linear", "gdpa"),
     "model.sequence_attention": ("softmax", "gdpa"),
     "model.feed_forward": ("none", "dense", "moe"),
@@ -295,7 +301,8 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.num_pma", "model.num_recent",
-    "model.dhen_layers", "model.pffn_hidden", "data.batch_size", "data.prefetch", "data.max_history",
+    "model.dhen_layers", "model.wukong_layers", "model.wukong_fmb", "model.wukong_lcb", "model.wukong_rank",
+    "model.pffn_hidden", "data.batch_size", "data.prefetch", "data.max_history",
     "data.max_candidates", "optimizer.accumulate", "checkpoint.keep", "runtime.epochs", "runtime.log_every",
 )  # fmt: skip
 

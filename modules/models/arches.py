@@ -22,8 +22,10 @@ from modules.mlp import MLP, linear_flops
 from modules.moe import MoE
 from modules.norms import rms_norm
 from modules.pooling import PMA
+from modules.wukong import WukongLayer
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+INTERACTIONS = ("dhen", "wukong")
 PFFNS = ("linear", "gdpa")
 ATTENTIONS = ("softmax", "gdpa")
 FEED_FORWARDS = ("none", "dense", "moe")
@@ -128,10 +130,11 @@ class SequenceSummary(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """X + MLP(DHEN([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
+    """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
-    S_sum's `num_shared` first tokens are at request rows, and so are the `num_request` first tokens of X in the first
-    layer, where X still is what was looked up. They enter DHEN's first layer as shared tokens, before all others.
+    `interaction` is a stack of DHEN layers or of Wukong layers. S_sum's `num_shared` first tokens are at request rows,
+    and so are the `num_request` first tokens of X in the first layer, where X still is what was looked up. They enter
+    the first layer of the stack as shared tokens, before all others.
     """
 
     def __init__(
@@ -143,30 +146,40 @@ class InteractionArch(nn.Module):
         dim: int,
         *,
         max_candidates: int,
+        interaction: str,
         dhen_layers: int,
         dcn_rank: int,
+        wukong_layers: int,
+        wukong_fmb: int,
+        wukong_lcb: int,
+        wukong_rank: int,
         interaction_hidden: Sequence[int],
         dropout: float,
     ) -> None:
         super().__init__()
         num_tokens = num_request + num_own
         mixed = num_tokens + num_summary
-        layers = [
-            DHENLayer(
-                mixed,
-                dim,
-                rank=dcn_rank,
-                hidden=interaction_hidden,
-                dropout=dropout,
-                num_shared=0 if layer else num_shared + num_request,
-                max_candidates=max_candidates,
-            )
-            for layer in range(dhen_layers)
-        ]
-        self.dhen = cast("Sequence[DHENLayer]", nn.ModuleList(layers))
+        common: dict[str, Any] = {"hidden": interaction_hidden, "dropout": dropout}
+        shared: dict[str, Any] = {"num_shared": num_shared + num_request, "max_candidates": max_candidates}
+        layers: list[DHENLayer | WukongLayer] = []
+        for index in range(dhen_layers if interaction == "dhen" else wukong_layers):
+            options = common | ({} if index else shared)
+            if interaction == "dhen":
+                layers.append(DHENLayer(mixed, dim, rank=dcn_rank, **options))
+            else:
+                widths: dict[str, Any] = {"num_fmb": wukong_fmb, "num_lcb": wukong_lcb, "rank": wukong_rank}
+                layers.append(WukongLayer(mixed, dim, **widths, **options))
+                mixed = wukong_fmb + wukong_lcb
+        # Named after its kind in checkpoints and in the globs of a precision.
+        self.interaction = interaction
+        self.add_module(interaction, nn.ModuleList(layers))
         self.restore = MLP(mixed * dim, interaction_hidden, num_tokens * dim, dropout)
         self.dropout = nn.Dropout(dropout)
         self.dim = dim
+
+    @property
+    def stack(self) -> Sequence[DHENLayer | WukongLayer]:
+        return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
     def forward(
         self, own: Tensor, request: Tensor | None, summary: tuple[Tensor, Tensor], rows: CandidateRows
@@ -175,7 +188,7 @@ class InteractionArch(nn.Module):
         shared, pooled = summary
         if request is not None:
             shared = torch.cat([shared, rms_norm(request)], dim=1)
-        first, *rest = self.dhen
+        first, *rest = self.stack
         mixed = first(torch.cat([rms_norm(own), pooled], dim=1), shared, rows)
         for layer in rest:
             mixed = layer(mixed)
@@ -186,8 +199,8 @@ class InteractionArch(nn.Module):
         return torch.cat([rows.add(change[:, :num_request], request), own + change[:, num_request:]], dim=1)
 
     def flops(self, num_candidates: float, rows: float) -> float:
-        dhen = sum(layer.flops(num_candidates, rows) for layer in self.dhen)
-        return dhen + num_candidates * linear_flops(self.restore)
+        mixing = sum(layer.flops(num_candidates, rows) for layer in self.stack)
+        return mixing + num_candidates * linear_flops(self.restore)
 
 
 class LinearPersonalizedFFN(nn.Module):

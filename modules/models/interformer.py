@@ -32,6 +32,7 @@ from modules.models.arches import (
     ATTENTIONS,
     FEED_FORWARDS,
     GATES,
+    INTERACTIONS,
     PFFNS,
     InteractionArch,
     SequenceArch,
@@ -95,8 +96,13 @@ class InterFormer(nn.Module):
         num_cls: int,
         num_pma: int,
         num_recent: int,
+        interaction: str,
         dhen_layers: int,
         dcn_rank: int,
+        wukong_layers: int,
+        wukong_fmb: int,
+        wukong_lcb: int,
+        wukong_rank: int,
         interaction_hidden: Sequence[int],
         gate: str,
         pffn: str,
@@ -115,12 +121,17 @@ class InterFormer(nn.Module):
             "num_pma": num_pma,
             "num_recent": num_recent,
             "dhen_layers": dhen_layers,
+            "wukong_layers": wukong_layers,
+            "wukong_fmb": wukong_fmb,
+            "wukong_lcb": wukong_lcb,
+            "wukong_rank": wukong_rank,
             "pffn_hidden": pffn_hidden,
         }
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         _check("gate", gate, GATES)
+        _check("interaction", interaction, INTERACTIONS)
         _check("pffn", pffn, PFFNS)
         _check("sequence_attention", sequence_attention, ATTENTIONS)
         _check("feed_forward", feed_forward, FEED_FORWARDS)
@@ -150,7 +161,7 @@ class InterFormer(nn.Module):
                 max_length=max_length,
             )
 
-        def interaction(num_own: int, num_request: int = 0) -> InteractionArch:
+        def meeting(num_own: int, num_request: int = 0) -> InteractionArch:
             return InteractionArch(
                 num_own,
                 num_request,
@@ -158,8 +169,13 @@ class InterFormer(nn.Module):
                 num_cls + num_recent,
                 dim,
                 max_candidates=1 if self.per_candidate else spec.max_candidates,
+                interaction=interaction,
                 dhen_layers=dhen_layers,
                 dcn_rank=dcn_rank,
+                wukong_layers=wukong_layers,
+                wukong_fmb=wukong_fmb,
+                wukong_lcb=wukong_lcb,
+                wukong_rank=wukong_rank,
                 interaction_hidden=interaction_hidden,
                 dropout=dropout,
             )
@@ -182,10 +198,11 @@ class InterFormer(nn.Module):
         # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
         first = summary(num_tokens if self.per_candidate else num_request)
         later = num_tokens if self.per_candidate else num_request + num_cls
-        meeting = interaction(num_candidate, num_request)
-        layers = [InterFormerLayer(first, cross(num_candidate, num_request), meeting, sequence())]
+        layers = [
+            InterFormerLayer(first, cross(num_candidate, num_request), meeting(num_candidate, num_request), sequence())
+        ]
         layers += [
-            InterFormerLayer(summary(later), cross(num_tokens), interaction(num_tokens), sequence())
+            InterFormerLayer(summary(later), cross(num_tokens), meeting(num_tokens), sequence())
             for _ in range(num_layers - 1)
         ]
 

@@ -37,6 +37,7 @@ VARIANTS: dict[str, Any] = {
     "interformer-candidate": InterFormerConfig(**SMALL, sequence_context="candidate", feed_forward="dense"),
     "interformer-moe": InterFormerConfig(**SMALL, feed_forward="moe", dhen_layers=2, num_layers=1),
     "interformer-gdpa": InterFormerConfig(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
+    "interformer-wukong": InterFormerConfig(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
     "din": DINConfig(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2Config(dim=8, rank=4, hidden=[16]),
     "dlrm": DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]),

@@ -8,6 +8,7 @@ import torch
 from modules.broadcast import CandidateRows
 from modules.interaction import CrossNet, DHENLayer, DotInteraction
 from modules.mlp import linear_flops
+from modules.wukong import WukongLayer
 
 
 def test_dot_interaction_is_the_upper_triangle():
@@ -68,6 +69,46 @@ def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared:
     shared = torch.randn(3, num_shared, dim, dtype=torch.float64, requires_grad=True)
     actual = layer(own, shared, rows)
     expected = whole(torch.cat([shared[rows.owner], own], 1))
+    torch.testing.assert_close(actual, expected)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, (own, shared), cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def wukong(num_tokens: int, num_shared: int, num_out: int) -> WukongLayer:
+    options = {"num_fmb": 2, "num_lcb": num_out - 2, "rank": 3, "hidden": [6], "dropout": 0.0, "max_candidates": 3}
+    return WukongLayer(num_tokens, 4, num_shared=num_shared, **options).double()
+
+
+@pytest.mark.parametrize("num_out", [5, 7])
+def test_wukong_layer_is_machine_and_compression_plus_residual(num_out: int):
+    torch.manual_seed(0)
+    layer = wukong(5, 0, num_out)
+    x = torch.randn(4, 5, 4, dtype=torch.float64)
+    y = layer.project.candidate.weight.T  # [n, rank]
+    products = (x @ (x.mT @ y) / 4**0.5).flatten(1)
+    products = products / (products.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    mixed = torch.cat([layer.fmb(products).view(4, 2, 4), layer.lcb.candidate.weight @ x], 1)
+    mixed = mixed + (x if num_out == 5 else layer.residual.candidate.weight @ x)
+    torch.testing.assert_close(layer(x), mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    assert layer(x[:0]).shape == (0, num_out, 4)
+
+
+@pytest.mark.parametrize("num_out", [5, 7])
+def test_shared_tokens_of_a_wukong_layer_are_tokens_of_every_candidate(num_out: int):
+    torch.manual_seed(0)
+    layer, whole = wukong(5, 3, num_out), wukong(5, 0, num_out)
+    whole.fmb.load_state_dict(layer.fmb.state_dict())
+    mixtures = ["project", "lcb", *(["residual"] if num_out == 7 else [])]
+    with torch.no_grad():
+        for name in mixtures:
+            parts = getattr(layer, name)
+            both = torch.cat([parts.request.weight, parts.candidate.weight], 1)
+            getattr(whole, name).candidate.weight.copy_(both)
+    rows = CandidateRows(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 3, 4]))
+    own = torch.randn(4, 2, 4, dtype=torch.float64, requires_grad=True)
+    shared = torch.randn(3, 3, 4, dtype=torch.float64, requires_grad=True)
+    actual, expected = layer(own, shared, rows), whole(torch.cat([shared[rows.owner], own], 1))
     torch.testing.assert_close(actual, expected)
     cotangent = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(y, (own, shared), cotangent) for y in (actual, expected)), strict=True):

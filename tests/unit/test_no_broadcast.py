@@ -19,6 +19,8 @@ from tests.unit.factories import random_batch, random_spec
 from tests.unit.test_models import SMALL
 from train.config import DCNv2Config, InterFormerConfig
 
+# As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
+WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
 CANDIDATES = (4, 0, 3, 4)  # together a number that no other size is
 
 
@@ -95,7 +97,7 @@ def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) ->
 
 
 @pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize("options", [{}, {"dhen_layers": 2, "num_layers": 3}, {"head_hidden": []}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dhen_layers": 2, "num_layers": 3}, {"head_hidden": []}, WUKONG], ids=str)
 def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     spec = random_spec()

@@ -1,0 +1,82 @@
+"""Wukong (arXiv 2403.02545): stacked factorisation machines over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from modules.broadcast import CandidateRows
+from modules.interaction import products_across
+from modules.lce import LCE
+from modules.mlp import MLP, linear_flops
+from modules.norms import rms_norm
+
+
+class WukongLayer(nn.Module):
+    """Norm([FMB(X) | LCB(X)] + Res(X)): [C, n, d] -> [C, num_fmb + num_lcb, d].
+
+    - FMB, the factorisation machine: the optimised form X (X^T Y) / sqrt(d) with Y [n, rank], normalised as one vector,
+      through an MLP with `hidden` layers to num_fmb tokens;
+    - LCB: num_lcb linear mixtures of the tokens;
+    - Res: the tokens themselves where the layer keeps their number, linear mixtures of them elsewhere.
+
+    Tokens come normalised, so the factor keeps products at unit variance. The norms are RMSNorm without affine, as
+    everywhere here; LCB and mixtures have no bias. Y starts with the scale of a linear layer over n tokens: unit
+    variance, as in other implementations, would make products grow with n.
+
+    The first `num_shared` tokens may be a request's, the same for all its candidates, given at the request's rows.
+    Every product that mixes tokens (Y^T X, LCB, Res) then runs its part of them at those rows, and the products of a
+    candidate with its request's tokens are one jagged product: nothing of a request is copied. A request has at most
+    `max_candidates` of them. The result has all tokens for every candidate.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        dim: int,
+        *,
+        num_fmb: int,
+        num_lcb: int,
+        rank: int,
+        hidden: Sequence[int],
+        dropout: float,
+        num_shared: int = 0,
+        max_candidates: int = 1,
+    ) -> None:
+        super().__init__()
+        num_own = num_tokens - num_shared
+        self.project = LCE(num_own, rank, num_shared)
+        self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
+        self.lcb = LCE(num_own, num_lcb, num_shared)
+        keeps = num_tokens == num_fmb + num_lcb
+        self.residual = None if keeps else LCE(num_own, num_fmb + num_lcb, num_shared)
+        self.num_tokens = num_tokens
+        self.num_shared = num_shared
+        self.rank = rank
+        self.max_candidates = max_candidates
+        self.dim = dim
+
+    def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
+        projected = self.project(own, shared, rows)
+        products = torch.bmm(own, projected.mT)
+        if shared is not None:
+            assert rows is not None, "shared tokens come with their rows"
+            across = products_across(projected, shared, rows, self.max_candidates).unflatten(1, (-1, self.num_shared))
+            products = torch.cat([across.mT, products], dim=1)
+        machine = self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5)).unflatten(1, (-1, self.dim))
+        mixed = torch.cat([machine, self.lcb(own, shared, rows)], dim=1)
+        if self.residual is not None:
+            return rms_norm(mixed + self.residual(own, shared, rows))
+        if shared is None or rows is None:
+            return rms_norm(mixed + own)
+        of_shared, of_own = mixed.split([self.num_shared, own.shape[1]], dim=1)
+        return rms_norm(torch.cat([rows.add(of_shared, shared), of_own + own], dim=1))
+
+    def flops(self, num_candidates: float, num_requests: float) -> float:
+        mixtures = [self.project, self.lcb, *([] if self.residual is None else [self.residual])]
+        flops = sum(mixture.flops(num_candidates, num_requests, self.dim) for mixture in mixtures)
+        products = 2 * self.num_tokens * self.rank * self.dim
+        return flops + num_candidates * (products + linear_flops(self.fmb))

@@ -70,15 +70,13 @@ def target_attention(
     if offsets.device.type == "cpu":  # elsewhere the check of max_q below is one, and one is enough
         check_lengths(offsets, max_candidates, "max_candidates")
     rows, row_offsets, max_q = q.flatten(0, 1), offsets * num_seeds, max_candidates * num_seeds
+    check_weights(activation, scale, out_scale)
     if activation is None:
-        if out_scale != 1.0:
-            raise ValueError(f"out_scale={out_scale} is for activations; a softmax's weights sum to one: use 1.0")
         out = jagged_attention(
             *(rows, k, v, row_offsets, k_offsets), max_q=max_q, max_k=max_k, scale=scale, backend=backend
         )
-    elif scale is None:
-        raise ValueError(f"activation {activation!r} needs a scale: peers differ in it; e.g. scale=1 / max_k")
     else:
+        assert scale is not None
         out = gdpa(
             *(rows, k, v, row_offsets, k_offsets),
             max_q=max_q,
@@ -89,6 +87,14 @@ def target_attention(
             backend=backend,
         )
     return out.unflatten(0, (num_candidates, num_seeds))
+
+
+def check_weights(activation: str | Sequence[str] | None, scale: float | None, out_scale: float) -> None:
+    """ValueError for scales that do not go with a softmax, or with activations."""
+    if activation is None and out_scale != 1.0:
+        raise ValueError(f"out_scale={out_scale} is for activations; a softmax's weights sum to one: use 1.0")
+    if activation is not None and scale is None:
+        raise ValueError(f"activation {activation!r} needs a scale: peers differ in it; e.g. scale=1 / max_k")
 
 
 def joint_attention(

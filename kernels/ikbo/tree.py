@@ -1,4 +1,4 @@
-"""Attention of the leaves of a tree to what every level above them has, under one softmax; see `kernels.ikbo`."""
+"""Attention of the leaves of a tree to what every level above them has; see `kernels.ikbo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.ikbo.attention import hopper_attention, nested_offsets
+from kernels.gdpa import gdpa
+from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
 from kernels.jagged.checks import check_lengths, check_offsets
 from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
 from kernels.remember import forgetting
@@ -26,16 +27,22 @@ def tree_attention(
     max_candidates: Sequence[int],
     max_k: Sequence[int],
     scale: float | None = None,
+    activation: str | Sequence[str] | None = None,
+    out_scale: float = 1.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Softmax attention of each candidate to the keys of its vendor, its user and so on, together: -> [C, S, H, dv].
+    """Attention of each candidate to the keys of its vendor, its user and so on, together: -> [C, S, H, dv].
 
     Levels are in the order of `nested_offsets`, outermost first: offsets[i] says which rows of level i + 1 belong to
     each row of level i, and the last one which candidates. Level i has R_i rows with keys k[i] [N_i, Hkv, d] and values
     v[i] [N_i, Hkv, dv] jagged by k_offsets[i] [R_i + 1], at their own size: nothing is copied to lower levels. q is
     [C, S, H, d]. No row of level i has more than max_candidates[i] candidates below it or max_k[i] keys. A candidate
-    without any key gets zeros. Everything else is as in `target_attention`.
+    without any key gets zeros.
+
+    One softmax spans the keys of all levels. With `activation` nothing is normalised, so the result is the sum over
+    levels, in float32, of what each adds; `backend` is one of GDPA's then. Everything else is as in `target_attention`.
     """
+    check_weights(activation, scale, out_scale)
     levels = len(offsets)
     if not levels == len(k) == len(v) == len(k_offsets) == len(max_candidates) == len(max_k) or not levels:
         raise ValueError(
@@ -74,6 +81,24 @@ def tree_attention(
         q_offsets.append(leaves * num_seeds)
     named = {f"{name}[{level}]": x for name, xs in (("k", k), ("v", v)) for level, x in enumerate(xs)}
     q, *keys_and_values = dispatch.autocast_operands(q=q.flatten(0, 1), **named)
+    if activation is not None:
+        assert scale is not None
+        keys_of, values_of = keys_and_values[:levels], keys_and_values[levels:]
+        parts = zip(keys_of, values_of, q_offsets, k_offsets, max_candidates, max_k, strict=True)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        terms = [
+            gdpa(
+                *(q, keys, values, query_rows, key_rows),
+                max_q=most * num_seeds,
+                max_k=length,
+                activation=activation,
+                score_scale=scale,
+                out_scale=out_scale,
+                backend=backend,
+            ).to(wide)
+            for keys, values, query_rows, key_rows, most, length in parts
+        ]
+        return sum(terms[1:], terms[0]).to(q.dtype).unflatten(0, (num_candidates, num_seeds))
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
     attend = dispatch.choose(

@@ -1,12 +1,14 @@
-"""Attention to every level of a tree under one softmax, and what the Hopper operators make of the kernels they call."""
+"""Attention to every level of a tree, with a softmax or without, and what the Hopper operators make of their kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.ikbo import attention_gluon, joint_attention, tree, tree_attention
 from kernels.testing import Tolerance, check_gradients
@@ -23,7 +25,7 @@ SUMS = Tolerance("scores, weights and products are rounded in the dtype of the o
 
 
 def attend(
-    q: Tensor, k: list[Tensor], v: list[Tensor], case: tuple[list[int], ...], backend: str | None = None
+    q: Tensor, k: list[Tensor], v: list[Tensor], case: tuple[list[int], ...], backend: str | None = None, **options: Any
 ) -> Tensor:
     vendors, ads, user_keys, vendor_keys = case
     users_to_ads = [sum(ads[sum(vendors[:u]) : sum(vendors[: u + 1])]) for u in range(len(vendors))]
@@ -33,10 +35,26 @@ def attend(
         max_candidates=(max(users_to_ads), max(ads)),
         max_k=(max(*user_keys, 1), max(*vendor_keys, 1)),
         backend=backend,
+        **options,
     )
 
 
-def oracle(q: Tensor, k: list[Tensor], v: list[Tensor], case: tuple[list[int], ...]) -> Tensor:
+def softmax(scores: Tensor) -> Tensor:
+    return (scores * 8**-0.5).softmax(-1)
+
+
+def gelu_and_silu(scores: Tensor) -> Tensor:
+    """Head 0 and head 1, out_scale 2 and score_scale 0.3."""
+    return 2 * torch.stack([F.gelu(0.3 * scores[0]), F.silu(0.3 * scores[1])])
+
+
+def oracle(
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    case: tuple[list[int], ...],
+    weigh: Callable[[Tensor], Tensor] = softmax,
+) -> Tensor:
     """Each ad by itself, over the keys of its user and its vendor side by side."""
     vendors, ads, user_keys, vendor_keys = case
     user_of = [user for user, count in enumerate(vendors) for _ in range(count)]
@@ -46,23 +64,27 @@ def oracle(q: Tensor, k: list[Tensor], v: list[Tensor], case: tuple[list[int], .
         keys, values = (
             torch.cat([x[0].split(user_keys)[user_of[vendor]], x[1].split(vendor_keys)[vendor]]) for x in (k, v)
         )
-        weights = (torch.einsum("shd,thd->hst", q[ad], keys) * q.shape[3] ** -0.5).softmax(-1)
+        weights = weigh(torch.einsum("shd,thd->hst", q[ad], keys))
         rows.append(torch.einsum("hst,thd->shd", weights, values))
     return torch.stack(rows) if rows else q[..., : v[0].shape[2]] * 0
 
 
+GDPA: dict[str, Any] = {"activation": ("gelu", "silu"), "scale": 0.3, "out_scale": 2.0}
+
+
+@pytest.mark.parametrize(("weigh", "options"), [(softmax, {}), (gelu_and_silu, GDPA)], ids=["softmax", "activations"])
 @pytest.mark.parametrize("case", TREES)
-def test_levels_share_one_softmax(case: str) -> None:
+def test_levels_are_attended_to_together(case: str, weigh: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
     tree_of = TREES[case]
     torch.manual_seed(0)
     q = torch.randn(sum(tree_of[1]), 2, 2, 8, dtype=torch.float64)
     names = {f"{x}{level}": torch.randn(sum(tree_of[2 + level]), 2, 8).double() for x in "kv" for level in (0, 1)}
 
     def ours(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
-        return attend(q, [k0, k1], [v0, v1], tree_of)
+        return attend(q, [k0, k1], [v0, v1], tree_of, **options)
 
     def expected(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
-        return oracle(q, [k0, k1], [v0, v1], tree_of)
+        return oracle(q, [k0, k1], [v0, v1], tree_of, weigh)
 
     check_gradients(ours, expected, {"q": q, **names}, SUMS)
 
@@ -71,6 +93,9 @@ def test_what_does_not_fit_is_named() -> None:
     q, keys = torch.zeros(3, 1, 2, 4), torch.zeros(5, 1, 4)
     offsets, k_offsets = torch.tensor([0, 3]), torch.tensor([0, 5])
     limits: dict[str, Any] = {"max_candidates": (3,), "max_k": (5,)}
+    for options, message in (({"activation": "gelu"}, "needs a scale"), ({"out_scale": 2.0}, "is for activations")):
+        with pytest.raises(ValueError, match=message):
+            tree_attention(q, [keys], [keys], [offsets], [k_offsets], **limits, **options)
     with pytest.raises(ValueError, match="every level needs"):
         tree_attention(q, [keys, keys], [keys], [offsets], [k_offsets], **limits)
     with pytest.raises(ValueError, match="shapes of level 0 do not fit"):

@@ -1,4 +1,4 @@
-"""Attention to every level of a tree, with a softmax or without, and what the Hopper operators make of their kernels."""
+"""Attention to every level of a tree, with a softmax or not, and what the Hopper operators make of their kernels."""
 
 from __future__ import annotations
 

@@ -39,8 +39,10 @@ def _reference(x: Tensor, normed: Tensor, residual: Tensor) -> Tensor:
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: int) -> str | None:
-    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+    if reason := dispatch.needs_triton(device, capability):
         return reason
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {dtype}"
     if width > MAX_WIDTH:
         return f"needs rows of at most {MAX_WIDTH} values, got {width}"
     return None

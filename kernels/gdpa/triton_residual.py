@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gdpa import residual as specification
-from kernels.jagged.triton_common import cdiv, next_power_of_2
 
 _EPSILON = tl.constexpr(specification.EPSILON)
 _VALUES = 4096  # of a program, in as many rows as that gives
@@ -54,7 +53,7 @@ def backward_kernel(grad, x, normed, dx, num_rows, WIDTH: tl.constexpr, ROWS: tl
 
 def tiling(width: int) -> dict[str, int]:
     """Constants of both kernels for rows of `width` values."""
-    block = next_power_of_2(width)
+    block = triton.next_power_of_2(width)
     return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block, "num_warps": 8 if block > _VALUES else 4}
 
 
@@ -66,7 +65,7 @@ def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> Tensor:
         width = out.shape[-1]
         constants = tiling(width)
         num_rows = out.numel() // width
-        kernel[(cdiv(num_rows, constants["ROWS"]),)](*rows, out, num_rows, **constants)
+        kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](*rows, out, num_rows, **constants)
     return out
 
 

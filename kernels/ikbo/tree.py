@@ -80,7 +80,8 @@ def tree_attention(
             )
         q_offsets.append(leaves * num_seeds)
     named = {f"{name}[{level}]": x for name, xs in (("k", k), ("v", v)) for level, x in enumerate(xs)}
-    q, *keys_and_values = dispatch.autocast_operands(q=q.flatten(0, 1), **named)
+    operands = dispatch.autocast_operands(q=q, **named)
+    q, keys_and_values = operands[0].flatten(0, 1), operands[1:]
     if activation is not None:
         assert scale is not None
         keys_of, values_of = keys_and_values[:levels], keys_and_values[levels:]
@@ -106,8 +107,8 @@ def tree_attention(
     )
     out = attend(
         q,
-        keys_and_values[:levels],
-        keys_and_values[levels:],
+        list(keys_and_values[:levels]),
+        list(keys_and_values[levels:]),
         q_offsets,
         list(k_offsets),
         [count * num_seeds for count in max_candidates],

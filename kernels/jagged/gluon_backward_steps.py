@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from kernels.jagged.attention_rows import COLUMNS, FIRST_TILE, K_LENGTH, K_START, NUMBER, Q_LENGTH, Q_START
+
 # Tiles of queries (q, g and their numbers) in flight; tiles of keys (k and v); and ds of steps.
 STAGES = gl.constexpr(2)
 
@@ -24,15 +26,15 @@ def turns_of(num_items):
 
 @gluon.jit
 def tile_of(table_ptr, turn, num_items, HEADS: gl.constexpr):
-    """The fields of `attention_rows.tile_table` for an item, and which key head; those of the last item after it."""
+    """What `attention_rows.tile_table` has of an item, and which key head it is; after the last item that one's."""
     item = gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
-    entry = table_ptr + (1 + item // HEADS).to(gl.int64) * 8
-    q_start = gl.load(entry)
-    q_length = gl.load(entry + 1)
-    k_start = gl.load(entry + 2)
-    k_length = gl.load(entry + 3)
-    first_tile = gl.load(entry + 4)
-    j = gl.load(entry + 5)
+    entry = table_ptr + (1 + item // HEADS).to(gl.int64) * COLUMNS
+    q_start = gl.load(entry + Q_START)
+    q_length = gl.load(entry + Q_LENGTH)
+    k_start = gl.load(entry + K_START)
+    k_length = gl.load(entry + K_LENGTH)
+    first_tile = gl.load(entry + FIRST_TILE)
+    j = gl.load(entry + NUMBER)
     return q_start, q_length, k_start, k_length, first_tile, j, item % HEADS
 
 

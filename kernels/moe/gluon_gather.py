@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.moe.gluon_gather_quantized import gather_quantized
 from kernels.moe.reference import Permutation
-from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_origin
+from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_place
 from kernels.mxfp8.gluon_quantize import launch_options, scales_like
 from kernels.mxfp8.grouped import MATRIX, form_of, in_tables
 
@@ -35,7 +35,7 @@ def gather_kernel(
     R: gl.constexpr,
 ):
     """One tile of the gathered rows; with GROUP 0 `row_codes` are bfloat16 and nothing is quantised."""
-    place, first_column = tile_origin(num_rows // 128, (num_columns + 127) // 128)
+    place, first_column = tile_place(gl.program_id(0), num_rows // 128, (num_columns + 127) // 128)
     first_row = gl.load(order + place // 128) * 128
     if first_row >= gl.load(ends + num_groups - 1):
         return

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from kernels.launch import Launcher, aligned
 from kernels.moe.reference import Permutation
+from kernels.mxfp8.gluon_blocks import tile_place
 from kernels.mxfp8.gluon_pairs import (
     REGISTERS,
     WARPS,
@@ -21,7 +22,6 @@ from kernels.mxfp8.gluon_pairs import (
     store_columns,
     store_rows,
     table_of,
-    tile_place,
     words_layout,
 )
 from kernels.mxfp8.gluon_quantize import scales_like

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.launch import Launcher, aligned
+from kernels.mxfp8.gluon_blocks import tile_place
 from kernels.mxfp8.gluon_pairs import (
     WARPS,
     codes_descriptor,
@@ -27,7 +28,6 @@ from kernels.mxfp8.gluon_pairs import (
     store_columns,
     store_rows,
     table_of,
-    tile_place,
     words_descriptor,
     words_layout,
 )

@@ -21,12 +21,15 @@ _BAND = gl.constexpr(16)
 
 
 @gluon.jit
-def tile_origin(tile_rows, tile_columns):
-    """(first row, first column) of this program's tile, of tile_rows x tile_columns."""
-    band = gl.program_id(0) // (_BAND * tile_columns)
-    inside = gl.program_id(0) - band * (_BAND * tile_columns)
-    rows = gl.minimum(tile_rows - band * _BAND, _BAND)
-    return (band * _BAND + inside % rows) * 128, inside // rows * 128
+def tile_place(tile, tile_rows, tile_columns, BAND: gl.constexpr = _BAND):
+    """(first row, first column) of a tile by its number; BAND rows of tiles are taken together.
+
+    A program takes one tile: programs that took more would drift apart, and with them the tiles in flight.
+    """
+    band = tile // (BAND * tile_columns)
+    inside = tile - band * (BAND * tile_columns)
+    rows = gl.minimum(tile_rows - band * BAND, BAND)
+    return (band * BAND + inside % rows) * 128, inside // rows * 128
 
 
 @gluon.constexpr_function

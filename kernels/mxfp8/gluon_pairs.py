@@ -23,7 +23,6 @@ WARPS = 8  # that the layouts are made for
 REGISTERS = 80  # three programs share a multiprocessor
 # Forms of scales. A tile's part of a table is contiguous, that of a matrix is 4 bytes in each of 128 lines.
 _TILES, _WORDS, _BYTES = gl.constexpr(TILES), gl.constexpr(WORDS), gl.constexpr(BYTES)
-_BAND = gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -77,19 +76,6 @@ def column_layout():
         [],
         [128, 64],
     )
-
-
-@gluon.jit
-def tile_place(tile, tile_rows, tile_columns, BAND: gl.constexpr = _BAND):
-    """(first row, first column) of a tile by its number; BAND rows of tiles are taken together.
-
-    Codes of rows and of columns lie across each other in memory, so that the tiles in flight should form a square. A
-    program takes one tile: programs that took more would drift apart, and with them the tiles in flight.
-    """
-    band = tile // (BAND * tile_columns)
-    inside = tile - band * (BAND * tile_columns)
-    rows = gl.minimum(tile_rows - band * BAND, BAND)
-    return (band * BAND + inside % rows) * 128, inside // rows * 128
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.custom_op import custom_op
-from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_origin
+from kernels.mxfp8.gluon_blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
 from kernels.mxfp8.gluon_quantize_tiles import has_whole_tiles, quantize_tiles
 from kernels.mxfp8.grouped import MATRIX, TABLES, TILES
 
@@ -41,8 +41,12 @@ def quantize_kernel(
     R: gl.constexpr,
 ):
     """One tile of one matrix of the batch."""
-    first_row, first_column = tile_origin((num_rows + 127) // 128, (num_columns + 127) // 128)
-    batch = gl.program_id(1).to(gl.int64)
+    tile_rows, tile_columns = (num_rows + 127) // 128, (num_columns + 127) // 128
+    # All along one axis of the grid: the others have no more than 65535 programs.
+    number = gl.program_id(0) // (tile_rows * tile_columns)
+    tile = gl.program_id(0) - number * (tile_rows * tile_columns)
+    first_row, first_column = tile_place(tile, tile_rows, tile_columns)
+    batch = number.to(gl.int64)
     matrix = batch * num_rows * num_columns
     row, column, offset = tile_offsets(num_columns, R)
     at = x + matrix + first_row.to(gl.int64) * num_columns + first_column + offset
@@ -129,7 +133,7 @@ def quantize_both(
     num_rows, num_columns = x.shape[-2:]
     batch = x.numel() // (num_rows * num_columns)
     tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
-    quantize_kernel[(tiles, batch)](
+    quantize_kernel[(tiles * batch,)](
         x,
         row_codes,
         row_scales,

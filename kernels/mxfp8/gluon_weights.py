@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.launch import Launcher
+from kernels.mxfp8.gluon_blocks import tile_place
 from kernels.mxfp8.gluon_pairs import (
     REGISTERS,
     WARPS,
@@ -25,7 +26,6 @@ from kernels.mxfp8.gluon_pairs import (
     row_scales,
     scaled_columns,
     scaled_rows,
-    tile_place,
     words_descriptor,
     words_layout,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_the_backend_quantises_matrices_of_any_batch(monkeypatch: pytest.MonkeyP
             expected = mxfp8.quantize(x, axis, group=group, square=square, backend="reference")
             assert_same(actual[:2], expected[:2])
             assert actual.axis == expected.axis
+
+
+def test_a_batch_of_any_number_of_matrices_is_a_grid_that_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from kernels.mxfp8 import gluon_quantize
+
+    grids: list[tuple[int, ...]] = []
+    kernel = MagicMock()
+    kernel.__getitem__.side_effect = lambda grid: grids.append(grid) or kernel
+    monkeypatch.setattr(gluon_quantize, "quantize_kernel", kernel)
+    gluon_quantize.quantize_both(torch.zeros(70000, 130, 1), False, True, 32, False, MATRIX)
+    assert grids == [(140000,)]  # of an axis of its own a batch may have 65535
 
 
 def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

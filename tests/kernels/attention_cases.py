@@ -44,10 +44,6 @@ def gradients(rows: int) -> Tolerance:
     )
 
 
-def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
-
-
 def inputs_of(
     q_offsets: Tensor,
     k_offsets: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from kernels import jagged
 WIDTH, NARROW = 20, 6
 
 
-def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+def offsets_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 

@@ -24,10 +24,10 @@ from tests.kernels.gdpa_cases import (
     EXACT_POLYNOMIAL,
     gradients,
     inputs_of,
-    offsets_of,
     oracle,
     outputs,
 )
+from tests.kernels.jagged_problems import offsets_of
 
 # No activation has a corner at any of these, which lie on both sides of every limit.
 POINTS = torch.cat([torch.linspace(-12.05, 12.05, 999), torch.tensor([-300.0, -3.7001, 3.6999, 300.0])]).double()

@@ -15,9 +15,10 @@ from kernels.gdpa import ACTIVATIONS, gdpa, gluon_backward, gluon_forward, refer
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backend import gluon_gdpa
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.gdpa_cases import gradients, inputs_of, offsets_of, outputs
+from tests.kernels.devices import HOPPER
+from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.jagged_problems import offsets_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SHARED_LIMIT = 227 * 1024
 UNLIMITED = (-1, -1)
 MIXED = ("gelu", "relu", "silu", "gelu")

@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from kernels import scheduling
 from kernels.gdpa import bench, gluon_forward
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
-from tests.kernels.gdpa_cases import inputs_of, offsets_of
+from tests.kernels.devices import HOPPER
+from tests.kernels.gdpa_cases import inputs_of
+from tests.kernels.jagged_problems import offsets_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HEADS, PROGRAMS, MAXIMUM = 4, 132, 1024
 BLOCK_Q, BLOCK_K = gluon_forward.BLOCK_Q, 128
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.gdpa_cases import gradients, inputs_of, offsets_of, outputs
+from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 pytest.importorskip("triton")
 import triton
@@ -19,16 +18,13 @@ from kernels.jagged import gluon_attention_forward
 from kernels.jagged.gluon_attention_forward import attention_forward, attention_schedule
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
+from tests.kernels.devices import HOPPER
+from tests.kernels.jagged_problems import offsets_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Probabilities are rounded to the dtype of the values before their product, and so is the result.
 ROUNDED = Tolerance("probabilities and result rounded once each, sums in float32", roundings=2, reduction=1024)
 LSE = Tolerance("float32 sums of exact products and of exponentials", roundings=8, reduction=1024)
 UNLIMITED = (-1, -1)
-
-
-def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    return pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(dtype)
 
 
 def lengths_of(rows: int, low: int, high: int, seed: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ from kernels import dispatch, jagged
 from kernels.jagged import gluon_linear
 from kernels.jagged.pointwise import ACTIVATIONS
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.devices import HOPPER
 from tests.kernels.jagged_problems import offsets_of
 
 
@@ -81,9 +82,6 @@ def test_tf32_is_asked_for_in_every_call(allow_tf32: Callable[[bool], None], mon
     assert asked == [False, False, True, False, False, False]
     # A backward after the flag was taken back does not round either.
     assert torch.equal(gluon_linear._times(grad, offsets, weight), grad @ weight)
-
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def hopper(test: Callable[..., None]) -> Callable[..., None]:

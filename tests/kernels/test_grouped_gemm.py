@@ -26,10 +26,10 @@ from kernels.mxfp8 import (
 from kernels.mxfp8.gluon_grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
 from kernels.mxfp8.grouped import Quantized
 from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.devices import HOPPER
 from tests.kernels.grouped_sizes import ALIGNED, RAGGED
 from tests.kernels.interpreting import interpret
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, pad
+from torch.nn.functional import gelu
 
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.attention_cases import gradients, outputs
+from tests.kernels.devices import HOPPER
+from tests.kernels.jagged_problems import offsets_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
 
 # Candidates and keys of each request.
@@ -24,10 +25,6 @@ COUNTS = {
     "huge among empties": ([0, 0, 9, 0], [0, 2, 40, 0]),
 }
 SUMS = Tolerance("scores, weights and products are rounded in the dtype of the operands", roundings=6, reduction=64)
-
-
-def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    return pad(torch.tensor(lengths, dtype=dtype).cumsum(0, dtype=dtype), (1, 0))
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, counts: list[int], lengths: list[int], activation: str | None) -> Tensor:

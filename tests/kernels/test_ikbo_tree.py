@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from kernels.ikbo import attention_gluon, joint_attention, tree, tree_attention
 from kernels.testing import Tolerance, check_gradients
-from tests.kernels.test_ikbo_attention import compare, gpu_operands, offsets_of, on_hopper
+from tests.kernels.jagged_problems import offsets_of
+from tests.kernels.test_ikbo_attention import compare, gpu_operands, on_hopper
 
 # Vendors of each user, ads of each vendor, keys of each user, keys of each vendor.
 TREES = {

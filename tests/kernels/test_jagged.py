@@ -13,16 +13,13 @@ from torch import Tensor
 
 from kernels import jagged
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
+from tests.kernels.jagged_problems import offsets_of
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=0, max_size=5)
 fast = settings(max_examples=20, deadline=None)
 
 # float64 against float64: only the order of additions differs.
 EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
-
-
-def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
 def rows(values: Tensor, offsets: Tensor) -> list[Tensor]:

@@ -17,7 +17,8 @@ from kernels.jagged.attention import attention_operator
 from kernels.jagged.attention_bias import Bias, position_index, time_bucket
 from kernels.jagged.reference import place_in_row
 from kernels.testing import check_gradients, poisoned_empty
-from tests.kernels.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, offsets_of, oracle, outputs
+from tests.kernels.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
+from tests.kernels.jagged_problems import offsets_of
 
 
 @given(

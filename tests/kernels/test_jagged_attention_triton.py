@@ -14,7 +14,8 @@ import torch
 
 from kernels import jagged
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.attention_cases import gradients, inputs_of, offsets_of, outputs, table_gradients
+from tests.kernels.attention_cases import gradients, inputs_of, outputs, table_gradients
+from tests.kernels.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.testing import Tolerance, assert_close_to_oracle, poisoned_empty, sqnr_db
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+from tests.kernels.devices import HOPPER
 
 
 def make(

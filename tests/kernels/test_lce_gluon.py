@@ -14,10 +14,10 @@ from kernels.ikbo.gluon_lce_tiles import CHUNK, num_tiles
 from kernels.ikbo.gluon_lce_weight import weight_gradient
 from kernels.jagged import triton_common
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.devices import HOPPER
 from tests.kernels.interpreting import interpret
 from tests.kernels.lce_cases import Case, call
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 SHARED_LIMIT = 227 * 1024
 INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc")

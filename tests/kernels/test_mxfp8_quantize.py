@@ -14,8 +14,6 @@ from kernels.mxfp8.grouped import BYTES, MATRIX, TABLES, TILES, VALUES, WORDS, Q
 from kernels.mxfp8.reference import swizzle_scales
 from kernels.testing import compile_ahead, poisoned_empty, sqnr_db
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
 
 def uneven(*shape: int, seed: int = 0) -> Tensor:
     """Rows of magnitudes 2^-12 to 2^12."""

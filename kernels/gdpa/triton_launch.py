@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from kernels.gdpa import triton_activations
-from kernels.jagged.triton_attention_launch import Tile, rows_of, shrink, window_of
+from kernels.jagged.triton_attention_launch import Tile, rows_of, shared_limit, shrink, window_of
 from kernels.jagged.triton_attention_tile import UNLIMITED
 from kernels.jagged.triton_common import block_width, precision_of
 
@@ -59,10 +58,7 @@ def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int) -> Tile:
 
 def fit(kernel: str, q: Tensor, v: Tensor) -> Tile:
     """`tile_of` for the widths, dtype and device of a call."""
-    limit = 1 << 30
-    if q.is_cuda:
-        limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    return tile_of(kernel, q.dtype.itemsize, block_width(max(q.shape[2], v.shape[2])), limit)
+    return tile_of(kernel, q.dtype.itemsize, block_width(max(q.shape[2], v.shape[2])), shared_limit(q.device))
 
 
 def tiling(tile: Tile) -> dict[str, int]:

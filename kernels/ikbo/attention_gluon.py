@@ -23,11 +23,6 @@ _CALL = (
 )
 
 
-def _rows(sizes: list[int]) -> list[slice]:
-    """Where each group lies in what holds all of them."""
-    return [slice(sum(sizes[:group]), sum(sizes[: group + 1])) for group in range(len(sizes))]
-
-
 @custom_op("gemsmith::joint_attention_gluon", schema=f"({_CALL}) -> (Tensor, Tensor)")
 def _attend(
     q: Tensor,
@@ -47,7 +42,7 @@ def _attend(
         schedule = None
     else:
         queries, keys = joined_groups(q_offsets, k_offsets.contiguous(), sizes)
-        block_k = gluon._block_k(k.shape[0], k_offsets, max_k)
+        block_k = gluon.block_of_keys(k.shape[0], k_offsets, max_k)
         paired = gluon.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
         schedule = gluon.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
     return gluon.attention_forward(
@@ -82,12 +77,13 @@ def _differentiate(
     from kernels.jagged.gluon_attention_backward import attention_backward
 
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    of_groups = zip(*(x.split(sizes) for x in (grad, q, out, dq)), lse.split(sizes, 1), q_offsets, max_q, strict=True)
     parts = [
         attention_backward(
-            grad[rows], q[rows], k, v, out[rows], lse[:, rows].contiguous(), offsets, k_offsets, most, max_k, scale,
-            False, _UNLIMITED, dq[rows],
+            own_grad, own_q, k, v, own_out, own_lse.contiguous(), offsets, k_offsets, most, max_k, scale, False,
+            _UNLIMITED, own_dq,
         )
-        for rows, offsets, most in zip(_rows(sizes), q_offsets, max_q, strict=True)
+        for own_grad, own_q, own_out, own_dq, own_lse, offsets, most in of_groups
     ]  # fmt: skip
     dk, dv = parts[0][1:]
     for _, more_dk, more_dv in parts[1:]:

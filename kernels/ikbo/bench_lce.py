@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.bench_lce_peer import load_peer
-from kernels.ikbo.lce_torch import aligned
+from kernels.ikbo.lce_torch import aligned_rows
 from kernels.jagged import segment_sum
 from kernels.jagged.reference import row_of
 
@@ -127,7 +127,7 @@ def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
     def prepare_sum() -> Runner:
         """Gradients of weights from one small product a candidate, which are then summed up."""
         candidate, user, w_candidate, w_user = (leaf.detach() for leaf in inputs.leaves)
-        transposed = [aligned(weight.mT) for weight in (w_candidate, w_user)]
+        transposed = [aligned_rows(weight.mT) for weight in (w_candidate, w_user)]
 
         def step() -> tuple[Tensor, ...]:
             rows = segment_sum(inputs.cotangent, inputs.offsets)

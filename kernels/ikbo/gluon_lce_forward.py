@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.ikbo.gluon_lce_consumer import BLOCK, consume
 from kernels.ikbo.gluon_lce_prepare import LINE, prepare
 from kernels.ikbo.gluon_lce_tiles import PANELS, load, num_tiles
-from kernels.ikbo.lce_torch import aligned
+from kernels.ikbo.lce_torch import aligned_rows
 from kernels.launch import Launcher, processors
 
 STAGES = 4
@@ -124,7 +124,7 @@ def compress(
         weight, w_user, owners, flags = prepare(weight, w_user, offsets, num_entries, num_flags)
         user_descs = _weight_descriptor(w_user), batch_descriptor(user)
     else:
-        weight = aligned(weight, LINE)
+        weight = aligned_rows(weight, LINE)
     descs = _weight_descriptor(weight), batch_descriptor(x)
     constants = row_tiles, column_tiles, blocks_n, STAGES, user_shared, within
     _launch_forward(

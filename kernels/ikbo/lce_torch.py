@@ -29,7 +29,7 @@ def room(matrix: Tensor, alignment: int) -> Tensor:
     return matrix.new_empty(rows, -(-columns // step) * step)[:, :columns]
 
 
-def aligned(matrix: Tensor, alignment: int = ALIGNMENT) -> Tensor:
+def aligned_rows(matrix: Tensor, alignment: int = ALIGNMENT) -> Tensor:
     """The matrix, or a copy, with a contiguous last dimension and rows that start at multiples of so many bytes."""
     target = room(matrix, alignment)
     return matrix if target is matrix else target.copy_(matrix)
@@ -37,7 +37,7 @@ def aligned(matrix: Tensor, alignment: int = ALIGNMENT) -> Tensor:
 
 def batched(weight: Tensor, x: Tensor) -> Tensor:
     """weight [M, K] times each x[b] [K, N]: [B, M, N]."""
-    return torch.bmm(aligned(weight).expand(x.shape[0], -1, -1), x)
+    return torch.bmm(aligned_rows(weight).expand(x.shape[0], -1, -1), x)
 
 
 def forward(
@@ -52,7 +52,7 @@ def forward(
     for x, weight, level_offsets in zip(xs[-2::-1], weights[-2::-1], reversed(offsets), strict=True):
         rows = out.index_select(0, row_of(level_offsets, x.shape[0]))
         # In place: the broadcast rows are read once, by the product, which adds to them in its accumulators.
-        out = rows.baddbmm_(aligned(weight).expand(x.shape[0], -1, -1), x)
+        out = rows.baddbmm_(aligned_rows(weight).expand(x.shape[0], -1, -1), x)
     return out
 
 

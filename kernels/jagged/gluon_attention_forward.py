@@ -80,7 +80,7 @@ def attention_forward(
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("inf"))
     left, right = effective_window(causal, window)
-    block_k = _block_k(k.shape[0], k_offsets, max_k)
+    block_k = block_of_keys(k.shape[0], k_offsets, max_k)
     if schedule is None:
         schedule = attention_schedule(
             q_offsets, k_offsets, num_queries, k.shape[0], max_q, max_k, causal, window, num_heads
@@ -117,7 +117,7 @@ def attention_schedule(
 
     A row of more than `max_q` queries or `max_k` keys is a device assertion.
     """
-    block_k = _block_k(num_keys, k_offsets, max_k)
+    block_k = block_of_keys(num_keys, k_offsets, max_k)
     mask = effective_window(causal, window)
     paired = is_paired(num_heads, mask, num_queries, q_offsets, max_q)
     return tile_list(q_offsets, k_offsets, num_queries, max_k, block_k, mask, paired, max_q)
@@ -149,7 +149,7 @@ def is_paired(num_heads: int, mask: tuple[int, int], num_queries: int, q_offsets
     return num_heads % 2 == 0 and mask == (-1, -1) and not all_whole and num_queries <= num_rows * _PAIRED_MEAN
 
 
-def _block_k(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
+def block_of_keys(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
     """Keys per block: 128 is faster as such; short rows of unequal length waste less of blocks of 64."""
     mean = num_keys / max(k_offsets.shape[0] - 1, 1)
     return 64 if mean <= 64 or (mean <= 256 and mean <= 0.75 * max_k) else 128

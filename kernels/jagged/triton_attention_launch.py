@@ -80,11 +80,13 @@ def _shared_bytes(kernel: str, tile: Tile, itemsize: int, width: int) -> int:
 
 def fit(kernel: str, q: Tensor, v: Tensor, bias: Bias | None) -> Tile:
     """`tile_of` for the widths, dtype and device of a call."""
-    limit = 1 << 30
-    if q.is_cuda:
-        limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     width = block_width(max(q.shape[2], v.shape[2]))
-    return tile_of(kernel, q.dtype.itemsize, width, bias is not None, limit)
+    return tile_of(kernel, q.dtype.itemsize, width, bias is not None, shared_limit(q.device))
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 30
 
 
 def constants(q: Tensor, v: Tensor, bias: Bias | None) -> dict[str, Any]:

@@ -216,7 +216,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options, q_lengths, k_lengths = CASES[name]
-    monkeypatch.setattr(gluon_attention_forward, "_block_k", lambda *_: block_k)
+    monkeypatch.setattr(gluon_attention_forward, "block_of_keys", lambda *_: block_k)
     heads, kv_heads = options.get("heads", (4, 4))
     d, dv = options.get("dims", (128, 128))
     dtype, window = options.get("dtype", torch.bfloat16), options.get("window", UNLIMITED)

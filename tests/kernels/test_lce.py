@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels import dispatch
 from kernels.ikbo import linear_compression
 from kernels.ikbo.lce_operator import gradients_with
-from kernels.ikbo.lce_torch import aligned, batched, weight_gradient
+from kernels.ikbo.lce_torch import aligned_rows, batched, weight_gradient
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from tests.kernels.lce_cases import SHAPES, Case, call
 
@@ -64,13 +64,13 @@ def test_any_counts(counts: list[int], num_out: int, depth: int, width: int) -> 
 def test_aligned_keeps_values_and_shape(columns: int) -> None:
     matrix = torch.randn(3, columns + 1, dtype=torch.float16)
     for view in (matrix[:, 1:], matrix[:, :columns], matrix[:, :columns].T, matrix[:1, :columns].expand(3, -1)):
-        copy = aligned(view)
+        copy = aligned_rows(view)
         assert torch.equal(copy, view)
         assert copy.stride(1) == 1
         assert copy.stride(0) >= view.shape[1]
         assert copy.stride(0) % 8 == 0
         assert copy.data_ptr() % 16 == 0
-    assert aligned(copy) is copy
+    assert aligned_rows(copy) is copy
 
 
 def test_operands_may_be_views() -> None:

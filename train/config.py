@@ -141,6 +141,7 @@ class EventsConfig(DataConfig):
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
     labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or one compared: "rating >= 4"
+    weight: str | None = None  # column of each row's weight in loss and metrics, at least 0; absent or empty: 1
     user: str | None = None  # column of the user id; absent: every row is a user of its own
     time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request
     time_format: str = "s"  # s | ms since 1970 | a strptime pattern, e.g. "%y%m%d%H"; timestamps are read as such
@@ -349,8 +350,8 @@ def split_values(text: str) -> list[str]:
 def validate(config: Config) -> None:
     """Rules across fields. Raises ValueError naming the key and a value that works."""
     for key, allowed in CHOICES.items():
-        value = _get(config, key)
-        if value == [] or not set(value if isinstance(value, list) else [value]) <= {None, *allowed}:
+        values = value if isinstance(value := _get(config, key), list) else [value]
+        if not values or not set(values) <= {None, *allowed}:
             raise ValueError(f"{key}={value} is not known; choose from {', '.join(allowed)}")
     sections = vars(config) | ({"model.moe": config.model.moe} if isinstance(config.model, InterFormerConfig) else {})
     for group, section in sections.items():
@@ -382,9 +383,7 @@ def validate(config: Config) -> None:
                 "use runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
             )
     if config.runtime.cuda_graphs and config.runtime.compile:
-        raise ValueError(
-            "runtime.cuda_graphs=true with runtime.compile=true: a capture would compile anew; use one of them"
-        )
+        raise ValueError("runtime.cuda_graphs with runtime.compile=true: a capture would compile anew; use one of them")
     if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(
             f"precision={precision.name} quantises nothing: precision.quantize is empty; "

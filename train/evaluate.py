@@ -1,8 +1,8 @@
 """Score a split: `python -m train.evaluate checkpoint=RUN_DIR/checkpoints/step_00000100 split=test out=DIR`.
 
 Runs alone or under torchrun. The checkpoint's own configuration builds the model; further `key=value` arguments
-override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group, and
-for each task label, logit and probability) to `out`, by default beside the checkpoint.
+override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group,
+weight, and for each task label, logit and probability) to `out`, by default beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PredictionWriter:
     def __init__(self, folder: Path, tasks: tuple[str, ...], rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.tasks = tasks
-        columns: list[tuple[str, pa.DataType]] = [("row", pa.int64()), ("group", pa.int64())]
+        columns: list[tuple[str, pa.DataType]] = [("row", pa.int64()), ("group", pa.int64()), ("weight", pa.float32())]
         for task in tasks:
             columns += [(f"{task}_{name}", pa.float32()) for name in ("label", "logit", "probability")]
         self._schema = pa.schema(columns)
@@ -49,7 +49,7 @@ class PredictionWriter:
 
     def write(self, batch: RequestBatch, logits: Tensor) -> None:
         logits = logits.float().cpu()
-        columns = [batch.row.cpu(), batch.group.cpu()]
+        columns = [batch.row.cpu(), batch.group.cpu(), batch.weights[:, 0].cpu()]
         for task in range(len(self.tasks)):
             columns += [batch.labels[:, task].cpu(), logits[:, task], logits[:, task].sigmoid()]
         self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))

@@ -110,6 +110,7 @@ def _columns(task: str, a: Run, b: Run, resamples: int) -> dict[str, Any]:
         "options": {
             "base_rate": a.results["label_rates"][task],
             "group": a.predictions["group"],
+            "weights": a.predictions.get("weight"),
             "resamples": resamples,
         },
     }

@@ -302,6 +302,18 @@ def test_rows_that_came_later_are_read_by_the_ids_of_the_training_rows(tmp_path)
     assert sorted(whole(source, "test").row.tolist()) == list(range(len(table["item"]), len(table["item"]) + 30))
 
 
+def test_weights_of_rows(tmp_path):
+    table = make_table(weight=[None, *(np.arange(1, 200) % 4 / 2)])
+    source = build_source(make_config(tmp_path, table, weight="weight", labels={"a": "click", "b": "click"}))
+    batch = whole(source)
+    weights = np.array([1, *table["weight"][1:]])[batch.row.numpy()]
+    assert batch.weights.tolist() == [[weight, weight] for weight in weights]
+    rate = np.average(table["click"][batch.row.numpy()], weights=weights)
+    assert source.label_rates() == pytest.approx({"a": rate, "b": rate})
+    with pytest.raises(ValueError, match=r"row 1: column 'weight' is -1.*, expected a weight of at least 0"):
+        build_source(make_config(tmp_path, make_table(weight=-np.ones(200)), weight="weight"))
+
+
 def test_no_user_and_no_time(tmp_path):
     table = make_table(count=20)
     config = make_config(tmp_path, table, user=None, time=None, request_categorical=[])

@@ -36,6 +36,20 @@ def made_up(seed: int, shift: float) -> report.Run:
     )
 
 
+def test_intervals_are_of_weighted_rows() -> None:
+    runs = {"a": [made_up(0, 0.0), made_up(1, 0.5)], "b": [made_up(0, 0.5)]}
+    plain = report.compare("a", "b", runs, budget=100, resamples=1)
+    for run in (run for arm in runs.values() for run in arm):
+        run.predictions["weight"] = (np.arange(400) < 200).astype(np.float32)
+    halved = report.compare("a", "b", runs, budget=100, resamples=1)
+    for run in (run for arm in runs.values() for run in arm):
+        run.predictions.update({name: column[:200] for name, column in run.predictions.items()})
+    half = report.compare("a", "b", runs, budget=100, resamples=1)
+    gaps = [result["tasks"]["click"]["ne_gap_percent"] for result in (plain, halved, half)]
+    assert gaps[1] == pytest.approx(gaps[2])
+    assert gaps[0] != pytest.approx(gaps[2])
+
+
 def test_one_seed_is_held_against_the_spread_of_more(tmp_path: Path) -> None:
     runs = {"bf16": [made_up(0, 0.0), made_up(1, 0.5), made_up(2, -0.5)], "mxfp8": [made_up(0, 0.01)]}
     result = report.compare("bf16", "mxfp8", runs, budget=100, resamples=20)

@@ -48,14 +48,17 @@ def pack(
     request_time: np.ndarray,
     candidate_counts: np.ndarray,
     labels: np.ndarray,
+    weights: np.ndarray | None = None,
     group: np.ndarray,
     row: np.ndarray,
 ) -> RequestBatch:
-    """Columns in the order of `spec`'s features, candidates of a request contiguous; every weight is 1.
+    """Columns in the order of `spec`'s features, candidates of a request contiguous.
 
-    Raises ValueError when an id is negative or not below the rows of its table: embedding kernels do not check.
+    `weights` [C] (None: 1) are those of all tasks. Raises ValueError when an id is negative or not below the rows of
+    its table: embedding kernels do not check.
     """
     num_requests, num_candidates = len(request_time), len(row)
+    weight = torch.ones(num_candidates) if weights is None else _tensor(weights, torch.float32)
 
     def nth_candidate(index: int) -> str:
         return f"source row {row[index]}"
@@ -90,7 +93,7 @@ def pack(
         request_time=_tensor(request_time, torch.int64),
         candidate_offsets=torch.nn.functional.pad(_tensor(candidate_counts, torch.int64).cumsum(0), (1, 0)),
         labels=_tensor(labels, torch.float32),
-        weights=torch.ones(num_candidates, len(spec.tasks)),
+        weights=weight[:, None].repeat(1, len(spec.tasks)),
         group=_tensor(group, torch.int64),
         row=_tensor(row, torch.int64),
     )

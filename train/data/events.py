@@ -43,6 +43,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     time = rows.milliseconds(cfg.time, cfg.time_format) if cfg.time else np.arange(len(rows)) * 1000
     request = rows.required_ids(cfg.request).codes if cfg.request else None
     labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
+    weights = rows.weights(cfg.weight) if cfg.weight else None
     numeric = {name: _scale(rows.numbers(name), name in cfg.log_numeric) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
@@ -69,6 +70,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         time=time,
         columns=columns,
         labels=labels,
+        weights=weights,
         dense=_dense(cfg, numeric, requests),
         histories={name: build(requests) for name, build in builders.items()},
     )
@@ -149,7 +151,7 @@ def _wanted(cfg: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
     names = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list, *_numeric(cfg)}
     names |= {column.partition(">=")[0].strip() for column in cfg.labels.values()}
-    names |= {name for name in (cfg.user, cfg.time, cfg.request) if name}
+    names |= {name for name in (cfg.weight, cfg.user, cfg.time, cfg.request) if name}
     for history in cfg.histories.values():
         if history.lists:
             names |= {*history.fields, *([history.times] if history.times else [])}

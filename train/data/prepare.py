@@ -56,13 +56,15 @@ def write(
     time: np.ndarray,
     columns: Mapping[str, Coded | CodedLists],
     labels: np.ndarray,
+    weights: np.ndarray | None = None,
     dense: Dense,
     histories: Mapping[str, History],
 ) -> None:
     """Write the prepared form.
 
-    user (codes), time (milliseconds) [N] and labels [N, tasks] belong to rows; `columns` has every sparse feature and
-    every field of events that are rows, by name. The sizes in `spec.tables` are set here, from training ids.
+    user (codes), time (milliseconds), weights [N] (None: 1) and labels [N, tasks] belong to rows; `columns` has every
+    sparse feature and every field of events that are rows, by name. The sizes in `spec.tables` are set here, from
+    training ids.
     """
     training = np.zeros(len(table.number), bool)
     training[requests.rows("train")] = True
@@ -85,6 +87,8 @@ def write(
         "request_dense": dense.request,
         "candidate_dense": dense.candidate,
     }
+    if weights is not None:
+        arrays["weights"] = weights[order].astype(np.float32)
     for side, features, rows in (("request", spec.request, first), ("candidate", spec.candidate, order)):
         single = np.zeros((len(rows), sum(not feature.is_list for feature in features)), np.int32)
         taken = 0
@@ -107,7 +111,7 @@ def write(
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
         "bounds": requests.bounds,
-        "label_rates": _label_rates(spec, labels[training]),
+        "label_rates": _label_rates(spec, labels[training], None if weights is None else weights[training]),
         "numeric": dense.statistics,
         "fingerprint": _fingerprint(spec, ids, dense),
         "files": table.files,
@@ -156,11 +160,11 @@ def _training_ids(
                 yield field.table, history.fields[field.name], seen
 
 
-def _label_rates(spec: FeatureSpec, labels: np.ndarray) -> dict[str, float]:
+def _label_rates(spec: FeatureSpec, labels: np.ndarray, weights: np.ndarray | None) -> dict[str, float]:
     rates = {}
     for task, column in zip(spec.tasks, labels.T, strict=True):
-        observed = column[~np.isnan(column)]
-        if not observed.size:
+        observed = ~np.isnan(column) if weights is None else ~np.isnan(column) & (weights > 0)
+        if not observed.any():
             raise ValueError(f"task {task!r} has no observed label in the training split")
-        rates[task] = float(observed.mean())
+        rates[task] = float(np.average(column[observed], weights=None if weights is None else weights[observed]))
     return rates

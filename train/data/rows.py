@@ -97,6 +97,12 @@ class Rows:
         self.flag(~np.isnan(numbers) & (numbers != 0) & (numbers != 1), column, "expected a label of 0, 1 or nothing")
         return numbers
 
+    def weights(self, name: str) -> np.ndarray:
+        """[N] float64, 1 where it is missing."""
+        numbers = self.numbers(name)
+        self.flag(numbers < 0, name, "expected a weight of at least 0 or nothing")
+        return np.where(np.isnan(numbers), 1.0, numbers)
+
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 since 1970; a missing or unreadable time is malformed."""
         times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))

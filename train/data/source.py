@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
     def label_rates(self) -> dict[str, float]:
-        """Positive rate of each task's observed labels in the training split."""
+        """Positive rate of each task's observed labels in the training split, by the weights of their rows."""
         ...
 
     def locate(self, row: int) -> str:
@@ -88,6 +88,7 @@ class PreparedSource:
             request_time=arrays["request_time"][rows],
             candidate_counts=counts,
             labels=arrays["labels"][candidates],
+            weights=arrays["weights"][candidates] if "weights" in arrays else None,
             group=arrays["user"][np.repeat(rows, counts)],
             row=arrays["row"][candidates],
         )

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from modules.batch import RequestBatch
 from modules.precision import in_high_precision
@@ -159,4 +160,4 @@ def _options(arguments: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])

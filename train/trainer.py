@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -272,7 +271,7 @@ class Trainer:
         return torch.where(skipped.bool(), 0, counts)
 
     def _validate(self) -> None:
-        """NE on the validation split, mean over tasks, decides what is best and when to stop early."""
+        """Metrics of the validation split, which decide what is best and when to stop early."""
         if self.source.num_requests("valid") == 0:
             return
         with self.throughput.paused(), self.whole_run.paused():
@@ -282,14 +281,7 @@ class Trainer:
             # and take what the lookup needs to know from that second exchange, which nobody waits for.
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
-        tasks = self.source.spec.tasks
-        ne = sum(values[f"{task}/ne"] for task in tasks) / len(tasks)
-        best = self.progress.best_ne
-        if math.isfinite(ne) and (best is None or ne < best):  # all labels equal: there is no NE
-            self.progress.best_ne, self.progress.best_step, self.progress.stale_validations = ne, self.progress.step, 0
-            self.progress.best_values = values
-        else:
-            self.progress.stale_validations += 1
+        self.progress.judge(values, self.metrics.base_rates)
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self._tokens_per_expert()

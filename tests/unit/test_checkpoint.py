@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace
@@ -55,3 +56,24 @@ def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
     checkpoints.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
     distributed.stop()
+
+
+def test_a_task_without_an_ne_leaves_the_judgement_to_the_others() -> None:
+    rates = {"click": 0.3, "buy": 0.1, "seen": 1.0}
+
+    def values(click: float, rate_of_buys: float = math.nan) -> dict[str, float]:
+        ne = {"click/ne": click, "buy/ne": math.nan, "seen/ne": math.nan}
+        return ne | {"click/label_rate": 0.3, "buy/label_rate": rate_of_buys, "seen/label_rate": 1.0}
+
+    progress = Progress(step=1)
+    progress.judge(values(0.9), rates)
+    progress.step = 2
+    progress.judge(values(0.8), rates)
+    assert (progress.best_ne, progress.best_step, progress.stale_validations) == (0.8, 2, 0)
+    progress.step = 3
+    progress.judge(values(0.9), rates)
+    assert (progress.best_step, progress.stale_validations) == (2, 1)
+    progress.judge(values(0.7, rate_of_buys=0.1), rates)  # buys were seen, so the model's logits are NaN
+    assert (progress.best_step, progress.stale_validations) == (2, 2)
+    progress.judge(values(math.nan), {"seen": 1.0})
+    assert progress.stale_validations == 2

@@ -3,9 +3,10 @@
     python -m launch.sweep +experiment=NAME --over model=interformer,din runtime.seed=0,1,2 [--nproc 2] [--out DIR]
 
 Every combination of the `--over` values runs through launch/torchrun.sh in a folder of its own under `--out`, beside
-`results.md` and `results.csv`. Hydra's own multirun is not used: it runs all jobs in one set of processes, where a
-job's process groups and caches reach into the next. A job that fails is reported and does not stop the others; the exit
-code is then 1. Starting again with the same `--out` runs only what is not finished.
+`results.md` and `results.csv`; over seeds the former has a table of means too. Hydra's own multirun is not used: it
+runs all jobs in one set of processes, where a job's process groups and caches reach into the next. A job that fails is
+reported and does not stop the others; the exit code is then 1. Starting again with the same `--out` runs only what is
+not finished.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import mean, stdev
 
 from train.config import split_values
 from train.doctor import nvidia_smi
 
+SEED = "runtime.seed"
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
 
 
@@ -143,16 +146,43 @@ def _label(values: dict[str, str]) -> str:
 
 
 def write_tables(out: Path, jobs: list[Job]) -> str:
-    """Write `results.csv` and `results.md`, one row a job in the order of the grid; returns the markdown."""
+    """Write `results.csv` and `results.md`, one row a job in the order of the grid; returns the markdown.
+
+    Where seeds are an axis the markdown has a second table, of means over them.
+    """
     metrics = sorted({name for job in jobs for name in job.metrics})
     header = [*jobs[0].values, "status", "seconds", *metrics]
     rows = [[*job.values.values(), job.status, job.seconds, *map(job.metrics.get, metrics)] for job in jobs]
     with (out / "results.csv").open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
-    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    text = _markdown(header, rows)
+    if SEED in jobs[0].values:
+        axes = [key for key in jobs[0].values if key != SEED]
+        text += "\nMean ± standard deviation over seeds:\n\n" + _markdown(
+            [*axes, "seeds", *metrics], _over_seeds(jobs, metrics)
+        )
     (out / "results.md").write_text(text)
     return text
+
+
+def _over_seeds(jobs: list[Job], metrics: list[str]) -> Iterator[list[str]]:
+    """A row for each setting of the other axes, of its finished jobs."""
+    groups: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        if job.status == "ok":
+            groups.setdefault(tuple(value for key, value in job.values.items() if key != SEED), []).append(job)
+    for values, group in groups.items():
+        cells = []
+        for name in metrics:
+            found = [value for job in group if (value := job.metrics.get(name)) is not None]
+            spread = f" ± {stdev(found):.2g}" if len(found) > 1 else ""
+            cells.append(f"{mean(found):.5g}{spread}" if found else "")
+        yield [*values, str(len(group)), *cells]
+
+
+def _markdown(header: list[str], rows: Iterable[Sequence[str | float | None]]) -> str:
+    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _cell(value: str | float | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import sweep
-from launch.sweep import Runner, grid, main
+from launch.sweep import Job, Runner, grid, main, write_tables
 from train.config import split_values
 
 # Rank 0 records what it was given and writes results.json; model=broken fails.
@@ -79,6 +79,28 @@ def test_a_sweep_runs_each_job_reports_failures_and_goes_on(tmp_path: Path, capf
     assert main(arguments) == 1  # again: only the failed job runs
     assert (out / "00-din-64-32" / "starts.txt").read_text().count("\n") == 1
     assert (out / "01-broken-64-32" / "console.log").read_text().count("this model is broken") > 1
+
+
+def test_seeds_have_a_table_of_means(tmp_path: Path) -> None:
+    aucs = {("din", "0"): 0.5, ("din", "1"): 0.7, ("dlrm", "0"): 0.6, ("dlrm", "1"): None}
+    jobs = [
+        Job(
+            tmp_path,
+            {"model": model, "runtime.seed": seed},
+            "ok" if auc else "failed",
+            1.0,
+            {"auc": auc} if auc else {},
+        )
+        for (model, seed), auc in aucs.items()
+    ]
+    lines = write_tables(tmp_path, jobs).splitlines()
+    assert lines[-4:] == [
+        "| model | seeds | auc |",
+        "| --- | --- | --- |",
+        "| din | 2 | 0.6 ± 0.14 |",
+        "| dlrm | 1 | 0.6 |",
+    ]
+    assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == 4
 
 
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from statistics import mean, stdev
 
 from train.config import split_values
 from train.doctor import nvidia_smi
+from train.files import new_folder
 
 SEED = "runtime.seed"
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
@@ -205,7 +206,7 @@ def main(arguments: list[str]) -> int:
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]
-    out = options.out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = options.out or new_folder(Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}"))
     try:
         jobs = plan(out, shared, options.over)
         runner = Runner(shared, options.nproc, options.parallel)

@@ -39,7 +39,13 @@ fi
 
 if [[ -z ${RUN_DIR:-} ]]; then
   experiment=$(printf '%s\n' "$@" | sed -n 's/^+experiment=//p' | tr -d '[]' | tr ',/' '--')
-  RUN_DIR=runs/${experiment:-run}-$(date +%Y%m%d-%H%M%S)
+  name=runs/${experiment:-run}-$(date +%Y%m%d-%H%M%S) number=1
+  RUN_DIR=$name
+  mkdir -p runs
+  until mkdir "$RUN_DIR" 2>/dev/null; do  # runs that start in one second do not share a folder
+    [[ -e $RUN_DIR ]] || fail "$RUN_DIR cannot be made; name another RUN_DIR"
+    RUN_DIR=$name-$((number += 1))
+  done
 fi
 mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)

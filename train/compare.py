@@ -38,7 +38,7 @@ from train import checkpoint, distributed, report
 from train.build import build
 from train.config import Config, register_schema, split_values, to_config
 from train.distributed import World
-from train.files import write_json
+from train.files import new_folder, write_json
 from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     first = _compose(overrides, arms[0])
     world = distributed.start(first.runtime)
     try:
-        out = Path(str(world.broadcast(str(_out(options))))).absolute()
+        out = Path(str(world.broadcast(str(_out(options).absolute()) if world.is_first else "")))
         if world.is_first:
             _claim(out, arms, overrides)
         world.barrier()
@@ -91,7 +91,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
 
     The first arms of all seeds go first: the others wait for the initial checkpoints that these write.
     """
-    out = Path(_out(options)).absolute()
+    out = _out(options).absolute()
     _claim(out, arms, overrides)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
@@ -133,8 +133,9 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
         return 0 if _report(arms, options, out, pool.map) else 1
 
 
-def _out(options: argparse.Namespace) -> str:
-    return str(options.out or os.environ.get("RUN_DIR") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+def _out(options: argparse.Namespace) -> Path:
+    named = options.out or os.environ.get("RUN_DIR")
+    return Path(named) if named else new_folder(Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

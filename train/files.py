@@ -1,4 +1,4 @@
-"""JSON files of a run: written whole or not at all, and readable by every JSON parser."""
+"""Files and folders of a run: JSON that is written whole or not at all, and a folder that no other run has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ def write_json(path: Path, value: Any) -> None:
     aside = path.with_name(f"{path.name}.partial")
     aside.write_text(json.dumps(_finite(value), indent=1, allow_nan=False))
     aside.replace(path)
+
+
+def new_folder(path: Path) -> Path:
+    """Make `path`, or `path-2` and so on where it exists: runs that start in one second do not share a folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder, number = path, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+        else:
+            return folder
 
 
 def _finite(value: Any) -> Any:

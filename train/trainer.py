@@ -25,7 +25,7 @@ from train.config import Config
 from train.data.loader import build_loader
 from train.distributed import World
 from train.evaluate import evaluate_split
-from train.files import write_json
+from train.files import new_folder, write_json
 from train.guards import FiniteGuard
 from train.loss import ranking_loss
 from train.memory import peak_memory_bytes, reset_peak_memory
@@ -353,9 +353,11 @@ def _every(step: int, interval: int) -> bool:
 
 
 def _run_dir(config: Config, world: World) -> Path:
-    """`runtime.run_dir`, or a name that rank 0 makes: processes that start a second apart must agree."""
-    name = config.runtime.run_dir or f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(str(world.broadcast(str(Path(name).absolute()))))
+    """`runtime.run_dir`, or a new one that rank 0 names: processes that start a second apart must agree."""
+    path = Path(config.runtime.run_dir)
+    if world.is_first and not config.runtime.run_dir:
+        path = new_folder(Path(f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    path = Path(str(world.broadcast(str(path.absolute()))))
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from train.doctor import ROOT
+from train.files import new_folder
 
 LAUNCHER = ROOT / "launch/torchrun.sh"
 
@@ -128,6 +129,18 @@ def test_the_process_count_follows_the_gpus(environment: dict[str, str], tmp_pat
     assert "--nproc-per-node 2 " in launch(settings, cwd=tmp_path).stdout
     stub(tools, "nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'")
     assert "--nproc-per-node gpu " in launch(settings, cwd=tmp_path).stdout
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(environment: dict[str, str], tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    stub(tools, "torchrun", "echo $RUN_DIR")
+    stub(tools, "date", "echo now")
+    settings = {**environment, "PATH": f"{tools}:{os.environ['PATH']}"}
+    settings.pop("RUN_DIR", None)
+    told = [launch(settings, "+experiment=tiny", cwd=tmp_path).stdout.strip() for _ in range(3)]
+    assert [Path(text).name for text in told] == ["tiny-now", "tiny-now-2", "tiny-now-3"]
+    assert [new_folder(tmp_path / "runs" / "tiny-now").name for _ in range(2)] == ["tiny-now-4", "tiny-now-5"]
 
 
 def test_without_an_environment_the_launcher_says_what_to_source(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -16,15 +18,30 @@ class TargetAttention(nn.Module):
     Keys and values stay at R rows: all queries of a request are one row of a jagged tensor, so a sequence is projected
     and read once for all its candidates and never copied per candidate. No position enters: what a candidate looks for
     is content (positions act in self-attention). `max_candidates` and `max_length` are constants that none exceeds.
+
+    With `activation`, a name of `kernels.gdpa.ACTIVATIONS` or one per head, weights are that of the scores in place of
+    their softmax; `score_scale` is 1 / max_length then unless given.
     """
 
-    def __init__(self, dim: int, num_heads: int, num_queries: int, *, max_candidates: int, max_length: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_queries: int,
+        *,
+        max_candidates: int,
+        max_length: int,
+        activation: str | Sequence[str] | None = None,
+        score_scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
         self.num_heads = num_heads
         self.num_queries = num_queries
         self.max_candidates = max_candidates
         self.max_length = max_length
+        self.activation = activation
+        self.score_scale = 1 / max_length if activation is not None and score_scale is None else score_scale
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
@@ -41,6 +58,8 @@ class TargetAttention(nn.Module):
             offsets,
             max_candidates=self.max_candidates,
             max_k=self.max_length,
+            scale=self.score_scale,
+            activation=self.activation,
         )
         return self.output(attended.view(queries.shape))
 

@@ -68,10 +68,19 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
         JaggedSelfAttention(12, 4, max_length=3)
 
 
-def test_target_attention_matches_attention_candidate_by_candidate():
+def activated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[S, H, d] over [T, H, d], keys and values: SiLU of the scores over a length of 4."""
+    weights = torch.nn.functional.silu(torch.einsum("shd,thd->hst", q, k) / 4)
+    return torch.einsum("hst,thd->shd", weights, v).flatten(1)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_target_attention_matches_attention_candidate_by_candidate(activation: str | None):
     torch.manual_seed(0)
     candidates, lengths, num_queries = [2, 0, 1, 2], [3, 2, 0, 4], 2
-    attention = TargetAttention(DIM, HEADS, num_queries, max_candidates=2, max_length=4).double()
+    options = {"max_candidates": 2, "max_length": 4, "activation": activation}
+    attention = TargetAttention(DIM, HEADS, num_queries, **options).double()
+    one_row = attend if activation is None else activated
     queries = torch.randn(sum(candidates), num_queries, DIM, dtype=torch.float64, requires_grad=True)
     x = torch.randn(sum(lengths), DIM, dtype=torch.float64, requires_grad=True)
     candidate_offsets, offsets = offsets_of(candidates), offsets_of(lengths)
@@ -83,7 +92,7 @@ def test_target_attention_matches_attention_candidate_by_candidate():
         k, v = attention.key_value(events).view(-1, 2, HEADS, HEAD_DIM).unbind(1)
         q = attention.query(queries[candidate]).view(num_queries, HEADS, HEAD_DIM)
         # A request without events: zeros in, and the output layer has no bias.
-        attended = attend(q, k, v) if len(events) else queries.new_zeros(num_queries, DIM)
+        attended = one_row(q, k, v) if len(events) else queries.new_zeros(num_queries, DIM)
         expected.append(attention.output(attended))
     actual = attention(queries, candidate_offsets, x, offsets)
     assert_same_gradients(actual, torch.stack(expected), (queries, x, *attention.parameters()))

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from kernels.gdpa import add_rms_norm, gdpa
+from kernels.gdpa import add_norms, gdpa, layer_norm
 from modules.jagged_attention import head_dim
 from modules.mlp import linear_flops
-from modules.norms import EPSILON, rms_norm
+from modules.norms import rms_norm
 from modules.rotary import rotate
 
 Activation = str | Sequence[str]
@@ -241,10 +240,8 @@ class GDPABlock(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         queries = self.attention.queries(*inputs)
-        # Autocast widens it; the stream of tokens keeps its dtype.
-        normed = F.layer_norm(queries, queries.shape[-1:], eps=EPSILON).to(queries.dtype)
-        attended = self.attention.attend(normed, *inputs).to(queries.dtype)
-        return add_rms_norm(attended, normed.expand_as(attended), queries.expand_as(attended))
+        attended = self.attention.attend(layer_norm(queries), *inputs).to(queries.dtype)
+        return add_norms(attended, queries.expand_as(attended))
 
 
 def _normalised(wanted: bool, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.gdpa import gluon_backend, padded, reference, triton_backend  # noqa: F401  register their backends
 from kernels.gdpa.activations import ACTIVATIONS, unknown
-from kernels.gdpa.residual import add_rms_norm
+from kernels.gdpa.norms import add_norms, layer_norm
 from kernels.jagged.checks import check_lengths, check_offsets
 
-__all__ = ["ACTIVATIONS", "add_rms_norm", "gdpa"]
+__all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
 
 
 def gdpa(

@@ -2,9 +2,11 @@
 
 The shapes are those of the published benchmark of ads_model_kernel_library (B=1152, 4 heads of 128, tanh GELU): queries
 and keys equally long; queries of uniform lengths against full keys; 256 keys. Two are harder: keys as jagged as the
-queries, with uniform and with heavy-tailed lengths. On a GPU there are three more groups at one length:
-`activation_*`, what each activation costs; `ablation_*`, what each part of the Hopper forward brings; and `gelu_*`, the
-three forms of GELU beside each other in heads of 128 and of 64, which have half the products for each activation.
+queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it.
+
+On a GPU there are three more groups at one length: `activation_*`, what each activation costs; `ablation_*`, what each
+part of the Hopper forward brings; and `gelu_*`, the three forms of GELU beside each other in heads of 128 and of 64,
+which have half the products for each activation.
 
 Every call computes its own list of tiles, although layers with the same offsets would share it.
 """
@@ -21,7 +23,7 @@ from torch.nn.functional import gelu, pad
 
 from kernels import dispatch
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
-from kernels.gdpa import ACTIVATIONS, gdpa
+from kernels.gdpa import ACTIVATIONS, bench_block, gdpa
 from kernels.gdpa.bench_ablation import HOPPER_STEPS, hopper_steps
 from kernels.gdpa.bench_peer import load_peer
 from kernels.jagged import jagged_to_padded, padded_to_jagged
@@ -45,6 +47,7 @@ def cases(device: torch.device) -> list[Case]:
         for length in LENGTHS[device.type]
         for direction in ("fwd", "bwd")
     ]
+    shapes += bench_block.cases(device, gdpa)
     if device.type == "cpu":
         return shapes
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import jagged
@@ -54,6 +56,11 @@ def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Te
     return torch.randint(1, int(2 * mean * maximum) + 1, (rows,), generator=generator).to(device)
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, mask)
+
+
 def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, device: torch.device) -> Problem:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lengths = lengths_of(rows, maximum, mean, device)
@@ -72,7 +79,7 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, d
     def prepare(backend: str) -> Runner:
         return runner_of(lambda: attend(backend, q, k, v), inputs, cotangent, backward)
 
-    def prepare_padded() -> Runner:
+    def prepare_padded(attend: Callable[..., Tensor] = scaled_dot_product_attention) -> Runner:
         """SDPA on padded tensors: the padding and the mask are made outside the timing."""
 
         def to_padded(values: Tensor) -> Tensor:
@@ -84,8 +91,8 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, d
         padded = [to_padded(tensor).requires_grad_(backward) for tensor in (q, k, v)]
         mask = (torch.arange(maximum, device=device) < lengths[:, None])[:, None, None] if mean < 1.0 else None
         if not backward:
-            return Runner(lambda: scaled_dot_product_attention(*padded, mask), lambda out: (to_jagged(out),))
-        out, padded_cotangent = scaled_dot_product_attention(*padded, mask), to_padded(cotangent)
+            return Runner(lambda: attend(*padded, mask), lambda out: (to_jagged(out),))
+        out, padded_cotangent = attend(*padded, mask), to_padded(cotangent)
         return Runner(
             lambda: torch.autograd.grad(out, padded, padded_cotangent, retain_graph=True),
             lambda gradients: tuple(to_jagged(gradient) for gradient in gradients),
@@ -99,8 +106,11 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, d
     tensors = 8 if backward else 4  # q, k, v, out, and backward their gradients
     backends = backends_of("jagged_attention", prepare)
     del backends["padded"]  # which pads inside the timing; here that is done beforehand
+    contenders = backends | {"sdpa on padded": prepare_padded}
+    if mean == 1.0 and device.type == "cuda":  # with a mask it is another kernel; `sweep_*` has it on ragged rows
+        contenders["cudnn, nothing padded"] = partial(prepare_padded, _cudnn)
     return Problem(
-        contenders=backends | {"sdpa on padded": prepare_padded},
+        contenders=contenders,
         check=check_relative_error(expected, LIMIT),
         flops=4 * HEADS * dim * pairs * (2.5 if backward else 1.0),
         bytes=tensors * total * HEADS * dim * dtype.itemsize,

@@ -79,6 +79,8 @@ def operator_modules(program: ExportedProgram) -> list[str]:
 
 
 def main(arguments: list[str]) -> Path:
+    from train.score import check  # which imports this module
+
     options = _options(arguments)
     path = _checkpoint(options)
     config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
@@ -90,12 +92,9 @@ def main(arguments: list[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     source = build_source(config.data)
     model = load_model(path, config, source, options["max_candidates"], device)
-    program = export_arch(
-        model,
-        example(source).to(device),
-        torch.float32 if config.precision.name == "fp32" else torch.bfloat16,
-        options["max_candidates"],
-    )
+    request = example(source).to(device)
+    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    program = export_arch(model, request, dtype, options["max_candidates"])
     compiled = device.type == "cuda" and options["compile"] == "true"
     if compiled:
         torch._inductor.aoti_compile_and_package(program, package_path=str(out / "model.pt2"))
@@ -113,6 +112,8 @@ def main(arguments: list[str]) -> Path:
         "spec": dataclasses.asdict(model.embedding.assemble.spec),
     }
     write_json(out / "export.json", about)
+    if compiled:
+        check(out, model, dtype, request)
     print(f"{config.model.name} of {path}: {out}")
     return out
 

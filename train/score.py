@@ -1,11 +1,11 @@
 """Score requests with what `train.export` wrote; `python -m train.score export=DIR` measures latency.
 
-The command takes a request of the run's test split, gives it 10 to 10,000 candidates (`candidates=10,100,...`) by
-repeating its own, and prints the milliseconds that scoring them takes: with the exported model, with the same
-architecture in eager PyTorch, and with that on a batch in which every candidate has a copy of the request, its history
-and its embeddings included (up to `broadcast_limit=1000` candidates: such a batch grows with every one). It writes
-them to DIR/latency.json, and a plot to DIR/latency.png. The copies are made, and lie on the device, before the clock
-starts.
+The command takes a request of the run's test split (its first, or `request=NUMBER`), gives it 10 to 10,000 candidates
+(`candidates=10,100,...`) by repeating its own, and prints the milliseconds that scoring them takes: with the exported
+model, with the same architecture in eager PyTorch, and with that on a batch in which every candidate has a copy of the
+request, its history and its embeddings included (up to `broadcast_limit=1000` candidates: such a batch grows with every
+one). It writes them to DIR/latency.json, and a plot to DIR/latency.png. The copies are made, and lie on the device,
+before the clock starts.
 
 On a GPU each of the three replays CUDA graphs of the architecture, which would else wait for the host to launch it.
 """
@@ -15,13 +15,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.export.pt2_archive._package import AOTICompiledModel
@@ -166,6 +169,36 @@ def _eager(model: RankingModel, dtype: torch.dtype, device: torch.device) -> Cal
     return score
 
 
+def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
+    """RuntimeError unless what was compiled into `folder` can be loaded and scores `request` as `model` does.
+
+    It is loaded in a process of its own first: a library that crashes takes its process along.
+    """
+    package = folder / "model.pt2"
+    load = "import sys, pathlib; from train.score import Scorer; Scorer(pathlib.Path(sys.argv[1]))"
+    ended = subprocess.run([sys.executable, "-c", load, str(folder)], capture_output=True, text=True)
+    if ended.returncode < 0:
+        raise RuntimeError(
+            f"{package} was compiled, but {signal.Signals(-ended.returncode).name} ends a process that loads it. So it "
+            "does where the C++ compiler links a static copy of its library: let CXX name one that links the shared "
+            "libstdc++.so.6, or export with compile=false"
+        )
+    if ended.returncode:
+        reason = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"{package} was compiled, but cannot be loaded ({reason}); export with compile=false")
+    scorer = Scorer(folder)
+    eager = _eager(model, dtype, scorer.device)
+    for count in (1, scorer.max_candidates):
+        batch = with_candidates(request, count).to(scorer.device)
+        try:  # the two differ by the roundings of bfloat16
+            torch.testing.assert_close(scorer(batch), eager(batch), rtol=2e-2, atol=2e-2)
+        except (RuntimeError, AssertionError) as error:
+            raise RuntimeError(
+                f"{package} was compiled, but for {count} of a request's candidates it does not give the model's "
+                f"scores ({error}); export with compile=false"
+            ) from error
+
+
 def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) -> float:
     times = []
     for _ in range(3 + ROUNDS):
@@ -178,7 +211,7 @@ def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
     from train.plots import plot_latency  # here, so that who scores needs no matplotlib
 
-    options = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000"}
+    options = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000", "request": "0"}
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key not in options or not value:
@@ -191,11 +224,14 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
     dispatch.force(config.runtime.kernels)
     source = build_source(config.data)
+    last = source.num_requests("test") - 1
+    if not options["request"].isdecimal() or int(options["request"]) > last:
+        raise ValueError(f"request={options['request']} must be a number from 0 to {last}: one of the test split")
+    request = source.batch("test", np.array([int(options["request"])]))
     most = scorer.max_candidates
     models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
     models[1].embedding = models[0].embedding  # one copy of the tables
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
-    request = source.batch("test", torch.arange(1).numpy())
     counts = [int(count) for count in options["candidates"].split(",")]
     rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:

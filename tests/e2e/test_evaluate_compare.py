@@ -49,7 +49,9 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
 
 
-def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_path: Path) -> None:
+def test_an_exported_model_scores_requests_as_the_run_did(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export.main([f"run_dir={trained}", f"out={tmp_path / 'exported'}", "max_candidates=32", "runtime.device=cpu"])
     scorer = Scorer(tmp_path / "exported")
     (path,) = (trained / "checkpoints").glob("step_????????")
@@ -75,10 +77,22 @@ def test_an_exported_model_scores_requests_as_the_run_did(trained: Path, tmp_pat
         scorer(long)
     with pytest.raises(ValueError, match="holds no exported model"):
         Scorer(tmp_path)
-    rows = score.main([f"export={tmp_path / 'exported'}", "candidates=2,32", "broadcast_limit=2"])
+    monkeypatch.setattr(score, "Scorer", lambda folder: scorer)  # which takes seconds to load
+    with pytest.raises(ValueError, match="request=12000 must be a number from 0 to "):
+        score.main([f"export={tmp_path / 'exported'}", "request=12000"])
+    rows = score.main([f"export={tmp_path / 'exported'}", "candidates=2,32", "broadcast_limit=2", "request=1"])
     own = {"candidates", "exported_ms", "eager_ms"}
     assert [set(row) for row in rows] == [own | {"broadcast_ms"}, own]
     assert (tmp_path / "exported" / "latency.png").stat().st_size > 0
+
+    monkeypatch.setattr(score.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    model = export.load_model(path, from_dict(read_meta(path)["config"], []), source, 32, torch.device("cpu"))
+    score.check(tmp_path / "exported", model, torch.bfloat16, short)
+    with torch.no_grad():
+        for parameter in model.arch.parameters():
+            parameter.add_(1)
+    with pytest.raises(RuntimeError, match="for 1 of a request's candidates it does not give the model's scores"):
+        score.check(tmp_path / "exported", model, torch.bfloat16, short)
 
 
 def repeated(features: KeyedJaggedTensor, times: int) -> KeyedJaggedTensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor
 
 from modules.models.scoring import Sequences
 from tests.unit.factories import random_spec
+from train import score
 from train.score import SMALLEST, _Replayed, _rounded_up
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
@@ -47,3 +53,16 @@ def test_replayed_architectures_take_and_give_what_others_do(device: str) -> Non
     for _ in range(5):  # on a GPU the third is captured
         arguments = inputs()
         torch.testing.assert_close(replayed(*arguments), arch(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("returncode", "message"),
+    [(-signal.SIGSEGV, "SIGSEGV ends a process that loads it.* CXX"), (1, r"cannot be loaded \(OSError: no room\)")],
+)
+def test_a_package_that_cannot_be_loaded_is_told_in_words(
+    returncode: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = SimpleNamespace(returncode=returncode, stderr="Traceback\nOSError: no room\n")
+    monkeypatch.setattr(score.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(RuntimeError, match=message):
+        score.check(Path("exported"), cast(Any, None), torch.float32, cast(Any, None))

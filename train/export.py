@@ -39,6 +39,9 @@ from train.data import build_source
 from train.data.source import Source
 from train.files import write_json
 
+TIMED_CANDIDATES = 1000
+"""Of the request that an export is made from: Inductor chooses kernels by timing them on it."""
+
 
 def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
@@ -92,12 +95,16 @@ def main(arguments: list[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     source = build_source(config.data)
     model = load_model(path, config, source, options["max_candidates"], device)
-    request = example(source).to(device)
+    request = with_candidates(example(source), min(TIMED_CANDIDATES, options["max_candidates"])).to(device)
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
     program = export_arch(model, request, dtype, options["max_candidates"])
     compiled = device.type == "cuda" and options["compile"] == "true"
     if compiled:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(out / "model.pt2"))
+        # Blocks over two dimensions would lie in the grid's second, which holds 65,535: Inductor keeps to that with the
+        # candidates it is shown, and what it had chosen for those was refused by the driver for more of them.
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(out / "model.pt2"), inductor_configs={"triton.max_tiles": 1}
+        )
     else:
         save(program, out / "model.pt2")
     torch.save(model.embedding.state_dict(), out / "embedding.pt")

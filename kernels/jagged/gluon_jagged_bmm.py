@@ -21,7 +21,7 @@ from kernels.launch import processors
 
 COLUMNS = 8  # of the narrowest product of tensor cores
 VECTOR = 8  # elements of a copy of 16 bytes
-PROGRAMS = 4  # of a multiprocessor, as many as have room for their rings
+PROGRAMS = 3  # of a multiprocessor; a fourth would have room for its ring, but all have fewer rows then
 ROW_PLACES = 16  # what writing a row's matrix counts for among places
 
 

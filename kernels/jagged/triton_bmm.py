@@ -142,7 +142,7 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]
             "BLOCK_E": block_width(wide, 128),
             "BLOCK_L": 16,
             "num_warps": 4,
-            "num_stages": 4,
+            "num_stages": 3,
         }
     if not single and narrow <= 16:
         # Little arithmetic and much to load: many small programs.

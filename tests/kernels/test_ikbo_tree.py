@@ -41,12 +41,12 @@ def attend(
 
 
 def softmax(scores: Tensor) -> Tensor:
-    return (scores * 8**-0.5).softmax(-1)
+    return scores.softmax(-1)
 
 
 def gelu_and_silu(scores: Tensor) -> Tensor:
-    """Head 0 and head 1, out_scale 2 and score_scale 0.3."""
-    return 2 * torch.stack([F.gelu(0.3 * scores[0]), F.silu(0.3 * scores[1])])
+    """Of head 0 and head 1, with an out_scale of 2."""
+    return 2 * torch.stack([F.gelu(scores[0]), F.silu(scores[1])])
 
 
 def oracle(
@@ -55,8 +55,11 @@ def oracle(
     v: list[Tensor],
     case: tuple[list[int], ...],
     weigh: Callable[[Tensor], Tensor] = softmax,
+    scale: float | None = None,
 ) -> Tensor:
     """Each ad by itself, over the keys of its user and its vendor side by side."""
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     vendors, ads, user_keys, vendor_keys = case
     user_of = [user for user, count in enumerate(vendors) for _ in range(count)]
     vendor_of = [vendor for vendor, count in enumerate(ads) for _ in range(count)]
@@ -65,7 +68,7 @@ def oracle(
         keys, values = (
             torch.cat([x[0].split(user_keys)[user_of[vendor]], x[1].split(vendor_keys)[vendor]]) for x in (k, v)
         )
-        weights = weigh(torch.einsum("shd,thd->hst", q[ad], keys))
+        weights = weigh(torch.einsum("shd,thd->hst", q[ad], keys) * scale)
         rows.append(torch.einsum("hst,thd->shd", weights, values))
     return torch.stack(rows) if rows else q[..., : v[0].shape[2]] * 0
 
@@ -85,7 +88,7 @@ def test_levels_are_attended_to_together(case: str, weigh: Callable[[Tensor], Te
         return attend(q, [k0, k1], [v0, v1], tree_of, **options)
 
     def expected(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
-        return oracle(q, [k0, k1], [v0, v1], tree_of, weigh)
+        return oracle(q, [k0, k1], [v0, v1], tree_of, weigh, options.get("scale"))
 
     check_gradients(ours, expected, {"q": q, **names}, SUMS)
 

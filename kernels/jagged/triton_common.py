@@ -102,9 +102,9 @@ def flat(values: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
-def tile_shape(width: int, elements: int = 4096, widest: int = 512) -> tuple[int, int]:
-    """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to `widest` at once."""
-    columns = min(next_power_of_2(max(width, 1)), widest)
+def tile_shape(width: int, elements: int = 4096) -> tuple[int, int]:
+    """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to 512 at once."""
+    columns = min(next_power_of_2(max(width, 1)), 512)
     return max(min(elements // columns, MAX_TILE_ROWS), 1), columns
 
 

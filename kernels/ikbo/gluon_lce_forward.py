@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.hopper import swizzled_layout
 from kernels.ikbo.gluon_lce_consumer import BLOCK, consume
 from kernels.ikbo.gluon_lce_prepare import LINE, prepare
 from kernels.ikbo.gluon_lce_tiles import PANELS, load, num_tiles
@@ -51,13 +52,11 @@ def tiling(num_rows: int) -> tuple[int, int]:
     )
 
 
-def _layout(dtype: torch.dtype, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dtype.itemsize, rank=rank)
-
-
 def _weight_descriptor(weight: Tensor) -> TensorDescriptor:
     block = [64, LINE // weight.element_size()]
-    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block, _layout(weight.dtype, 2))
+    return TensorDescriptor(
+        weight, list(weight.shape), list(weight.stride()), block, swizzled_layout(LINE, weight.element_size(), 2)
+    )
 
 
 def batch_descriptor(x: Tensor) -> TensorDescriptor:
@@ -74,7 +73,7 @@ def batch_descriptor(x: Tensor) -> TensorDescriptor:
         lines = x.new_empty(*x.shape[:2], -(-x.shape[2] * size // LINE) * LINE // size)
         x = lines[:, :, : x.shape[2]].copy_(x)
     block = [1, 64, LINE // size]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(x.dtype, 3))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(LINE, size, 3))
 
 
 def compress(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.hopper import UncheckedDescriptor
+from kernels.hopper import UncheckedDescriptor, operand_layout, swizzled_layout
 
 
 def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[TensorDescriptor, int]:
@@ -32,35 +29,15 @@ def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[T
         x = x.clone(memory_format=torch.contiguous_format)
         row_stride, head_stride = num_heads * dim, dim if num_heads > 1 else 0
     columns = (num_heads - 1) * head_stride + dim
-    layout = block_layout(rows, dim, x.dtype, swizzle)
+    layout = operand_layout(rows, dim, x.dtype) if swizzle is None else swizzled_layout(swizzle, 2, 2)
     return UncheckedDescriptor(x, [total, columns], [row_stride, 1], [rows, dim], layout), head_stride
-
-
-@cache
-def block_layout(rows: int, dim: int, dtype: torch.dtype, swizzle: int | None) -> gl.NVMMASharedLayout:
-    """Where a block lies in shared memory; one object for all calls."""
-    if swizzle is None:
-        return gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16 if dtype is torch.bfloat16 else gl.float16)
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
 
 
 def line_descriptor(x: Tensor, length: int) -> TensorDescriptor:
     """TMA descriptor of runs of `length` numbers of a contiguous float32 tensor, seen as one line."""
-    return UncheckedDescriptor(x, [x.numel()], [1], [length], _line_layout())
+    return UncheckedDescriptor(x, [x.numel()], [1], [length], swizzled_layout(0, 4, 1))
 
 
 def lines_descriptor(x: Tensor, lines: int) -> TensorDescriptor:
     """TMA descriptor of blocks of `lines` lines of 32 numbers of a contiguous float32 tensor."""
-    return UncheckedDescriptor(x, [x.numel() // 32, 32], [32, 1], [lines, 32], _lines_layout())
-
-
-@cache
-def _lines_layout() -> gl.NVMMASharedLayout:
-    """Where lines of 32 float32 numbers lie in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-
-
-@cache
-def _line_layout() -> gl.NVMMASharedLayout:
-    """Where a run of float32 numbers lies in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return UncheckedDescriptor(x, [x.numel() // 32, 32], [32, 1], [lines, 32], swizzled_layout(128, 4, 2))

@@ -10,16 +10,13 @@ loading warpgroup finds out where the tile is and announces it to the consumers.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.hopper import UncheckedDescriptor, barrier, halves
+from kernels.hopper import UncheckedDescriptor, barrier, halves, operand_layout, swizzled_layout
 from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
@@ -33,32 +30,21 @@ PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
-
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """TMA descriptor of blocks of a matrix that was allocated here or that the backends have made addressable.
 
     In shared memory they are in the layout that matrix instructions read.
     """
-    return UncheckedDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+    return UncheckedDescriptor(
+        x, list(x.shape), list(x.stride()), [rows, columns], operand_layout(rows, columns, x.dtype)
+    )
 
 
 def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of a part of a row of a table, which no matrix instruction reads."""
-    layout = _table_layout(table.element_size())
+    layout = swizzled_layout(0, table.element_size(), 2)
     return UncheckedDescriptor(table, list(table.shape), list(table.stride()), [1, width], layout)
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """One object for all calls, because it takes as long to make as three descriptors."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])
-
-
-@cache
-def _table_layout(element_bytes: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * element_bytes, rank=2)
 
 
 @gluon.jit

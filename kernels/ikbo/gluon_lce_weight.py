@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.ikbo.gluon_lce_forward import batch_descriptor, tiling
 from kernels.ikbo.gluon_lce_tiles import PANELS, SHARED_PANELS
-from kernels.launch import processors
+from kernels.launch import Launcher, processors
 
 STAGES = 4
 
@@ -48,10 +48,10 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     steps = num_entries * (width // 64)
     slices = max(1, min(processors(x.device) // tiles, steps))
     parts = torch.empty(slices, num_rows, depth, dtype=torch.float32, device=x.device)
-    _weight_kernel[(slices * tiles,)](
-        batch_descriptor(grad), batch_descriptor(x), parts, num_rows, depth, steps, slices,
-        ROW_TILES=row_tiles, COLUMN_TILES=column_tiles, BLOCKS_N=width // 64, STAGES=STAGES,
-        num_warps=4, maxnreg=_MAX_REGISTERS,
+    constants = row_tiles, column_tiles, width // 64, STAGES
+    _launch_weight(
+        (slices * tiles, 1, 1), (x.device, grad.dtype, x.dtype, *constants),
+        batch_descriptor(grad), batch_descriptor(x), parts, num_rows, depth, steps, slices, *constants,
     )  # fmt: skip
     return parts.sum(0).to(x.dtype)
 
@@ -194,3 +194,6 @@ def _weight_kernel(
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+
+
+_launch_weight = Launcher(_weight_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

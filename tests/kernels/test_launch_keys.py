@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
 from kernels.gdpa import gluon_forward
+from kernels.ikbo import gluon_lce_weight
 from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
 from kernels.launch import Launcher
 from kernels.mxfp8 import (
@@ -142,6 +143,18 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
         gluon_dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
     launchers = [gluon_dequantize._launch, triton_grouped._launch, *(module._launch for module in products)]
     assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(gluon_lce_weight, "processors", lambda device: 132)
+    for (entries, rows, depth, width), dtype, elsewhere in itertools.product(
+        ((1, 130, 64, 64), (16, 130, 40, 64), (3, 140, 41, 64), (16, 433, 872, 256)),
+        (torch.float16, torch.bfloat16),
+        (False, True),
+    ):
+        grad, x = torch.zeros(entries, rows, width, dtype=dtype), torch.zeros(entries, depth, width, dtype=dtype)
+        gluon_lce_weight.weight_gradient(shifted(grad) if elsewhere else grad, x)
+    assert hits[gluon_lce_weight._launch_weight]
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

@@ -17,6 +17,7 @@ from kernels.mxfp8 import (  # noqa: F401  importing them registers their backen
     grouped,
     grouped_backends,
     matmul,
+    operands,
     plain,
 )
 from kernels.mxfp8.execution import experts_execution, linear_execution

@@ -33,9 +33,12 @@ def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:
     num_experts, double, dim = gate_up.shape
     facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
     layer = dispatch.serving("moe_experts", gate_up, operands=recipe, out_dtype=torch.bfloat16, **facts)
-    if layer == "reference":
-        return f"{layer}: {_dequantised(gate_up.device)}"
     widths = [(dim, double), (double // 2, dim)]
+    if layer == "reference":
+        names = {dispatch.serving("mxfp8_grouped_mm", gate_up, in_features=k, out_features=n) for k, n in widths}
+        if names == {"reference"}:
+            return f"{layer}: {_dequantised(gate_up.device)}"
+        layer = ", ".join(sorted(names))
     paths = {
         dispatch.serving(f"mxfp8_grouped_{kind}", gate_up, group=group, in_features=k, out_features=n)
         for kind in ("fprop", "wgrad")

@@ -81,7 +81,7 @@ class _GroupedMM(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # Blocks run along the rows here and must not straddle two experts.
                 target, capacity, ends = aligned_groups(offsets, x.shape[0], group)
-                dy_operand, x_operand = (_operand(_scatter(rows, target, capacity), 0, group) for rows in (dy, x))
+                dy_operand, x_operand = (_operand(scattered(rows, target, capacity), 0, group) for rows in (dy, x))
                 dw = _grouped_wgrad(dy_operand, x_operand, ends, group).to(weight.dtype)
         return dx, dw, None, None, None
 
@@ -113,7 +113,8 @@ def aligned_groups(offsets: Tensor, num_rows: int, multiple: int = BLOCK) -> tup
     return torch.where(group < num_groups, rows + shift, capacity), capacity, ends
 
 
-def _scatter(rows: Tensor, target: Tensor, capacity: int) -> Tensor:
+def scattered(rows: Tensor, target: Tensor, capacity: int) -> Tensor:
+    """[capacity, ...]: rows at the places of `aligned_groups`, zeros elsewhere."""
     return rows.new_zeros(capacity + 1, rows.shape[1]).index_copy_(0, target.long(), rows)[:capacity]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +76,34 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fused_operator_is_the_layer(on_cpu: None, recipe: str, dtype: torch.dtype) -> None:
     chosen, leaves, upstream = layer(150, 96, 128, 3, 2)
     compare(fused.experts, chosen, leaves, upstream, recipe, "cpu", dtype)
+
+
+def qualities(run, case: tuple, recipe: str, device: str) -> dict[str, float]:
+    """Signal to noise of the output and of every gradient against float64, in dB."""
+    chosen, leaves, upstream = case
+    own = {name: value.to(device).requires_grad_() for name, value in leaves.items()}
+    exact = {name: value.double().requires_grad_() for name, value in leaves.items()}
+    results = []
+    for y, inputs in (
+        (run(chosen=chosen.to(device), recipe=recipe, **own), own),
+        (one_at_a_time(chosen, **exact), exact),
+    ):
+        results.append((y, *torch.autograd.grad(y, list(inputs.values()), upstream.to(y))))
+    pairs = zip(["out", *leaves], *results, strict=True)
+    return {name: sqnr_db(actual.detach().cpu(), oracle.detach()) for name, actual, oracle in pairs}
+
+
+def as_good_as_dequantised(run, case: tuple, recipe: str, device: str) -> None:
+    """Held to operands dequantised to float32 and multiplied there, on the CPU."""
+    by_definition = qualities(partial(moe.experts, backend="reference"), case, recipe, "cpu")
+    for name, quality in qualities(run, case, recipe, device).items():
+        # They quantise at other places, so the noise is another draw of the same size; y, h and results are bfloat16.
+        assert quality > by_definition[name] - 0.3, (name, quality, by_definition[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_the_fused_operator_is_as_good_as_dequantised_products_in_float32(on_cpu: None, recipe: str) -> None:
+    as_good_as_dequantised(fused.experts, layer(150, 96, 128, 3, 2), recipe, "cpu")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -225,6 +255,12 @@ def test_gpu_experts(recipe: str, dtype: torch.dtype) -> None:
     ):
         # poisoned_empty shows what a kernel does not write; rows behind the last end stay poisoned and must not matter.
         compare(run, *case, recipe, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_gpu_experts_are_as_good_as_dequantised_products_in_float32(recipe: str) -> None:
+    as_good_as_dequantised(partial(moe.experts, backend="fused"), layer(700, 256, 384, 5, 3), recipe, "cuda")
 
 
 @pytest.mark.gpu

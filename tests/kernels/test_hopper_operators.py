@@ -1,4 +1,4 @@
-"""The Hopper operators as compilers see them: schemas, fake results, autograd."""
+"""What all Hopper operators have in common: how compilers see them, that nothing waits, that memory is linear."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-import kernels  # noqa: F401  registers the operators
+from kernels.gdpa import gdpa as activated_attention
+from kernels.jagged import jagged_attention
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 LENGTHS = [5, 0, 70]
@@ -90,11 +92,67 @@ def test_fake_results(name: str) -> None:
     assert [list(tensor.shape) for tensor in tensors] == OPERATORS[name][2]
 
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
 @pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     with torch.device("cuda"):
         arguments = OPERATORS[name][1]()
     torch.library.opcheck(operator_of(name), arguments)
+
+
+def without_waiting(step: Callable[[], object]) -> None:
+    step()  # which compiles, and that may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", OPERATORS)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    operator = operator_of(name)
+    with torch.device("cuda"):
+        arguments = OPERATORS[name][1]()
+    leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
+
+    def step() -> None:
+        results = operator(*arguments)
+        out = results if isinstance(results, Tensor) else results[0]
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    without_waiting(step)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["softmax", "activation"])
+def test_memory_is_linear_in_the_number_of_values(name: str) -> None:
+    with torch.device("cuda"):
+        offsets = offsets_of([0] * 999 + [2000])
+        leaves = [leaf(2000, 2, 64) for _ in range(3)]
+    fixed: dict[str, Any] = {"max_q": 4000, "max_k": 4000, "backend": "gluon"}
+
+    def step() -> None:
+        if name == "softmax":
+            out = jagged_attention(*leaves, offsets, offsets, **fixed)
+        else:
+            out = activated_attention(*leaves, offsets, offsets, score_scale=0.1, **fixed)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    without_waiting(step)
+    # A score for every pair of padded positions would be 64 GB. Gradients of queries are added up in rows of whole
+    # tiles of 64: 34 MB here, where most rows are empty.
+    assert torch.cuda.max_memory_allocated() - before < 60e6

@@ -57,6 +57,17 @@ def test_reference_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
     check_gradients(reference, formula, inputs_of(names, shape, torch.float64), EXACT)
 
 
+def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(norms.dispatch, "choose", lambda op, backend, *_, **__: asked.append(backend) or torch.neg)
+    x = torch.ones(2, 4)
+    layer_norm(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer_norm(x)
+    layer_norm(x, backend="triton")
+    assert asked == [None, "reference", "triton"]
+
+
 def test_zeros_stay_with_finite_gradients() -> None:
     x, query = (torch.zeros(2, 8, requires_grad=True) for _ in range(2))
     out = add_norms(x, query)

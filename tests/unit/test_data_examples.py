@@ -147,7 +147,7 @@ def test_the_example_in_the_documentation(tmp_path):
     assert written.pop("defaults") == ["events_schema", "_self_"]
     (tmp_path / "log").mkdir()
     moments = (10**12 + GENERATOR.integers(10**9, size=ROWS)).tolist()
-    header = "user_id,country,item_id,clicked,stars"
+    header = "user_id,country,item_id,clicked,stars,importance"
     table = {name: digits() for name in header.split(",")} | {"time_ms": moments, "clicked": digits(2)}
     table |= {"tags": LISTS, "viewed_items": LISTS, "viewed_at": [[10**12 - 10**6] * len(items) for items in LISTS]}
     pq.write_table(pa.table(table), tmp_path / "log" / "a.parquet")

@@ -27,9 +27,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, stdev
 
-from train.config import split_values
 from train.doctor import nvidia_smi
 from train.files import new_folder
+from train.overrides import split_values
 
 SEED = "runtime.seed"
 LAUNCHER = Path(__file__).with_name("torchrun.sh")

@@ -36,9 +36,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from train import checkpoint, distributed, report
 from train.build import build
-from train.config import Config, register_schema, split_values, to_config
+from train.config import Config, register_schema, to_config
 from train.distributed import World
 from train.files import new_folder, write_json
+from train.overrides import split_values
 from train.trainer import Trainer
 
 log = logging.getLogger(__name__)

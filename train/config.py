@@ -330,23 +330,6 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     return to_config(composed)
 
 
-def split_values(text: str) -> list[str]:
-    """The comma-separated values of `text`; commas inside brackets, braces and quotes belong to a value."""
-    values, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        else:
-            depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth == 0 and not quote:
-            values.append("")
-        else:
-            values[-1] += character
-    return values
-
-
 def validate(config: Config) -> None:
     """Rules across fields. Raises ValueError naming the key and a value that works."""
     for key, allowed in CHOICES.items():

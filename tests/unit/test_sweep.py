@@ -10,7 +10,7 @@ import pytest
 
 from launch import sweep
 from launch.sweep import Job, Runner, grid, main, write_tables
-from train.config import split_values
+from train.overrides import split_values
 
 # Rank 0 records what it was given and writes results.json; model=broken fails.
 FAKE_JOB = """

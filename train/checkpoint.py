@@ -148,6 +148,12 @@ def best_checkpoint(folder: Path) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
+def of_first_rank(path: Path | None, world: World) -> Path | None:
+    """The first rank's `path`, on all: a shared file system may show a new folder to one node before the others."""
+    told = world.broadcast(path)
+    return told if isinstance(told, Path) else None
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """`meta.json` of a checkpoint. Raises ValueError when `path` is not a whole, readable checkpoint."""
     try:

@@ -116,19 +116,19 @@ class Trainer:
 
     def _start(self) -> None:
         """Resume from the run directory's newest checkpoint, or take the weights of `checkpoint.load`."""
-        saved = checkpoint.checkpoints(self.run_dir / "checkpoints")
-        if saved:
-            path = saved[-1]
-            checkpoint.check_data(path, self.source.fingerprint)
-            _compare_configs(path, checkpoint.read_meta(path)["config"], self.about["config"])
-            self.progress = checkpoint.load(path, self.model, self.optimizer, self.world)
+        whole = checkpoint.checkpoints(self.run_dir / "checkpoints")
+        saved = checkpoint.of_first_rank(whole[-1] if whole else None, self.world)
+        if saved is not None:
+            checkpoint.check_data(saved, self.source.fingerprint)
+            _compare_configs(saved, checkpoint.read_meta(saved)["config"], self.about["config"])
+            self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
             # Another number of ranks or another batch size takes other steps to the same end.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self._restore_tokens_per_expert()
             self.skipped_steps.fill_(self.progress.skipped_steps)
             self.tracker.load_state_dict(self.progress.tracker)
-            log.info("resumed from %s (step %d, epoch %d)", path, self.progress.step, self.progress.epoch)
+            log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
             path = Path(self.config.checkpoint.load)
             checkpoint.check_data(path, self.source.fingerprint)
@@ -307,7 +307,7 @@ class Trainer:
 
     def _results(self, seconds: float) -> dict[str, Any]:
         """Test metrics of the best checkpoint, plots, and `results.json`."""
-        best = checkpoint.best_checkpoint(self.run_dir / "checkpoints")
+        best = checkpoint.of_first_rank(checkpoint.best_checkpoint(self.run_dir / "checkpoints"), self.world)
         self.pipeline.detach()
         if best is not None and self.progress.best_step != self.progress.step:
             checkpoint.load(best, self.model, None, self.world)

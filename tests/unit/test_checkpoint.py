@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from train import distributed
-from train.checkpoint import Checkpointer, Progress
+from train.checkpoint import Checkpointer, Progress, of_first_rank
 from train.config import RuntimeConfig
+from train.distributed import World
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 16), (1, 16), (4, 16), (2, 5)])
@@ -77,3 +78,11 @@ def test_a_task_without_an_ne_leaves_the_judgement_to_the_others() -> None:
     assert (progress.best_step, progress.stale_validations) == (2, 2)
     progress.judge(values(math.nan), {"seen": 1.0})
     assert progress.stale_validations == 2
+
+
+def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(tmp_path: Path) -> None:
+    seen = tmp_path / "step_00000003"
+    late = cast(World, SimpleNamespace(broadcast=lambda own: seen))  # a node that is shown the folder later
+    assert of_first_rank(None, late) == seen
+    none = cast(World, SimpleNamespace(broadcast=lambda own: None))
+    assert of_first_rank(seen, none) is None

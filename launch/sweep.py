@@ -206,8 +206,9 @@ def main(arguments: list[str]) -> int:
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]
-    out = options.out or new_folder(Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}"))
     try:
+        grid(options.over)  # no folder is made for axes that cannot be read
+        out = options.out or new_folder(Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}"))
         jobs = plan(out, shared, options.over)
         runner = Runner(shared, options.nproc, options.parallel)
     except ValueError as error:

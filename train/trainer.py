@@ -83,6 +83,7 @@ class Trainer:
         self.account = Replay(self._account, graphs)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
+        self.logged_step = 0  # the last that is in the log
         self.skipped_steps = torch.zeros((), device=world.device)  # of the whole run
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
@@ -107,6 +108,8 @@ class Trainer:
             with self.tracer.run():
                 while not self._finished():
                     self._train_epoch()
+            if self.progress.step > self.logged_step:  # stopped early, between two log lines
+                self._log()
             self.checkpoints.wait()
             results = self._results(time.monotonic() - started)
         finally:
@@ -134,6 +137,7 @@ class Trainer:
             checkpoint.check_data(path, self.source.fingerprint)
             checkpoint.load(path, self.model, None, self.world)
             log.info("started from the weights of %s", self.config.checkpoint.load)
+        self.logged_step = self.progress.step
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
@@ -240,6 +244,7 @@ class Trainer:
         if self.load_violations:
             values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
         self.tracker.log(self.progress.step, "train", values)
+        self.logged_step = self.progress.step
         self.metrics.reset()
         self.throughput.reset()
         if bad and runtime.bad_batch == "stop":

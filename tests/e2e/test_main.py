@@ -81,14 +81,24 @@ def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
 
 def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
     # Nothing is learnt at this rate, so the second validation is no better than the first.
-    options = ("runtime.eval_every=3", "runtime.early_stop=1", "runtime.profile_step=1", "optimizer.lr=1e-30",
-               "optimizer.sparse_lr=0", "runtime.epochs=9", "runtime.deterministic=true")  # fmt: skip
+    options = (
+        "runtime.eval_every=3",
+        "runtime.early_stop=1",
+        "runtime.profile_step=1",
+        "runtime.log_every=4",
+        "runtime.epochs=9",
+        "runtime.deterministic=true",
+        "optimizer.lr=1e-30",
+        "optimizer.sparse_lr=0",
+    )
     try:
         train_here(tmp_path / "run", *options)
     finally:
         torch.use_deterministic_algorithms(False)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["step"], results["best_step"]) == (6, 3)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record.step for record in records if record.split == "train"] == [4, 6]  # the stop is no multiple of four
     assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size > 0
 
 

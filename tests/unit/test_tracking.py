@@ -222,6 +222,7 @@ def test_table():
 
 @pytest.fixture
 def restored_logging():
+    logging.captureWarnings(False)  # a run in this process may have left it on, without effect on pytest's own capture
     root, show = logging.getLogger(), warnings.showwarning
     handlers, level = root.handlers[:], root.level
     root.handlers = []

@@ -2,9 +2,9 @@
 
 FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: two
 operations for each element of the result when both operands have scales of their own for each row, one when 128 rows
-of B share theirs, which weights do. Few elements are live at a time: a consumer has one partial result of 64 x 128
-beside its accumulators, and issues the next product when the last one is added up. The other consumers' products can
-fill the tensor cores meanwhile.
+of B share theirs, which weights do. With two, a consumer has two partial results of 64 x 64 beside its accumulators:
+while one is added up, the product of the other is on its way. With one it has a single partial result of 64 x 128,
+whose wider products read less shared memory; the other consumer's products fill the time in which it is added up.
 
 A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
 """
@@ -46,6 +46,9 @@ _TILE_N = gl.constexpr(128)
 _BLOCK_K = gl.constexpr(128)
 _BAND = gl.constexpr(8)  # rows of tiles that are in flight together
 _STAGES = gl.constexpr(4)
+_FULL_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+_HALF = gl.constexpr(64)  # columns of a partial result
+_HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 _LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
 _LOADER_REGISTERS = gl.constexpr(24)
 
@@ -157,36 +160,37 @@ def _multiplied(
 
 
 @gluon.jit
-def _row_factors(scales, C: gl.constexpr):
+def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, 1] float32: what the rows of a tile's block C are multiplied by. `scales` [1, 256] are E8M0 bytes.
 
     Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, beside NaNs, gives infinity.
     """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     block = scales.slice(C * ROWS, ROWS, 1).permute((1, 0))
     return (block.load(LAYOUT).to(gl.int32) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _add(acc, partial, rows, columns, SHARED: gl.constexpr):
-    """acc + partial * rows * columns; `rows` has them both if SHARED."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    if SHARED:
-        acc += partial * rows
-    else:
-        acc += partial * rows * columns.load(LAYOUT).to(gl.float32)
-    return acc
+def _column_factors(values, HALF: gl.constexpr):
+    """[1, 64] float32: what the columns of a tile's half are multiplied by. `values` [1, 128] are bfloat16."""
+    pairs = values.slice(HALF * _HALF, _HALF, 1).load(_HALF_SUMS)
+    bits = gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=2
+    )
+    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED: gl.constexpr,
-          TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(sums of block C, sums of block C + 2 if TWO, `done` and the steps of this tile).
+def _release(empty, order, stage, first, step, C: gl.constexpr):
+    mbarrier.arrive(empty.index(stage), count=1)
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
 
-    SHARED: the rows of B in this tile share a scale.
-    """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    acc = gl.zeros((ROWS, _TILE_N), gl.float32, LAYOUT)
+
+@gluon.jit
+def _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
+                 C: gl.constexpr):  # fmt: skip
+    """As `_sums`, but not in halves, where the tile's rows of B share their scales."""
+    acc = gl.zeros((ROWS, _TILE_N), gl.float32, _FULL_SUMS)
     more = acc
     partial = acc
     for step in range(steps):
@@ -194,57 +198,122 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
         mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
         b = b_smem.index(stage).permute((1, 0))
         partial = warpgroup_mma(a_smem.index(stage * 4 + C), b, partial, use_acc=False, is_async=True)
-        columns = columns_smem.index(stage)
-        rows = _row_factors(rows_smem.index(stage), C)
+        column = columns_smem.index(stage).slice(0, 1, 1).load(_FULL_SUMS).to(gl.float32)
+        factors = _row_factors(rows_smem.index(stage), C, _FULL_SUMS) * column
         if TWO:
-            more_rows = _row_factors(rows_smem.index(stage), C + 2)
-        if SHARED:
-            column = columns.slice(0, 1, 1).load(LAYOUT).to(gl.float32)
-            rows *= column
-            if TWO:
-                more_rows *= column
+            more_factors = _row_factors(rows_smem.index(stage), C + 2, _FULL_SUMS) * column
         partial = warpgroup_mma_wait(0, deps=(partial,))
-        acc = _add(acc, partial, rows, columns, SHARED)
+        acc += partial * factors
         if TWO:
-            block = a_smem.index(stage * 4 + C + 2)
-            partial = warpgroup_mma(block, b, partial, use_acc=False, is_async=True)
+            partial = warpgroup_mma(a_smem.index(stage * 4 + C + 2), b, partial, use_acc=False, is_async=True)
             partial = warpgroup_mma_wait(0, deps=(partial,))
-            more = _add(more, partial, more_rows, columns, SHARED)
-        mbarrier.arrive(empty.index(stage), count=1)
-        if C == 0:
-            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+            more += partial * more_factors
+        _release(empty, order, stage, first, step, C)
         done += 1
-    return acc, more, done
+    return (acc,), (more,), done
 
 
 @gluon.jit
-def _store(out_desc, out, out_smem, acc, more, row, count, column, N, TWO: gl.constexpr,
-           C: gl.constexpr):  # fmt: skip
-    FIRST: gl.constexpr = C * PIECES
-    store_rows(out_desc, out, out_smem, acc, row + C * ROWS, count - C * ROWS, column, N, FIRST, 0)
+def _begin(a_smem, b_smem, stage, partial, BLOCK: gl.constexpr, HALF: gl.constexpr):
+    """Start the product of a block of A and half of the columns in the registers of `partial`."""
+    b = b_smem.index(stage).slice(HALF * _HALF, _HALF, 0).permute((1, 0))
+    return warpgroup_mma(a_smem.index(stage * 4 + BLOCK), b, partial, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(acc, partial, rows, columns):
+    """acc + partial * rows * columns, before anything that follows.
+
+    One product is on its way, so there is nothing to wait for. But the next one would otherwise be started in other
+    registers than these, and there are none.
+    """
+    acc += partial * rows * columns
+    return warpgroup_mma_wait(1, deps=(acc,))
+
+
+@gluon.jit
+def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
+          C: gl.constexpr):  # fmt: skip
+    """((left half, right half) of block C's sums, those of block C + 2 if TWO, `done` and the steps of this tile)."""
+    left = gl.zeros((ROWS, _HALF), gl.float32, _HALF_SUMS)
+    right = left
+    more_left = left
+    more_right = left
+    even = left
+    odd = left
+    for step in range(steps):
+        stage = done % _STAGES
+        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        even = _begin(a_smem, b_smem, stage, even, C, 0)
+        if TWO:
+            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 0)
+        else:
+            odd = _begin(a_smem, b_smem, stage, odd, C, 1)
+        values = columns_smem.index(stage)
+        rows = _row_factors(rows_smem.index(stage), C, _HALF_SUMS)
+        if TWO:
+            more_rows = _row_factors(rows_smem.index(stage), C + 2, _HALF_SUMS)
+        columns = _column_factors(values, 0)
+        even = warpgroup_mma_wait(1, deps=(even,))
+        if TWO:
+            left = _add(left, even, rows, columns)
+            even = _begin(a_smem, b_smem, stage, even, C, 1)
+            odd = warpgroup_mma_wait(1, deps=(odd,))
+            more_left = _add(more_left, odd, more_rows, columns)
+            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 1)
+        else:
+            left += even * rows * columns
+        columns = _column_factors(values, 1)
+        if TWO:
+            even = warpgroup_mma_wait(1, deps=(even,))
+            right = _add(right, even, rows, columns)
+        odd = warpgroup_mma_wait(0, deps=(odd,))
+        _release(empty, order, stage, first, step, C)
+        if TWO:
+            more_right += odd * more_rows * columns
+        else:
+            right += odd * rows * columns
+        done += 1
+    return (left, right), (more_left, more_right), done
+
+
+@gluon.jit
+def _store(out_desc, out, out_smem, sums, row, count, column, N, FIRST: gl.constexpr):
+    WIDTH: gl.constexpr = _TILE_N // len(sums)
+    for i in gl.static_range(len(sums)):
+        store_rows(out_desc, out, out_smem, sums[i], row, count, column + i * WIDTH, N, FIRST, i * WIDTH // COLUMNS)
+
+
+@gluon.jit
+def _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done, row,
+            count, column, steps, N, SHARED: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    if SHARED:
+        sums, more, done = _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done,
+                                        steps, TWO, C)  # fmt: skip
+    else:
+        sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO,
+                                 C)  # fmt: skip
+    row += C * ROWS
+    count -= C * ROWS
+    _store(out_desc, out, out_smem, sums, row, count, column, N, C * PIECES)
     if TWO:
-        BELOW: gl.constexpr = (C + 2) * ROWS
-        PIECE: gl.constexpr = _TILE_N // COLUMNS
-        store_rows(out_desc, out, out_smem, more, row + BELOW, count - BELOW, column, N, FIRST, PIECE)
+        _store(out_desc, out, out_smem, more, row + 2 * ROWS, count - 2 * ROWS, column, N, C * PIECES)
+    return done
 
 
 @gluon.jit
 def _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done,
-          row, count, column, steps, N, WGRAD: gl.constexpr, TWO: gl.constexpr,
-          C: gl.constexpr):  # fmt: skip
+          row, count, column, steps, N, WGRAD: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C's part of a tile, its second block only if TWO; `done` and its steps."""
     if WGRAD:
-        acc, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, False,
-                                TWO, C)  # fmt: skip
-        _store(out_desc, out, out_smem, acc, more, row, count, column, N, TWO, C)
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
     elif shared:
-        acc, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, True,
-                                TWO, C)  # fmt: skip
-        _store(out_desc, out, out_smem, acc, more, row, count, column, N, TWO, C)
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, True, TWO, C)  # fmt: skip
     else:
-        acc, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, False,
-                                TWO, C)  # fmt: skip
-        _store(out_desc, out, out_smem, acc, more, row, count, column, N, TWO, C)
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
     return done
 
 

@@ -3,7 +3,8 @@
 An E4M3 element times its power-of-two scale has four significant bits, so bfloat16 holds it exactly: with the other
 operand dequantised, this is the product of two MXFP8 tensors with scales of their own every 32. The pipeline is that of
 `gluon_grouped_bf16`, but each consumer reads its 64 rows of codes from shared memory and turns them into bfloat16 in
-registers, where matrix instructions take their first operand, while they work on the step before.
+registers, where matrix instructions take their first operand, while they work on the step before. Of each two steps the
+second is given to them before the first is done; more at a time would take more registers than there are.
 
 A thread reads 16 neighbouring codes of a row, which have one scale, and gives them to four instructions as the elements
 that it has to supply. The sum so runs over the elements in another order, in which `dequantize_interleaved` writes the
@@ -104,14 +105,15 @@ _DECODE = gl.constexpr(
 
 
 @gluon.jit
-def _decode(codes_smem, words_smem, step, BLOCK: gl.constexpr):
+def _decode(codes_smem, words_smem, HALF: gl.constexpr, BLOCK: gl.constexpr):
     """Codes [64, 64] of a step times their scales -> bfloat16, an operand in the order of `dequantize_interleaved`.
 
-    `words_smem` [1, TILE_M] has the scales of 128 elements of each row of the tile.
+    `words_smem` [1, TILE_M] has the scales of 128 elements of each row of the tile: of this step, which is an even one
+    (HALF 0) or an odd one, and of its neighbour.
     """
     words = words_smem.slice(BLOCK * ROWS, ROWS, 1).permute((1, 0)).load(gl.SliceLayout(2, _CODES))
     codes = gl.convert_layout(codes_smem.load(_FLAT_CODES).reshape((ROWS, 2, 32)), _CODES, assert_trivial=True)
-    place = 16 * (step % 2) + 8 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, _CODES)))
+    place = 16 * HALF + 8 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, _CODES)))
     scale = (words >> gl.expand_dims(place, 0)) & 0xFF
     bits = gl.where(scale == 255, 0x7FC0, gl.minimum(scale + 88, 255) << 7).to(gl.int16)
     factors = gl.expand_dims(bits.to(gl.bfloat16, bitcast=True), 2)
@@ -123,25 +125,36 @@ def _decode(codes_smem, words_smem, step, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps, C: gl.constexpr):  # fmt: skip
-    """(64 x 256 sums, `done` and the steps of this tile)."""
-    acc = gl.zeros((ROWS, 256), gl.float32, _SUMS)
+def _operand(a_smem, words_smem, full, done, there, HALF: gl.constexpr, BLOCK: gl.constexpr):
+    """The operand of the step in stage `done`, decoded when it is `there`; behind the last step it is not, nor used."""
     stage = done % _STAGES
-    mbarrier.wait(full.index(stage), (done // _STAGES) & 1, pred=steps > 0)
-    a = _decode(a_smem.index(stage * 2 + C), words_smem.index(stage), 0, C)
-    for step in range(steps):
-        stage = done % _STAGES
-        acc = warpgroup_mma(a, b_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        # Behind the last step there is nothing to wait for, and what is decoded is not used.
-        following = (done + 1) % _STAGES
-        mbarrier.wait(full.index(following), ((done + 1) // _STAGES) & 1, pred=step + 1 < steps)
-        following_a = _decode(a_smem.index(following * 2 + C), words_smem.index(following), step + 1, C)
-        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
-        mbarrier.arrive(empty.index(stage), count=1)
-        if C == 0:
+    mbarrier.wait(full.index(stage), (done // _STAGES) & 1, pred=there)
+    return _decode(a_smem.index(stage * 2 + BLOCK), words_smem.index(stage), HALF, BLOCK)
+
+
+@gluon.jit
+def _begin(a, b_smem, acc, done):
+    return warpgroup_mma(a, b_smem.index(done % _STAGES).permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps, C: gl.constexpr):  # fmt: skip
+    """(64 x 256 sums, `done` and the steps of this tile, an even number)."""
+    acc = gl.zeros((ROWS, 256), gl.float32, _SUMS)
+    even = _operand(a_smem, words_smem, full, done, steps > 0, 0, C)
+    for step in range(0, steps, 2):
+        acc = _begin(even, b_smem, acc, done)
+        odd = _operand(a_smem, words_smem, full, done + 1, True, 1, C)
+        acc = _begin(odd, b_smem, acc, done + 1)
+        acc, even = warpgroup_mma_wait(1, deps=(acc, even))
+        mbarrier.arrive(empty.index(done % _STAGES), count=1)
+        if C == 0:  # before a stage is waited for that the other consumer has yet to release
             mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
-        a = following_a
-        done += 1
+        following = _operand(a_smem, words_smem, full, done + 2, step + 2 < steps, 0, C)
+        acc, odd = warpgroup_mma_wait(0, deps=(acc, odd))
+        mbarrier.arrive(empty.index((done + 1) % _STAGES), count=1)
+        even = following
+        done += 2
     return acc * _UNIT, done
 
 

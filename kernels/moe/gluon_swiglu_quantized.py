@@ -76,10 +76,10 @@ def _pair(left, right):
 
 
 @gluon.jit
-def _load_halves(desc, row, column, width, smem, full):
+def _load_halves(desc, row, column, width, gate_smem, up_smem, full):
     """Start to read the tiles of gate and of up."""
-    tma.async_copy_global_to_shared(desc, [row, column // 2], full, smem.index(0))
-    tma.async_copy_global_to_shared(desc, [row, (width + column) // 2], full, smem.index(1))
+    tma.async_copy_global_to_shared(desc, [row, column // 2], full, gate_smem)
+    tma.async_copy_global_to_shared(desc, [row, (width + column) // 2], full, up_smem)
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
@@ -96,7 +96,7 @@ def forward_kernel(
     mbarrier.init(full, count=1)
     fence_async_shared()
     mbarrier.expect(full, 2 * hidden_desc.block_type.nbytes)
-    _load_halves(hidden_desc, row, column, width, smem, full)
+    _load_halves(hidden_desc, row, column, width, smem.index(0), smem.index(1), full)
     mbarrier.wait(full, 0)
     gate = smem.index(0).load(row_layout())
     up = smem.index(1).load(row_layout())
@@ -149,11 +149,13 @@ def _chunk_weights(selections, weights, row, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate_chunk(smem, weight, partial, row, tile_columns, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
+def _differentiate_chunk(
+    gate_smem, up_smem, grad_smem, weight, partial, row, tile_columns, CHUNK: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Rows CHUNK * 32... of the tiles of gate, up and gradient become those of d gate, d up and the weighted result."""
-    gate_smem = smem.index(0).slice(CHUNK * _CHUNK, _CHUNK, 0)
-    up_smem = smem.index(1).slice(CHUNK * _CHUNK, _CHUNK, 0)
-    grad_smem = smem.index(2).slice(CHUNK * _CHUNK, _CHUNK, 0)
+    gate_smem = gate_smem.slice(CHUNK * _CHUNK, _CHUNK, 0)
+    up_smem = up_smem.slice(CHUNK * _CHUNK, _CHUNK, 0)
+    grad_smem = grad_smem.slice(CHUNK * _CHUNK, _CHUNK, 0)
     gate = gate_smem.load(LAYOUT)
     up = up_smem.load(LAYOUT)
     grad = grad_smem.load(LAYOUT)
@@ -208,14 +210,17 @@ def backward_kernel(
     row, column = tile_place(gl.program_id(0), num_rows // 128, width // 128)
     if row >= gl.load(ends + num_groups - 1):
         return
-    smem = gl.allocate_shared_memory(gl.int32, [3, 128, 64], words_layout())
+    # Three of one each: between accesses to different ones no thread has to wait for others.
+    gate_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
+    up_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
+    grad_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = barriers.index(0)
     mbarrier.init(full, count=1)
     fence_async_shared()
     mbarrier.expect(full, 2 * hidden_desc.block_type.nbytes + grad_desc.block_type.nbytes)
-    _load_halves(hidden_desc, row, column, width, smem, full)
-    tma.async_copy_global_to_shared(grad_desc, [row, column // 2], full, smem.index(2))
+    _load_halves(hidden_desc, row, column, width, gate_smem, up_smem, full)
+    tma.async_copy_global_to_shared(grad_desc, [row, column // 2], full, grad_smem)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
     weight = (
         _chunk_weights(selections, weights, row, LAYOUT),
@@ -225,15 +230,19 @@ def backward_kernel(
     )
     mbarrier.wait(full, 0)
     for chunk in gl.static_range(4):
-        _differentiate_chunk(smem, weight[chunk], partial + column // 128, row, width // 128, chunk, LAYOUT)
-    _store_gradient(smem.index(0), pairs_desc, row, column, row_scales, column_scales, num_rows, width, GROUP, FORM)
-    _store_gradient(smem.index(1), pairs_desc, row, width + column, row_scales, column_scales, num_rows, width, GROUP,
+        _differentiate_chunk(gate_smem, up_smem, grad_smem, weight[chunk], partial + column // 128, row, width // 128,
+                             chunk, LAYOUT)  # fmt: skip
+    _store_gradient(gate_smem, pairs_desc, row, column, row_scales, column_scales, num_rows, width, GROUP, FORM)
+    _store_gradient(up_smem, pairs_desc, row, width + column, row_scales, column_scales, num_rows, width, GROUP,
                     FORM)  # fmt: skip
-    across = smem.index(2).load(column_layout())
-    buffers = smem.index(2)._reinterpret(gl.int16, [2, 128, 64], codes_layout())
+    across = grad_smem.load(column_layout())
+    buffers = grad_smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
     store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, result_scales, column,
                   row // 32, width, num_rows // 32, GROUP, False, RESULT_FORM)  # fmt: skip
     tma.store_wait(0)
+    # Or exchanges between threads would take the memory of the first two, which copies still read.
+    gate_smem._keep_alive()
+    up_smem._keep_alive()
     mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 

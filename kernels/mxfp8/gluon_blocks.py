@@ -83,13 +83,19 @@ def _reciprocal(scale_bytes):
 
 
 @gluon.jit
+def square_maxima(line):
+    """Maxima of the 128 lines of a tile -> the tile's, or each line's own where they differ too much."""
+    block = gl.max(line, 0)
+    smallest = gl.min(gl.where(line == 0, 0x7FFFFFFF, line), 0)
+    return gl.where((block >> 23) - (smallest >> 23) > SPREAD, line, block)
+
+
+@gluon.jit
 def widen(bits, AXIS: gl.constexpr, SQUARE: gl.constexpr):
     """Maxima of blocks of 32 [128, 4] or [4, 128] (AXIS says where the 4 are) -> those of the groups of 128."""
     line = gl.max(bits, AXIS)
     if SQUARE:
-        block = gl.max(line, 0)
-        smallest = gl.min(gl.where(line == 0, 0x7FFFFFFF, line), 0)
-        line = gl.where((block >> 23) - (smallest >> 23) > SPREAD, line, block)
+        line = square_maxima(line)
     return gl.maximum(bits, gl.expand_dims(line, AXIS))
 
 

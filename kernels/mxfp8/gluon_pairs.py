@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mxfp8.gluon_blocks import scale_bytes_of, store_scales, widen
+from kernels.mxfp8.gluon_blocks import scale_bytes_of, square_maxima, store_scales, widen
 from kernels.mxfp8.grouped import BYTES, TILES, WORDS
 
 WARPS = 8  # that the layouts are made for
@@ -160,25 +160,31 @@ def _column_codes(words):
 
 
 @gluon.jit
-def _store_scales(scales, differ, scale_bytes, AXIS: gl.constexpr, line, block, num_lines, num_blocks,
-                  SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+def _store_scales(scales, scale_bytes, AXIS: gl.constexpr, line, block, num_lines, num_blocks, FORM: gl.constexpr):
     if FORM <= _TILES:
         store_scales(scales, scale_bytes, AXIS, line, block, 0, num_blocks, FORM == _TILES, True)
     else:
         LAYOUT: gl.constexpr = scale_bytes.type.layout
         at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, gl.SliceLayout(AXIS, LAYOUT))
-        if FORM == _WORDS:
-            place = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS) * 8
-            gl.store(scales + at, gl.sum(scale_bytes << place, AXIS))
-        else:
-            shared = gl.max(scale_bytes, AXIS)
-            if FORM == _BYTES:
-                gl.store(scales + at, shared.to(gl.uint8))
-            else:
-                # The exponent of a bfloat16: byte 0 becomes 0, and 255, which stands beside NaNs, infinity.
-                gl.store(scales + at, (shared << 7).to(gl.int16))
-            if SQUARE:
-                gl.store(differ, 1, mask=gl.max(shared, 0) != gl.min(shared, 0))
+        place = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS) * 8
+        gl.store(scales + at, gl.sum(scale_bytes << place, AXIS))
+
+
+@gluon.jit
+def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: gl.constexpr, FORM: gl.constexpr):
+    """Of magnitude bits of a tile's 128 lines, each a group: store their scales in a table and return their bytes."""
+    if SQUARE:
+        bits = square_maxima(bits)
+    scale_bytes = scale_bytes_of(bits)
+    at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, scale_bytes.type.layout)
+    if FORM == _BYTES:
+        gl.store(scales + at, scale_bytes.to(gl.uint8))
+    else:
+        # The exponent of a bfloat16: byte 0 becomes 0, and 255, which stands beside NaNs, infinity.
+        gl.store(scales + at, (scale_bytes << 7).to(gl.int16))
+    if SQUARE:
+        gl.store(differ, 1, mask=gl.max(scale_bytes, 0) != gl.min(scale_bytes, 0))
+    return scale_bytes
 
 
 @gluon.jit
@@ -229,10 +235,17 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
 
     `desc` and `buffer` have two codes to an element. The store of `buffer` is on its way when this returns.
     """
-    scale_bytes = row_scales(words, GROUP, SQUARE)
-    # Before the codes leave: exchanges between threads may take shared memory that a copy still reads.
-    _store_scales(scales, differ, scale_bytes, 1, line, block, num_lines, num_blocks, SQUARE, FORM)
-    codes = _row_codes(scaled_rows(words, factor_bits(scale_bytes)))
+    # Scales before the codes leave: exchanges between threads may take shared memory that a copy still reads.
+    if FORM > _WORDS:
+        largest = gl.reduce(words, 1, _larger)
+        bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
+        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE, FORM)
+        scaled = scaled_words(words, gl.expand_dims(factor_bits(scale_bytes) * 0x10001, 1))
+    else:
+        scale_bytes = row_scales(words, GROUP, SQUARE)
+        _store_scales(scales, scale_bytes, 1, line, block, num_lines, num_blocks, FORM)
+        scaled = scaled_rows(words, factor_bits(scale_bytes))
+    codes = _row_codes(scaled)
     buffer.store(codes)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buffer)
@@ -242,9 +255,18 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
 def store_columns(words, buffer, desc, row, column, scales, differ, line, block, num_lines, num_blocks,
                   GROUP: gl.constexpr, SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """As `store_rows` for a tile in `column_layout`, whose transpose is quantised and stored."""
-    scale_bytes = column_scales(words, GROUP, SQUARE)
-    _store_scales(scales, differ, scale_bytes, 0, line, block, num_lines, num_blocks, SQUARE, FORM)
-    codes = _column_codes(scaled_columns(words, factor_bits(scale_bytes)))
+    if FORM > _WORDS:
+        largest = gl.reduce(words, 0, _larger)
+        bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [128])
+        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE, FORM)
+        left, right = gl.split(gl.reshape(factor_bits(scale_bytes), [64, 2]))
+        pairs = gl.convert_layout(left | (right << 16), gl.SliceLayout(0, words.type.layout), assert_trivial=True)
+        scaled = scaled_words(words, gl.expand_dims(pairs, 0))
+    else:
+        scale_bytes = column_scales(words, GROUP, SQUARE)
+        _store_scales(scales, scale_bytes, 0, line, block, num_lines, num_blocks, FORM)
+        scaled = scaled_columns(words, factor_bits(scale_bytes))
+    codes = _column_codes(scaled)
     # Of each four rows: two of the left column, two of the right.
     codes = gl.reshape(gl.permute(gl.reshape(codes, [32, 2, 2, 64]), [3, 1, 0, 2]), [128, 64])
     buffer.store(codes)

@@ -8,9 +8,10 @@
     out = weighted sums of o's rows                    dx = sums of the rows of dh W_gate_up
 
 Kept for the backward: h in bfloat16 and the rows of x, quantised along the rows' axis or bfloat16. The weights are
-quantised anew for the input gradients. o is not kept: a row's weight is applied to y in the backward, where its
-gradient <dout W_down, y> falls out of the same pass. What else the backward makes, it makes as late and drops as early
-as it can; dh takes the memory of h, unless h is needed again.
+quantised anew for the input gradients; but one pass over a W_down with groups of 128 quantises it for both products, as
+what is kept of it is given back before the backward needs most memory. o is not kept: a row's weight is applied to y
+in the backward, where its gradient <dout W_down, y> falls out of the same pass. What else the backward makes, it makes
+as late and drops as early as it can; dh takes the memory of h, unless h is needed again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kernels.mxfp8 import QUANTIZED
 from kernels.mxfp8.grouped import (
     MATRIX,
     TABLES,
+    VALUES,
     Operand,
     Quantized,
     Rounded,
@@ -40,7 +42,7 @@ from kernels.mxfp8.reference import BLOCK
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
-_KEPT = 7  # tensors
+_KEPT = 10  # tensors
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -57,6 +59,21 @@ def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
     return Quantized(*(results[2:] if transpose else results[:2]), group)
 
 
+def _quantizes_both(weight: Tensor, group: int) -> bool:
+    tiles = weight.shape[1] % 128 == 0 and weight.shape[2] % 128 == 0
+    return group == 128 and weight.is_cuda and weight.dtype is torch.bfloat16 and tiles and weight.numel() > 0
+
+
+def _both(weight: Tensor, group: int) -> tuple[Operand, *tuple[Tensor, ...]]:
+    """weight [E, N, K] as the forward takes it, and the three tensors of it that the input gradient takes, or empty."""
+    if not _quantizes_both(weight, group):
+        return _operand(weight, group, False), *(weight.new_empty(0) for _ in range(3))
+    from kernels.mxfp8 import gluon_weights
+
+    operand, transposed = gluon_weights.operands(weight)
+    return operand, transposed.codes, transposed.scales, transposed.differ
+
+
 @custom_op("gemsmith::moe_experts")
 def _forward(
     x: Tensor,
@@ -67,7 +84,7 @@ def _forward(
     group: int,
     dtype: torch.dtype,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
@@ -86,11 +103,13 @@ def _forward(
         kept_rows = [rows, row_scales]
         del rows, first
         result = swiglu(hidden, permutation.ends)
-    result = fprop(result, _operand(down, group, False), permutation.ends)
+    second, *transposed = _both(down, group) if keep else (_operand(down, group, False),)
+    result = fprop(result, second, permutation.ends)
+    del second
     out = triton_route.combine(result, permutation.rows, weights, dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
-    return out, hidden, *kept_rows, *permutation
+    return out, hidden, *kept_rows, *permutation, *transposed
 
 
 @_forward.register_fake
@@ -109,7 +128,15 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
     hidden = x.new_empty(rows, double, dtype=torch.bfloat16)
     shapes = (chosen.shape, (rows,), (num_experts,), (rows // ROWS,))
     indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in shapes]
-    return out, hidden, kept_rows, x.new_empty(scales, dtype=scale_dtype), *indices
+    transposed = [down.new_empty(0) for _ in range(3)]
+    if _quantizes_both(down, group):
+        hidden_width = double // 2
+        transposed = [
+            down.new_empty(num_experts, hidden_width, width, dtype=torch.float8_e4m3fn),
+            down.new_empty(width // 128, num_experts * hidden_width, dtype=TABLES[VALUES]),
+            down.new_empty(1, dtype=torch.int32),
+        ]
+    return out, hidden, kept_rows, x.new_empty(scales, dtype=scale_dtype), *indices, *transposed
 
 
 def _differentiate(
@@ -123,7 +150,7 @@ def _differentiate(
     needs: list[bool],
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `_backward`. With `overwrite` the first of `kept` may be written over, and the second given back."""
+    """See `_backward`. With `overwrite` the first of `kept` may be written over, and codes given back."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu_backward
@@ -131,7 +158,7 @@ def _differentiate(
     from kernels.mxfp8 import gluon_dequantize
 
     hidden, *kept_rows = kept[:3]
-    permutation = Permutation(*kept[3:])
+    permutation = Permutation(*kept[3:7])
     _, selections, ends, _ = permutation
     dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
     needs_x, needs_weights, needs_gate_up, needs_down = needs
@@ -142,8 +169,12 @@ def _differentiate(
     d_hidden: Operand
     rows: Operand
     if group:
-        d_result = fprop(Quantized(d_out, d_out_scales, group), _operand(down, group, True), ends)
-        del d_out, d_out_scales
+        codes, scales, differ = kept[7:]
+        transposed = Quantized(codes, scales, group, differ=differ) if codes.numel() else _operand(down, group, True)
+        d_result = fprop(Quantized(d_out, d_out_scales, group), transposed, ends)
+        del d_out, d_out_scales, transposed
+        if overwrite:
+            codes.untyped_storage().resize_(0)
         pairs, row_scales, column_scales, *result, partial = swiglu_quantized_backward(
             hidden, d_result, selections, weights, ends, group, overwrite, form_of(group, not swapped)
         )

@@ -138,3 +138,15 @@ def operand(weight: Tensor, transpose: bool, group: int) -> Quantized | Rounded:
     differ = torch.zeros(1, dtype=torch.int32, device=weight.device)
     quantize_tiles(weight, *results, group, True, VALUES, differ)
     return Quantized(codes, scales, group, differ=differ)
+
+
+def operands(weight: Tensor) -> tuple[Quantized, Quantized]:
+    """weight [E, N, K] bfloat16 in groups of 128 x 128, along K and as [E, K, N] along N; features in whole tiles."""
+    weight = weight if serves(weight) else weight.clone(memory_format=torch.contiguous_format)
+    experts, num_rows, num_columns = weight.shape
+    codes = weight.new_empty(weight.shape, dtype=torch.float8_e4m3fn)
+    transposed = weight.new_empty(experts, num_columns, num_rows, dtype=torch.float8_e4m3fn)
+    scales, transposed_scales = scales_like(codes, VALUES), scales_like(transposed, VALUES)
+    differ = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    quantize_tiles(weight, codes, scales, transposed, transposed_scales, 128, True, VALUES, differ)
+    return Quantized(codes, scales, 128, differ=differ), Quantized(transposed, transposed_scales, 128, differ=differ)

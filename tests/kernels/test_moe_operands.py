@@ -62,13 +62,15 @@ def test_gpu_weights_bit_for_bit(transpose: bool, apart: bool) -> None:
     along = weight.mT.contiguous() if transpose else weight
     with poisoned_empty():
         quantized = gluon_weights.operand(weight.cuda(), transpose, 128)
+        with_the_other = gluon_weights.operands(weight.cuda())[transpose]
         rounded = gluon_weights.operand(weight.cuda(), transpose, 32)
     codes, scales = moe_standins.quantized(along, -1, 128, True)
-    assert same_codes(quantized.codes, codes)
-    assert torch.equal(matrix_scales(quantized).cpu(), scales)
     squares = scales.view(3, -1, 128, scales.shape[-1])
-    assert quantized.differ.item() == int((squares != squares[:, :, :1]).any())
-    assert quantized.differ.item() == int(apart)
+    assert (squares != squares[:, :, :1]).any() == apart
+    for operand in (quantized, with_the_other):
+        assert same_codes(operand.codes, codes)
+        assert torch.equal(matrix_scales(operand).cpu(), scales)
+        assert operand.differ.item() == int(apart)
     exact = mxfp8.quantize(along, -1, backend="reference")
     values = mxfp8.dequantize(exact, torch.bfloat16, backend="reference")
     in_order = rounded.values.cpu().unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)

@@ -4,7 +4,7 @@ An E4M3 element times its power-of-two scale has four significant bits, so bfloa
 operand dequantised, this is the product of two MXFP8 tensors with scales of their own every 32. The pipeline is that of
 `gluon_grouped_bf16`, but each consumer reads its 64 rows of codes from shared memory and turns them into bfloat16 in
 registers, where matrix instructions take their first operand, while they work on the step before. Of each two steps the
-second is given to them before the first is done; more at a time would take more registers than there are.
+second may be given to them before the first is done; more at a time would take more registers than there are.
 
 A thread reads 16 neighbouring codes of a row, which have one scale, and gives them to four instructions as the elements
 that it has to supply. The sum so runs over the elements in another order, in which `dequantize_interleaved` writes the
@@ -138,15 +138,23 @@ def _begin(a, b_smem, acc, done):
 
 
 @gluon.jit
-def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps, C: gl.constexpr):  # fmt: skip
-    """(64 x 256 sums, `done` and the steps of this tile, an even number)."""
+def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
+    """(64 x 256 sums, `done` and the steps of this tile, an even number).
+
+    TWO: the second of each two steps is begun before the first is done.
+    """
     acc = gl.zeros((ROWS, 256), gl.float32, _SUMS)
     even = _operand(a_smem, words_smem, full, done, steps > 0, 0, C)
     for step in range(0, steps, 2):
         acc = _begin(even, b_smem, acc, done)
         odd = _operand(a_smem, words_smem, full, done + 1, True, 1, C)
-        acc = _begin(odd, b_smem, acc, done + 1)
-        acc, even = warpgroup_mma_wait(1, deps=(acc, even))
+        if TWO:
+            acc = _begin(odd, b_smem, acc, done + 1)
+            acc, even = warpgroup_mma_wait(1, deps=(acc, even))
+        else:
+            acc, even = warpgroup_mma_wait(0, deps=(acc, even))
+            acc = _begin(odd, b_smem, acc, done + 1)
         mbarrier.arrive(empty.index(done % _STAGES), count=1)
         if C == 0:  # before a stage is waited for that the other consumer has yet to release
             mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
@@ -169,7 +177,8 @@ def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, 
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
-        acc, done = _products(a_smem, b_smem, words_smem, full, empty, order, received == 0, done, steps, C)
+        # Measured: in products with transposed results two steps at a time are slower.
+        acc, done = _products(a_smem, b_smem, words_smem, full, empty, order, received == 0, done, steps, not OUT_T, C)
         if C == 0:  # the loader goes on only when both have accepted the tile
             mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
         row += C * ROWS

@@ -100,8 +100,9 @@ def main(arguments: list[str]) -> Path:
     program = export_arch(model, request, dtype, options["max_candidates"])
     compiled = device.type == "cuda" and options["compile"] == "true"
     if compiled:
-        # Blocks over two dimensions would lie in the grid's second, which holds 65,535: Inductor keeps to that with the
-        # candidates it is shown, and what it had chosen for those was refused by the driver for more of them.
+        # Inductor takes what held for the example's sizes, where it weighs the padding of a matrix product, to hold for
+        # any: shown two candidates, for up to 97. Blocks over two dimensions were then more than the 65,535 that a
+        # grid's second dimension holds, and the driver refused to launch them for 10,000.
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(out / "model.pt2"), inductor_configs={"triton.max_tiles": 1}
         )

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
 from kernels.scheduling import (
     FIRST_BLOCK,
     MAIN_BEGIN,
@@ -35,28 +36,21 @@ from kernels.scheduling import (
     num_rounds,
 )
 
-ROWS = gl.constexpr(64)  # queries of one consumer
 _LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def paired_item(entry, head, HEADS: gl.constexpr):
-    """(first query, how many there are, head, 1 if that is the first of two) of an item of a list of half tiles.
-
-    A half that has its other stands for a tile and half of the heads; one without, for itself and all heads in twos.
-    """
-    begin = gl.load(entry + MAIN_BEGIN)
-    count = gl.load(entry + MAIN_COUNT)
-    second = (gl.load(entry + MAIN_POSITION) // ROWS) % 2
-    alone = (second == 0) & (count <= ROWS)
-    count = gl.where(second == 0, count, gl.minimum(count, ROWS) + ROWS)
-    head = gl.where(alone, 2 * head, head + second * (HEADS // 2))
-    return begin - second * ROWS, count, head, alone.to(gl.int32)
-
-
-@gluon.jit
-def _tile(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.constexpr, C: gl.constexpr):
-    """What consumer C has to know of this program's item of round `turn`.
+def _tile(
+    schedule,
+    turn,
+    common,
+    HEADS: gl.constexpr,
+    PAIRED: gl.constexpr,
+    LEFT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    C: gl.constexpr,
+):
+    """What consumer C has to know of this program's item of turn `turn`.
 
     (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
     keys, first block, how many more there are, head, from one of its blocks to its next one in the ring)
@@ -65,7 +59,7 @@ def _tile(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.co
     position = 0
     stride = 1
     if PAIRED:
-        entry, head = dealt_item(schedule, turn, HEADS // 2)
+        entry, head = dealt_item(schedule, mixed_turn(turn, common, BLOCK_K), HEADS // 2)
         begin, count, head, alone = paired_item(entry, head, HEADS)
         begin += gl.where(alone != 0, 0, C * ROWS)
         count -= gl.where(alone != 0, 0, C * ROWS)
@@ -128,6 +122,23 @@ def _softmax(s, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _times(x, factors):
+    """x [rows, n] times a factor for each row."""
+    return x * gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout)), 1)
+
+
+@gluon.jit
+def _sums(p):
+    """[rows], the sums of the rows; of short blocks [rows, 4], what each of the four threads of a row has of it.
+
+    Those meet once a tile: where a block takes little else, it pays to put off the exchange between threads.
+    """
+    if p.shape[1] < 128:
+        p = gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3)
+    return gl.sum(p, 1)
+
+
+@gluon.jit
 def _rounded(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """p as a left operand, two neighbours to a register at once: the product needs no more instructions for them."""
     if dtype == gl.bfloat16:
@@ -160,6 +171,7 @@ def _advance(
     stride,
     block,
     acc,
+    begun,
     p,
     m,
     total,
@@ -177,6 +189,7 @@ def _advance(
 ):
     """Add the pending probabilities' product with their values to `acc`, and make those of the next `block` pending.
 
+    What `acc` holds counts if it was `begun`: it is not zeroed between tiles.
     The pending block is number `slot` of the ring, the next one `slot` + `stride`; `turns` counts the turns taken.
     """
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
@@ -195,21 +208,23 @@ def _advance(
         is_async=True,
     )
     mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
-    acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+    acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=begun, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     if EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     s = _masked_at_edges(s, block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, False)
     p_next, m, correction = _softmax(s, m, scale, LEFT or RIGHT)
-    total = total * correction + gl.sum(p_next, 1)
+    if BLOCK_K < 128:
+        total = _times(total, correction) + _sums(p_next)
+    else:
+        total = total * correction + _sums(p_next)
     # The probabilities are an operand in registers of the product in flight: they live until it is complete.
     acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
     if not EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, LO)), 1)
-    return acc, _rounded(p_next, v_smem.dtype, LO), m, total
+    return _times(acc, correction), _rounded(p_next, v_smem.dtype, LO), m, total
 
 
 @gluon.jit
@@ -267,15 +282,19 @@ def attend(
     q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, LS))
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, RS)
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
-    rounds = num_rounds(gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS))
+    items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
+    rounds = num_rounds(items)
+    common = items // gl.num_programs(0)
     # A program without items goes through the motions for one block, without waiting for what never comes.
     some = rounds > 0
-    q_begin, q_count, position, k_length, first_block, steps, head, stride = _tile(schedule, 0, HEADS, LEFT, PAIRED, C)
+    q_begin, q_count, position, k_length, first_block, steps, head, stride = _tile(
+        schedule, 0, common, HEADS, PAIRED, LEFT, BLOCK_K, C
+    )
     next_begin, next_count, next_position, next_length, next_first, next_steps, next_head, next_stride = _tile(
-        schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), HEADS, LEFT, PAIRED, C
+        schedule, gl.minimum(1, gl.maximum(rounds - 1, 0)), common, HEADS, PAIRED, LEFT, BLOCK_K, C
     )
     slot = C * (stride - 1)
     mbarrier.wait(q_full.index(C), 0, pred=some)
@@ -287,12 +306,12 @@ def attend(
     mbarrier.arrive(k_empty.index(slot), count=1, pred=some)
     s = _masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
     p_next, m, _ = _softmax(s, nothing_seen, scale, True)
-    total = gl.sum(p_next, 1)
+    total = _sums(p_next)
     p = _rounded(p_next, v_smem.dtype, LO)
+    acc = gl.zeros((ROWS, DV), gl.float32, LO)
     turns = 0
     for turn in range(rounds):
         more = turn + 1 < rounds
-        acc = gl.zeros((ROWS, DV), gl.float32, LO)
         q = q_smem.index(2 * (turn % 2) + C)
         if C == 1 and not PAIRED:
             # The last tile of a row may have no queries for this consumer: it does the last block for nothing.
@@ -305,7 +324,7 @@ def attend(
         for b in range(steps):
             acc, p, m, total = _advance(
                 q, k_smem, v_smem, barriers, turns if PAIRED else slot, slot, stride, first_block + (steps - 1 - b),
-                acc, p, m, total, scale, position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
+                acc, b > 0, p, m, total, scale, position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
             )  # fmt: skip
             turns += 1
             slot += stride
@@ -323,10 +342,10 @@ def attend(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
-        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=steps > 0, is_async=True)
         # The tile after the next one: by the time it is looked at, its entry has long arrived.
         new_begin, new_count, new_position, new_length, new_first, new_steps, new_head, new_stride = _tile(
-            schedule, gl.minimum(turn + 2, rounds - 1), HEADS, LEFT, PAIRED, C
+            schedule, gl.minimum(turn + 2, rounds - 1), common, HEADS, PAIRED, LEFT, BLOCK_K, C
         )
         s = warpgroup_mma_wait(1, deps=(token,))
         if EARLY:
@@ -336,7 +355,7 @@ def attend(
             s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT, True
         )
         p_next, m_next, _ = _softmax(s, nothing_seen, scale, True)
-        next_total = gl.sum(p_next, 1)
+        next_total = _sums(p_next)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         if not EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
@@ -345,12 +364,14 @@ def attend(
         turns += 1
         slot = k_slot
 
+        if BLOCK_K < 128:
+            total = gl.convert_layout(gl.sum(total, 1), RS)
         inverse, log_total = _normalization(total, m)
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LS))
-        acc = acc * gl.expand_dims(gl.convert_layout(inverse, RO), 1)
+        rows = gl.arange(0, ROWS, RS)
+        outputs = _times(acc, inverse)
         buffer = o_smem.index(C)
         tma.store_wait(0)
-        buffer.store(acc.to(v_smem.dtype))
+        buffer.store(outputs.to(v_smem.dtype))
         if q_count >= ROWS:
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)

@@ -9,6 +9,8 @@ The last tile of a row may have only one half, and one warpgroup alone takes nea
 are worked on together, a warpgroup each, and every other block of the ring is one's own. The schedule then lists
 halves: one of a whole tile stands for half of the heads, so that two of them make the items of their tile.
 
+The list has the longest items first. Where rows are short, long and short ones are taken by turns (`mixed_turn`).
+
 A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
 and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
 """
@@ -23,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels import scheduling
 from kernels.jagged.gluon_attention import HEAD_DIMS
-from kernels.jagged.gluon_attention_consumer import ROWS, attend, paired_item
+from kernels.jagged.gluon_attention_consumer import attend
+from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.launch import Launcher, processors
 from kernels.scheduling import (
@@ -164,8 +167,16 @@ def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
 
 
 @gluon.jit
-def _item(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.constexpr):
-    """What the loader has to know of this program's item of round `turn`.
+def _item(
+    schedule,
+    turn,
+    common,
+    HEADS: gl.constexpr,
+    PAIRED: gl.constexpr,
+    LEFT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """What the loader has to know of this program's item of turn `turn`.
 
     (first query in q, how many of them exist, first key of the row in k, first block, number of blocks, head, 1 if
     there is a second one)
@@ -173,7 +184,7 @@ def _item(schedule, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, PAIRED: gl.co
     first = 0
     two = 0
     if PAIRED:
-        entry, head = dealt_item(schedule, turn, HEADS // 2)
+        entry, head = dealt_item(schedule, mixed_turn(turn, common, BLOCK_K), HEADS // 2)
         begin, count, head, two = paired_item(entry, head, HEADS)
     else:
         entry, head = dealt_item(schedule, turn, HEADS)
@@ -226,11 +237,13 @@ def _load(
     Keys and values have a warp each: the keys of a block are done with well before the values of the one before it.
     """
     loaded = 0
-    rounds = num_rounds(gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS))
-    q_begin, q_count, begin, first, num_blocks, head, two = _item(schedule, 0, HEADS, LEFT, PAIRED)
+    items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
+    rounds = num_rounds(items)
+    common = items // gl.num_programs(0)
+    q_begin, q_count, begin, first, num_blocks, head, two = _item(schedule, 0, common, HEADS, PAIRED, LEFT, BLOCK_K)
     for turn in range(rounds):
         next_q, next_count, next_begin, next_first, next_blocks, next_head, next_two = _item(
-            schedule, gl.minimum(turn + 1, rounds - 1), HEADS, LEFT, PAIRED
+            schedule, gl.minimum(turn + 1, rounds - 1), common, HEADS, PAIRED, LEFT, BLOCK_K
         )
         if QUERIES:
             _load_queries(q_desc, q_smem, q_full, q_empty, turn, q_begin, q_count, head, two, q_head_stride)

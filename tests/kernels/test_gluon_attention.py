@@ -66,10 +66,10 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
 @pytest.mark.parametrize(
     ("options", "spill_bytes"),
     [
-        ({}, 0),
         ({"block_k": 64}, 0),
         ({"d": 64, "dtype": "fp16"}, 0),
         # A few scalars of a tile; none in the loop over blocks.
+        ({}, 8),
         ({"window": (-1, 0)}, 24),
         ({"window": (64, 64)}, 72),
     ],
@@ -99,10 +99,10 @@ def test_compiler_keeps_what_tiles_differ_in(
     _compiled(window=window)
     over_tiles = [line for line in programs[0].asm["ttgir"].splitlines() if "scf.for" in line and "bf16" in line]
     # Begin, count, length, steps, head, the stride if paired, the position if masked, the first block if that varies:
-    # of this tile and of the next. Besides them the maximum, the sum, the probabilities, the place in the ring and, if
-    # that is another number, the turns taken.
+    # of this tile and of the next. Besides them the outputs, the maximum, the sum, the probabilities, the place in the
+    # ring and, if that is another number, the turns taken.
     carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "%turns:" in line]
-    assert carried == 2 * [2 * facts + 4 + (window == UNLIMITED)]
+    assert carried == 2 * [2 * facts + 5 + (window == UNLIMITED)]
 
 
 def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> None:

@@ -36,6 +36,8 @@ KEYS = 128
 # enough for the few steps that a key tile runs behind the one before to cost no time.
 TOKENS_IN_FLIGHT = 32768
 MAX_ROWS_IN_FLIGHT = 128
+# With that many times as many queries as keys the key tiles of a row are few, and seldom wait for each other.
+LATE_FROM = 2
 HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads, the last of which has one warp, share 512 x 128 registers: 240 for each of the first
 # two, and 24. With 232 for the first two the kernel takes a fifth longer.
@@ -47,7 +49,7 @@ def _backward(
     q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table_ptr, flags_ptr, tiles_stride,
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -90,9 +92,9 @@ def _backward(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, 0)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, LATE, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, 1)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, LATE, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
         ],
@@ -171,7 +173,8 @@ def attention_backward(
     # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
-    constants = (q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0)
+    late = max_q >= LATE_FROM * max_k
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0, late)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,

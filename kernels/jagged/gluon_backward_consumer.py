@@ -164,9 +164,13 @@ def store_dq(dq, pointer, rows, scale, STRIDE: gl.constexpr):
 def differentiate(
     buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
     left, right,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LATE: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
+    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq, which it adds to the others' late if LATE.
+
+    Added behind the next scores, they cost less time here, and the other key tiles of the row wait longer for them.
+    """
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
     q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
     dtype: gl.constexpr = k_s.dtype
@@ -216,7 +220,8 @@ def differentiate(
             p_left = gl.convert_layout(p, LEFT_OPERAND)
             dv = warpgroup_mma(p_left, g, dv, is_async=True)
             old = buffer ^ 1
-            mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            # The last key tile starts from the sum of the others; these need their turn only when they add to it.
+            mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=last & (step > 0))
             dq = load_dq(place, last and not first, HALF)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
@@ -233,9 +238,11 @@ def differentiate(
             ds_left = gl.convert_layout(ds, LEFT_OPERAND)
             dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
             dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
-            if not last:
-                add_dq(dq, place, first)
-            mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+            if not LATE:
+                if not last:
+                    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1)
+                    add_dq(dq, place, first)
+                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
             if left_tile:
                 # The place of that tile's values also held its dv.
                 tma.store_wait(0)
@@ -250,9 +257,15 @@ def differentiate(
             s = warpgroup_mma(
                 k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            # Here, where the tensor cores have dk and the next scores to make: it takes a while.
+            if LATE:
+                mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=(not last) & (step > 1))
             if last:
-                # Here, where the tensor cores have dk and the next scores to make: it takes a while.
                 store_dq(dq, out, rows, scale, HEADS * GROUP * D)
+            elif LATE:
+                add_dq(dq, place, first)
+            if LATE:
+                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 1)
             first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
             first = j == first_key_tile
             last = j == last_key_tile

@@ -10,55 +10,12 @@ a label, which is checked wherever the kernel would read it.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 
-Row = tuple[int, int]  # queries, keys
-Event = Callable[[], bool] | None
-
-
-class Barrier:
-    """An mbarrier: `ready(parity)` once the phase of that parity is complete."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.pending = count
-        self.phases = 0
-
-    def arrive(self) -> None:
-        self.pending -= 1
-        assert self.pending >= 0
-        if self.pending == 0:
-            self.phases += 1
-            self.pending = self.count
-
-    def ready(self, parity: int) -> Event:
-        return lambda: self.phases & 1 != parity
-
-
-def query_tiles(j: int, key_tiles: int, tiles: int, left: int, right: int) -> tuple[int, int]:
-    low = min(max(j * 128 - right, 0) // 64, tiles) if right >= 0 else 0
-    if left < 0 or j == key_tiles - 1:
-        return low, tiles
-    return low, max(min((j * 128 + 127 + left) // 64 + 1, tiles), low)
-
-
-def key_tiles_of(i: int, key_tiles: int, left: int, right: int) -> tuple[int, int]:
-    first = min(max(i * 64 - left, 0) // 128, key_tiles - 1) if left >= 0 else 0
-    last = min((i * 64 + 63 + right) // 128, key_tiles - 1) if right >= 0 else key_tiles - 1
-    return first, last
-
-
-def count(length: int, tile: int) -> int:
-    return -(-length // tile)
-
-
-def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[tuple[int, int]]:
-    _, (queries, keys), j, _ = item
-    low, high = query_tiles(j, max(count(keys, 128), 1), count(queries, 64), *window)
-    return [(member, i) for member in range(group) for i in range(low, high)]
+from tests.kernels.backward_protocol import Barrier, Event, Row, count, key_tiles_of, steps_of, walk
 
 
 class Program:
@@ -249,9 +206,13 @@ class AttentionProgram(Program):
         ("g_empty", "kv_empty", "ds_full", "ds_empty", "done"), 2
     )
     unadded: ClassVar = 1
+    late: ClassVar = False
 
     def all_added(self, step: int) -> Event:
         return self.wait("ds_empty", step - 2)
+
+    def flows(self) -> list[Iterator[Event]]:
+        return [self.loader(), self.consumer(0), self.consumer(1)]
 
     def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
         yield from super().take_turn(step, index, height, recent)
@@ -318,7 +279,8 @@ class AttentionProgram(Program):
                 yield self.wait("g_full", step)
                 assert self.g[step % 2] == self.q[step % 2] == own
                 assert self.k[slot] == (row, j, head)
-                if step > 0:
+                is_last = step > 0 and previous[1] == previous[3]
+                if is_last:
                     yield self.wait("dq_turn", step - 1)
                 yield self.wait("ds_empty", step, free=True)
                 self.ds[step % 2][c] = step
@@ -327,16 +289,22 @@ class AttentionProgram(Program):
                 if step > 0:
                     yield self.wait("ds_full", step - 1)
                     self.multiply(step, old_slot, previous)
-                    if previous[1] != previous[3]:
+                    if not (is_last or self.late):
+                        yield self.wait("dq_turn", step - 1)
                         self.sum_up(c, previous)
-                    self.bars["ds_empty"][(step - 1) % 2].arrive()
+                    if not self.late:
+                        self.bars["ds_empty"][(step - 1) % 2].arrive()
                 if left_tile:
                     self.bars["kv_empty"][old_slot].arrive()
                 left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
                 yield self.wait("kv_full", tile - 1 + left_tile)
-                if step > 0 and previous[1] == previous[3]:
+                if step > 0 and self.late and not is_last:
+                    yield self.wait("dq_turn", step - 1)
+                if step > 0 and (self.late or is_last):
                     self.sum_up(c, previous)
+                if step > 0 and self.late:
+                    self.bars["ds_empty"][(step - 1) % 2].arrive()
                 previous = (own, j, *key_tiles_of(i, max(count(keys, 128), 1), *self.window))
                 old_slot = slot
                 yield None
@@ -354,45 +322,11 @@ class AttentionProgram(Program):
         self.bars["done"][0].arrive()
 
 
-def walk(
-    kind: type[Program],
-    rows: list[Row],
-    members: int,
-    heads: int,
-    group: int,
-    programs: int,
-    window: Row,
-    chance: random.Random,
-) -> None:
-    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
-    ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
-    items = []
-    for start in range(0, len(rows), members):
-        taken = list(enumerate(ordered))[start : start + members]
-        for j in range(max(max(count(keys, 128), 1) for _, (_, keys) in taken)):
-            items += [(r, row, j, h) for r, row in taken if j < max(count(row[1], 128), 1) for h in range(heads)]
-    flags: dict[Any, int] = defaultdict(int)
-    sums: dict[Any, list[int]] = defaultdict(list)
-    running: list[list[Any]] = []
-    for place in range(min(programs, len(items))):
-        program = kind(items[place::programs], group, window, flags, sums)
-        running += [[flow, None] for flow in program.flows()]
-    while running:
-        ready = [flow for flow in running if flow[1] is None or flow[1]()]
-        assert ready, f"deadlock of {len(running)} warpgroups"
-        for flow in chance.sample(ready, chance.randint(1, len(ready))):
-            try:
-                flow[1] = next(flow[0])
-            except StopIteration:
-                running.remove(flow)
-    for r, (queries, keys) in enumerate(ordered):
-        for i in range(count(queries, 64)):
-            first, last = key_tiles_of(i, max(count(keys, 128), 1), *window)
-            for h, member, c in ((h, m, c) for h in range(heads) for m in range(group) for c in range(2)):
-                assert sums[c, r, h, member, i] == list(range(first, last + 1))
+class LateAttentionProgram(AttentionProgram):
+    late: ClassVar = True
 
 
-@pytest.mark.parametrize("kind", [Program, AttentionProgram])
+@pytest.mark.parametrize("kind", [Program, AttentionProgram, LateAttentionProgram])
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program]) -> None:
     chance = random.Random(seed)

@@ -24,7 +24,7 @@ from tests.kernels.interpreting import interpret  # noqa: E402
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
+def compiled(head_dim: int, window: bool, dtype: str, late: bool) -> object:
     def tile(swizzle: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
         return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
@@ -39,7 +39,7 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
     return compile_ahead(
         gluon_attention_backward._backward,
         signature,
-        constants | {"LEFT": window, "RIGHT": window},
+        constants | {"LEFT": window, "RIGHT": window, "LATE": late},
         target="sm_90",
         gluon=True,
         maxnreg=gluon_attention_backward.MAX_REGISTERS,
@@ -47,10 +47,11 @@ def compiled(head_dim: int, window: bool, dtype: str = "bf16") -> object:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "dtype"), [(64, False, "bf16"), (128, False, "fp16"), (128, True, "bf16")]
+    ("head_dim", "window", "dtype", "late"),
+    [(64, False, "bf16", True), (128, False, "fp16", True), (128, True, "bf16", False)],
 )
-def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: bool, dtype: str) -> None:
-    built = compiled(head_dim, window, dtype)
+def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: bool, dtype: str, late: bool) -> None:
+    built = compiled(head_dim, window, dtype, late)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
         assert built.contains(instruction), instruction
     # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
@@ -275,6 +276,7 @@ def check(
         ([192], [384]),
         ([100, 0, 33, 1, 257], [70, 5, 0, 300, 129]),
         ([0, 0, 3000, 0, 0], [0, 0, 3000, 0, 0]),
+        ([700, 0, 2000, 64, 1], [300, 5, 129, 900, 1000]),
         ([1 + i * 37 % 300 for i in range(200)], [1 + i * 53 % 400 for i in range(200)]),
     ],
 )
@@ -291,7 +293,7 @@ def test_gradients_of_a_sum() -> None:
 @pytest.mark.parametrize(
     ("causal", "window"), [(True, (-1, -1)), (False, (100, 30)), (False, (10, -1)), (True, (64, -1))]
 )
-@pytest.mark.parametrize("k_lengths", [[300, 64, 1, 700], [100, 200, 500, 5]])
+@pytest.mark.parametrize("k_lengths", [[300, 64, 1, 700], [100, 200, 350, 5]])
 def test_gradients_under_masks(k_lengths: list[int], causal: bool, window: tuple[int, int]) -> None:
     check([300, 64, 1, 700], k_lengths, causal=causal, window=window)
 
@@ -304,7 +306,8 @@ def test_gradients_of_grouped_heads_of_views_and_of_other_dtypes() -> None:
 
 
 @pytest.mark.gpu
-def test_many_runs_give_equal_bits() -> None:
+@pytest.mark.parametrize("max_q", [1024, 2048])
+def test_many_runs_give_equal_bits(max_q: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = torch.randint(1, 1025, (64,), generator=generator, device="cuda")
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -313,7 +316,7 @@ def test_many_runs_give_equal_bits() -> None:
         torch.randn(total, 2, 128, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(5)
     )
     lse = torch.full((2, total), 8.0, device="cuda")
-    arguments = (grad, q, k, v, out, lse, offsets, offsets, 1024, 1024, 128**-0.5, False, (-1, -1))
+    arguments = (grad, q, k, v, out, lse, offsets, offsets, max_q, 1024, 128**-0.5, False, (-1, -1))
     first = attention_backward(*arguments)
     for _ in range(20):
         assert all(torch.equal(x, y) for x, y in zip(first, attention_backward(*arguments), strict=True))

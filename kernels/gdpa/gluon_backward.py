@@ -1,15 +1,16 @@
 """Backward of GDPA for Hopper: warp-specialised, asynchronous, deterministic, five products (Gluon).
 
-Work comes in tiles of 128 keys of one key head. Of a block's three warpgroups one loads tiles by TMA
-(`gluon_backward_loader`); two own 64 of a tile's keys each, with their dk and dv, and half of the columns of dq
-(`gluon_backward_consumer`). As in the attention backward, `kernels.jagged.gluon_attention_backward`, tiles are dealt
-out one by one, those of a row on several multiprocessors at about the same time. They add to dq in a float32 scratch,
-in an order that flags keep, so that runs give equal bits; the last of them loads what the others left and writes dq. A
-block takes its tiles in ascending order and waits only for tiles before its own, and there are no more blocks than
-multiprocessors: none waits for ever as long as all get to run.
+Work comes in tiles of 128 keys of one key head. One warp of a block loads tiles by TMA and another one keeps the order
+of what is added to dq (`gluon_backward_loader`), so that no load waits for another block. Two warpgroups own 64 of a
+tile's keys each, with their dk and dv, and half of the columns of dq (`gluon_backward_consumer`). As in the attention
+backward, `kernels.jagged.gluon_attention_backward`, tiles are dealt out one by one, those of a row on several
+multiprocessors at about the same time. They add to dq in a float32 scratch, in an order that flags keep, so that runs
+give equal bits; the last of them loads what the others left and writes dq. A block takes its tiles in ascending order
+and waits only for tiles before its own, and there are no more blocks than multiprocessors: none waits for ever as long
+as all get to run.
 
-What the last key tile needs of dq takes too long to come to wait for it in registers. The loader brings it to shared
-memory a step ahead, to the place of the next tile's values, which come only when the tile ends.
+What the last key tile needs of dq takes too long to come to wait for it in registers. The second warp brings it to
+shared memory a step ahead, to the place of the next tile's values, which come only when the tile ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
 from kernels.gdpa.gluon_backward_items import CONTROLS
-from kernels.gdpa.gluon_backward_loader import load_tiles
+from kernels.gdpa.gluon_backward_loader import keep_order, load_tiles
 from kernels.jagged.attention_rows import wave_table
 from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_backward_steps import STAGES
@@ -36,7 +37,8 @@ KEYS = 128
 # Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features. Twice as many do
 # not fit into it, and with half as many the key tiles of a row wait for each other.
 TOKENS_IN_FLIGHT = 32768
-# Three warpgroups of 128 threads share 512 x 128 registers: 232 for each of the first two, and 40.
+# Three warpgroups of 128 threads, the last of which has two warps, share 512 x 128 registers: 232 for each of the first
+# two, and 40.
 MAX_REGISTERS = 168
 
 
@@ -92,13 +94,12 @@ def backward(
     inputs = (q_desc, k_desc, v_desc, g_desc)
     sums_desc = lines_descriptor(scratch, head_dim)
     kinds, kinds_of_heads = head_kinds(activations)
-    strides = tuple(x.strides[0] for x in inputs)
     constants = (
         kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
     )  # fmt: skip
     _launch_backward(
-        (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *strides, *constants),
-        *inputs, sums_desc, *(x.base for x in inputs), *strides, table, flags, tiles, scratch,
+        (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
+        *inputs, sums_desc, table, flags, tiles, scratch,
         dq, dk, dv, float(score_scale), float(out_scale), left, right, *constants,
     )  # fmt: skip
     return dq, dk, dv
@@ -106,8 +107,8 @@ def backward(
 
 @gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, g_desc, sums_desc, q_ptr, k_ptr, v_ptr, g_ptr, q_row, k_row, v_row, g_row, table_ptr,
-    flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
+    q_desc, k_desc, v_desc, g_desc, sums_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr,
+    score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
     G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -125,6 +126,7 @@ def _backward_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     step_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -133,6 +135,7 @@ def _backward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)
         mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(stage_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
@@ -141,20 +144,20 @@ def _backward_kernel(
         mbarrier.init(dq_turn.index(i), count=1)
     fence_async_shared()
     buffers = (k_s, v_s, q_s, g_s, ds_s, controls)
-    bars = (q_full, g_full, step_done, k_full, k_empty, ds_full, dq_turn)
+    bars = (q_full, g_full, stage_empty, step_done, k_full, k_empty, ds_full, dq_turn)
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
                              KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 0)),
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
                              KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 1)),
-            (load_tiles, ((q_desc, k_desc, v_desc, g_desc, sums_desc), (q_ptr, k_ptr, v_ptr, g_ptr),
-                          (q_row, k_row, v_row, g_row), (dk_ptr, dv_ptr), scratch_ptr, buffers, bars, table_ptr,
-                          flags_ptr, tiles_stride, left, right, Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP,
-                          LEFT, RIGHT)),
+            (load_tiles, ((q_desc, k_desc, v_desc, g_desc), (dk_ptr, dv_ptr), buffers, bars, table_ptr, tiles_stride,
+                          left, right, Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
+            (keep_order, (sums_desc, scratch_ptr, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right, HEADS,
+                          GROUP, LEFT, RIGHT)),
         ],
-        [4, 4],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def differentiate(
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, controls = buffers
-    q_full, g_full, step_done, k_full, k_empty, ds_full, dq_turn = bars
+    q_full, g_full, stage_empty, step_done, k_full, k_empty, ds_full, dq_turn = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
     HALF: gl.constexpr = D // 2
@@ -267,6 +267,8 @@ def differentiate(
             k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
             dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
         dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
+        # Queries and gradients of this step have had their last use.
+        mbarrier.arrive(stage_empty.index(stage), count=1)
         if starts & leaves:  # the next keys, which s waits for, need the place of those before this tile's
             warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(k_empty.index(old_slot), count=1, pred=step > 0)

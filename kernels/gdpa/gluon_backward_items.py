@@ -22,7 +22,7 @@ LEAVES = gl.constexpr(8)  # the last step of a key tile
 STOP = gl.constexpr(16)  # no step, but the end of them
 # How many steps are known at a time: one that is over, whose dq is still to be added, up to two that are loaded ahead.
 CONTROLS = gl.constexpr(4)
-_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _WHOLE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 
 

@@ -21,7 +21,9 @@ from tests.kernels.backward_protocol import Barrier, Event, Row, count, key_tile
 class Program:
     """What the two kernels have in common, and GDPA's."""
 
-    counts: ClassVar = {"q_full": 2, "g_full": 1, "step_done": 2, "k_full": 1, "k_empty": 2, "ds_full": 2, "dq_turn": 1}
+    counts: ClassVar = dict.fromkeys(("g_full", "k_full", "dq_turn"), 1) | dict.fromkeys(
+        ("q_full", "stage_empty", "step_done", "k_empty", "ds_full"), 2
+    )
     unadded: ClassVar = 0  # first steps that the loader never waits for
 
     def __init__(
@@ -37,7 +39,7 @@ class Program:
         self.controls: list[Any] = [None] * 4
 
     def flows(self) -> list[Iterator[Event]]:
-        return [self.loader(), self.consumer(0), self.consumer(1)]
+        return [self.loader(), self.keeper(), self.consumer(0), self.consumer(1)]
 
     def wait(self, name: str, use: int, free: bool = False) -> Event:
         """For the `use`-th filling of a double buffer, or for its place to be free."""
@@ -48,8 +50,7 @@ class Program:
         return self.wait("step_done", step - 1)
 
     def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
-        """What the loader does for the order of sums in dq; `recent` are the flags of the last three steps."""
-        self.lift(recent.pop())
+        """What the loader does for the order of sums in dq; `recent` are the flags of the last two steps."""
         if height > 0 and self.flags[index] < height:
             if step > self.unadded:
                 yield self.all_added(step)
@@ -61,23 +62,48 @@ class Program:
         if index is not None:
             self.flags[index] += 1
 
-    def bring_sums(self, step: int, slot: int) -> Iterator[Event]:
+    def bring_sums(self, step: int, slot: int, index: Any, j: int, first: int, last: int) -> Iterator[Event]:
         """Let dq of the step before be made, from what earlier key tiles left of it if this is the last."""
         if step == 0:
             return
-        (row, head, member, i), j, first, last = self.controls[(step - 1) % 4]
         if j == last and j != first:
             yield self.wait("ds_full", step - 1)
             for c in range(2):
-                assert self.sums[c, row, head, member, i] == list(range(first, j)), "sums are read too early"
+                assert self.sums[(c, *index)] == list(range(first, j)), "sums are read too early"
             self.v[slot] = ("sums", step - 1)
             yield None
         self.bars["dq_turn"][(step - 1) % 2].arrive()
 
-    def loader(self) -> Iterator[Event]:
-        tile = step = height = 0
-        index = None
+    def keeper(self) -> Iterator[Event]:
+        tile = step = j = first = last = 0
+        index: Any = None
         recent: list[Any] = [None, None, None]
+
+        def turn(slot: int) -> Iterator[Event]:
+            if step > 1:
+                yield self.wait("step_done", step - 2)
+            self.lift(recent.pop())
+            yield from self.take_turn(step, index, j - first, recent)
+            yield from self.bring_sums(step, slot, index, j, first, last)
+
+        for item in self.items:
+            row, (_, keys), _, head = item
+            steps = steps_of(item, self.group, self.window)
+            tile += bool(steps)
+            for member, i in steps:
+                yield from turn(tile % 2)
+                j = item[2]
+                index = (row, head, member, i)
+                first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
+                recent.insert(0, index if j < last else None)
+                step += 1
+        yield from turn((tile - 1) % 2)
+        yield self.wait("step_done", step)
+        for flag in reversed(recent):
+            self.lift(flag)
+
+    def loader(self) -> Iterator[Event]:
+        tile = step = 0
         for item in self.items:
             row, (_, keys), j, head = item
             steps = steps_of(item, self.group, self.window)
@@ -86,42 +112,30 @@ class Program:
                 self.k[tile % 2] = (row, j, head)
                 yield None
                 self.bars["k_full"][tile % 2].arrive()
-                tile += 1
             for n, (member, i) in enumerate(steps):
-                if step > 1:
-                    yield self.wait("step_done", step - 2)
+                yield self.wait("stage_empty", step, free=True)
                 own = (row, head, member, i)
                 self.q[step % 2] = own
                 yield None
                 self.bars["q_full"][step % 2].arrive()
-                first, last = key_tiles_of(i, max(count(keys, 128), 1), *self.window)
-                self.controls[step % 4] = own, j, first, last
+                self.controls[step % 4] = own, j, *key_tiles_of(i, max(count(keys, 128), 1), *self.window)
                 yield None
                 self.bars["q_full"][step % 2].arrive()
                 self.g[step % 2] = own
                 if n == 0:
                     if step > 0:
                         yield self.wait("ds_full", step - 1)
-                    self.v[(tile - 1) % 2] = (row, j, head)
+                    self.v[tile % 2] = (row, j, head)
                 yield None
                 self.bars["g_full"][step % 2].arrive()
-                yield from self.take_turn(step, index, height, recent)
-                yield from self.bring_sums(step, tile % 2)
-                index, height = own, j - first
-                recent.insert(0, index if j < last else None)
                 step += 1
-        if step > 1:
-            yield self.wait("step_done", step - 2)
+            tile += bool(steps)
+        yield self.wait("stage_empty", step, free=True)
         self.controls[step % 4] = "stop"
         for _ in range(2):
             self.bars["q_full"][step % 2].arrive()
         yield self.wait("k_empty", tile, free=True)
         self.bars["k_full"][tile % 2].arrive()
-        yield from self.take_turn(step, index, height, recent)
-        yield from self.bring_sums(step, (tile - 1) % 2)
-        yield self.wait("step_done", step)
-        for flag in reversed(recent):
-            self.lift(flag)
 
     def consumer(self, c: int) -> Iterator[Event]:
         tile = step = old_slot = 0
@@ -152,6 +166,7 @@ class Program:
                 yield None
                 if step > 0:
                     self.multiply(step, old_slot, previous)
+                self.bars["stage_empty"][step % 2].arrive()
                 started, left_tile = left_tile, n == len(steps) - 1
                 if started and left_tile:
                     self.bars["k_empty"][old_slot].arrive()
@@ -215,6 +230,7 @@ class AttentionProgram(Program):
         return [self.loader(), self.consumer(0), self.consumer(1)]
 
     def take_turn(self, step: int, index: Any, height: int, recent: list[Any]) -> Iterator[Event]:
+        self.lift(recent.pop())
         yield from super().take_turn(step, index, height, recent)
         if step > 0:
             self.bars["dq_turn"][(step - 1) % 2].arrive()

@@ -92,7 +92,6 @@ def compiled_backward(
     signature = {f"{name}_desc": tile(d if name == "k" else 128) for name in "qkvg"}
     lines = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     signature["sums_desc"] = f"tensordesc<fp32[{d}, 32],{lines!r}>"
-    signature |= {f"{name}_ptr": f"*{dtype}" for name in "qkvg"} | {f"{name}_row": "i32" for name in "qkvg"}
     signature |= {
         "table_ptr": "*i32",
         "flags_ptr": "*i32",

@@ -289,6 +289,7 @@ def _save_largest(ctx, inputs, output):
     values, offsets = inputs
     top, ties = output
     ctx.mark_non_differentiable(ties)
+    ctx.set_materialize_grads(False)  # of those: zeros for nobody
     ctx.save_for_backward(values, top, ties, offsets)
 
 

@@ -11,24 +11,22 @@ activation.
 
 from __future__ import annotations
 
-from functools import cache, partial
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.custom_op import custom_op
-from kernels.jagged.gluon_linear_consumer import RING, ROWS, multiply
+from kernels.jagged.gluon_linear_backward import SPAN, gradients
+from kernels.jagged.gluon_linear_consumer import RING, multiply
+from kernels.jagged.gluon_linear_tiles import ROWS, addressable, descriptor, rows_of
 from kernels.jagged.triton_common import cdiv, next_power_of_2, precision_of, steps_of
-from kernels.jagged.triton_linear import linear_backward, linear_like, save_linear
+from kernels.jagged.triton_linear import linear_backward, linear_gradients, linear_like, save_linear
 from kernels.launch import Launcher, aligned, processors
 
 MAX_WIDTH = 256
 LINE = 128  # bytes of a row of a piece
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
 _MAX_REGISTERS = 168
@@ -36,38 +34,6 @@ _CONSUMER_REGISTERS = gl.constexpr(232)
 _LOADER_REGISTERS = gl.constexpr(40)
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr):
-    """The row that holds a place; 32 offsets at a time, because steps wait for each other."""
-    way = gl.arange(0, 32, layout=_LANES)
-    row = place * 0
-    for level in gl.static_range(LEVELS):
-        step = 1 << (5 * (LEVELS - 1 - level))
-        candidate = row + way * step
-        real = candidate < num_rows
-        begin = gl.load(offsets + candidate, mask=real, other=0).to(gl.int32)
-        row += (gl.sum((real & (begin <= place)).to(gl.int32), 0) - 1) * step
-    return row
-
-
-@gluon.jit
-def _rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
-    """The rows of a tile's places: those of the first and the last, and between them, if they differ, of each."""
-    lowest = _row_of(offsets, num_rows, first, LEVELS)
-    span = _row_of(offsets, num_rows, gl.minimum(first + ROWS, total) - 1, LEVELS) - lowest
-    place = first + gl.arange(0, ROWS, layout=_LANES)
-    row = place * 0 + lowest
-    for level in gl.static_range(5 * LEVELS):
-        step = 1 << (5 * LEVELS - 1 - level)
-        if step <= span:
-            candidate = row + step
-            real = candidate < num_rows
-            begin = gl.load(offsets + candidate, mask=real, other=0).to(gl.int32)
-            row = gl.where(real & (begin <= place), candidate, row)
-    return row
 
 
 @gluon.jit
@@ -100,7 +66,7 @@ def _load(x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows,
         if ROW_BIAS:
             # Whoever read these rows has released the pieces that the ones above take the place of.
             index = tile % rows.shape[0]
-            rows.index(index).store(_rows_of(offsets, num_rows, first, total, LEVELS))
+            rows.index(index).store(rows_of(offsets, num_rows, first, total, LEVELS))
             _barrier()
             mbarrier.arrive(placed.index(index), count=1)
         tile += 1  # noqa: SIM113
@@ -111,9 +77,9 @@ def _linear_kernel(
     x_desc,
     weight_desc,
     out_desc,
-    before_desc,
+    kept_desc,
     out,
-    before,
+    for_backward,
     offsets,
     bias,
     row_bias,
@@ -155,10 +121,10 @@ def _linear_kernel(
     barriers = (full, empty, placed, once.index(0))
     gl.warp_specialize(
         [
-            (multiply, (out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias,
+            (multiply, (out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias,
                          row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
                          ROW_BIAS, KEEP, EVEN, SINGLE, 0)),
-            (multiply, (out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias,
+            (multiply, (out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias,
                          row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
                          ROW_BIAS, KEEP, EVEN, SINGLE, 1)),
             (_load, (x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS, D_PIECES,
@@ -170,24 +136,6 @@ def _linear_kernel(
 
 
 _launch = Launcher(_linear_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
-
-
-@cache
-def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
-
-
-def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block), _layout(block, x.dtype))
-
-
-def _addressable(matrix: Tensor) -> Tensor:
-    """The matrix, or a copy if its rows are not contiguous ones at multiples of 16 bytes, as TMA wants them."""
-    stride = matrix.stride(0)
-    ordered = matrix.stride(1) == 1 and matrix.shape[1] <= stride
-    if ordered and stride * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0:
-        return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 @custom_op("gemsmith::jagged_linear_stream")
@@ -203,15 +151,15 @@ def linear(
     """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH; float32 operands are rounded to tf32."""
     total, inner = x.shape
     width = weight.shape[0]
-    out, before = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
+    out, for_backward = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
     if out.numel() == 0:
-        return out, before
+        return out, for_backward
     single = x.dtype is torch.float32
     # tf32 operands must lie with what is summed over along their rows.
     transposed = not single and weight.stride(0) == 1 and weight.stride(1) != 1
-    x, weight = _addressable(x), _addressable(weight.mT if transposed else weight)
+    x, weight = addressable(x), addressable(weight.mT if transposed else weight)
     given = (bias is not None, row_bias is not None)
-    bias, row_bias = bias.contiguous() if given[0] else x, _addressable(row_bias) if given[1] else x
+    bias, row_bias = bias.contiguous() if given[0] else x, addressable(row_bias) if given[1] else x
     offsets = offsets.contiguous()
     piece = LINE // x.element_size()
     block_e = min(max(64, next_power_of_2(width)), 128 if single else 256)
@@ -228,7 +176,7 @@ def linear(
         cdiv(steps_of(offsets.shape[0] - 1), 5),
     )
     sizes = (row_bias.stride(0), width)
-    out_desc = _descriptor(out, ROWS.value, piece)
+    out_desc = descriptor(out, ROWS.value, piece)
     _launch(
         (min(processors(x.device) // columns, cdiv(total, ROWS.value)) * columns, 1, 1),
         (
@@ -241,12 +189,12 @@ def linear(
             sizes,
             constants,
         ),
-        _descriptor(x, ROWS.value, piece),
-        _descriptor(weight, *((piece, block_e) if transposed else (block_e, piece))),
+        descriptor(x, ROWS.value, piece),
+        descriptor(weight, *((piece, block_e) if transposed else (block_e, piece))),
         out_desc,
-        _descriptor(before, ROWS.value, piece) if keep else out_desc,
+        descriptor(for_backward, ROWS.value, piece) if keep else out_desc,
         out,
-        before,
+        for_backward,
         offsets,
         bias,
         row_bias,
@@ -255,7 +203,7 @@ def linear(
         *sizes,
         *constants,
     )
-    return out, before
+    return out, for_backward
 
 
 def _times(grad, offsets, weight):
@@ -264,5 +212,17 @@ def _times(grad, offsets, weight):
     return linear(grad, offsets, weight.mT, None, None, "none", False)[0]
 
 
+def _backward(ctx, grad, _):
+    x, offsets, weight, *point = ctx.saved_tensors
+    half = x.dtype is not torch.float32
+    wide = all(size in SPAN for size in weight.shape)
+    if not (half and wide and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]):
+        return linear_backward(_times, ctx, grad, _)
+    needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    return linear_gradients(
+        ctx, *gradients(grad, point[0] if point else grad, x, offsets, weight, ctx.activation, needs_sums)
+    )
+
+
 linear.register_fake(linear_like)
-linear.register_autograd(partial(linear_backward, _times), setup_context=save_linear)
+linear.register_autograd(_backward, setup_context=save_linear)

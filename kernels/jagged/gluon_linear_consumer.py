@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.jagged.triton_activations import activate
+from kernels.jagged.gluon_linear_tiles import ROWS
+from kernels.jagged.triton_activations import activate, kept
 
-ROWS = gl.constexpr(64)  # values of a tile
 RING = gl.constexpr(12)  # pieces of a tile in shared memory, each of ROWS lines; what the weight leaves room for
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -64,12 +64,12 @@ def _halves(x):
 
 
 @gluon.jit
-def _finish(z, out_desc, before_desc, ring, bias, first, piece, E,
+def _finish(z, out_desc, kept_desc, ring, bias, first, piece, E,
             COLUMN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr,
             EVEN: gl.constexpr):  # fmt: skip
     """Bias, activation and half-precision stores of one or two pieces from column COLUMN on, from the operand's place.
 
-    What is kept from before the activation goes through the same place: one piece is activated while the other is
+    What is kept for the backward goes through the same place: one piece is activated while the other is
     copied out.
     """
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
@@ -80,12 +80,12 @@ def _finish(z, out_desc, before_desc, ring, bias, first, piece, E,
         right_slot = ring.index((piece + 1) % RING)
         left = _biased(left, COLUMN, bias, E, BIAS, EVEN)
         if KEEP:
-            _put(before_desc, left_slot, left, first, COLUMN)
+            _put(kept_desc, left_slot, kept(left, ACTIVATION, True), first, COLUMN)
         else:
             _put(out_desc, left_slot, activate(left, ACTIVATION, True), first, COLUMN)
         right = _biased(right, NEXT, bias, E, BIAS, EVEN)
         if KEEP:
-            _put(before_desc, right_slot, right, first, NEXT)
+            _put(kept_desc, right_slot, kept(right, ACTIVATION, True), first, NEXT)
             left = activate(left, ACTIVATION, True)
             tma.store_wait(1)
             _put(out_desc, left_slot, left, first, COLUMN)
@@ -98,7 +98,7 @@ def _finish(z, out_desc, before_desc, ring, bias, first, piece, E,
         slot = ring.index(piece % RING)
         z = _biased(z, COLUMN, bias, E, BIAS, EVEN)
         if KEEP:
-            _put(before_desc, slot, z, first, COLUMN)
+            _put(kept_desc, slot, kept(z, ACTIVATION, True), first, COLUMN)
             tma.store_wait(0)
         _put(out_desc, slot, activate(z, ACTIVATION, True), first, COLUMN)
 
@@ -113,25 +113,25 @@ def _store(out, z, first, column, total, E):
 
 
 @gluon.jit
-def _finish_single(z, out, before, bias, first, column, total, E,
+def _finish_single(z, out, for_backward, bias, first, column, total, E,
                    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """float32 from registers: four threads of a matrix instruction's result have a whole sector of 32 bytes."""
     if z.shape[1] > 64:
         left, right = _halves(z)
         HALF: gl.constexpr = z.shape[1] // 2
-        _finish_single(left, out, before, bias, first, column, total, E, ACTIVATION,
+        _finish_single(left, out, for_backward, bias, first, column, total, E, ACTIVATION,
                        BIAS, KEEP, EVEN)  # fmt: skip
-        _finish_single(right, out, before, bias, first, column + HALF, total, E,
+        _finish_single(right, out, for_backward, bias, first, column + HALF, total, E,
                        ACTIVATION, BIAS, KEEP, EVEN)  # fmt: skip
     else:
         z = _biased(z, column, bias, E, BIAS, EVEN)
         if KEEP:
-            _store(before, z, first, column, total, E)
+            _store(for_backward, z, first, column, total, E)
         _store(out, activate(z, ACTIVATION, False), first, column, total, E)
 
 
 @gluon.jit
-def multiply(out_desc, before_desc, ring, weights, rows, barriers, out, before, bias, row_bias, row_bias_stride,
+def multiply(out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
               total, E, BLOCK_E: gl.constexpr, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr, SLOTS: gl.constexpr,
               TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
               KEEP: gl.constexpr, EVEN: gl.constexpr, SINGLE: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -173,7 +173,7 @@ def multiply(out_desc, before_desc, ring, weights, rows, barriers, out, before, 
             mbarrier.arrive(empty.index((tile * SLOTS + SLOTS - 1) % RING), count=1)
             if ROW_BIAS:
                 z += gl.convert_layout(added, LAYOUT).to(gl.float32)
-            _finish_single(z, out, before, bias, first, column, total, E, ACTIVATION, BIAS, KEEP, EVEN)
+            _finish_single(z, out, for_backward, bias, first, column, total, E, ACTIVATION, BIAS, KEEP, EVEN)
         else:
             base = tile * SLOTS
             if BLOCK_E > WIDTH:
@@ -181,15 +181,15 @@ def multiply(out_desc, before_desc, ring, weights, rows, barriers, out, before, 
                 if ROW_BIAS:
                     left += gl.convert_layout(added, left.type.layout).to(gl.float32)
                     added = _row_biases(row_bias, row, WIDTH, row_bias_stride, E, EVEN, PART)
-                _finish(left, out_desc, before_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
+                _finish(left, out_desc, kept_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
                 if ROW_BIAS:
                     right += gl.convert_layout(added, right.type.layout).to(gl.float32)
-                _finish(right, out_desc, before_desc, ring, bias, first, base + WIDTH // PIECE, E, WIDTH, ACTIVATION,
+                _finish(right, out_desc, kept_desc, ring, bias, first, base + WIDTH // PIECE, E, WIDTH, ACTIVATION,
                         BIAS, KEEP, EVEN)  # fmt: skip
             else:
                 if ROW_BIAS:
                     z += gl.convert_layout(added, LAYOUT).to(gl.float32)
-                _finish(z, out_desc, before_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
+                _finish(z, out_desc, kept_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
             tma.store_wait(0)
             _barrier()
             for p in gl.static_range(SLOTS):

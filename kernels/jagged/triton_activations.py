@@ -1,5 +1,6 @@
 """Activations and their derivatives as device functions."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -71,7 +72,7 @@ def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def slope(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
-    """The derivative of `activate` at z; that of relu at 0 is 0."""
+    """The derivative of `activate` at z; that of relu at 0 is 0. With "given" it is z itself, as `kept` made it."""
     if ACTIVATION == "relu":
         dy = tl.where(z > 0, 1.0, 0.0)
     elif ACTIVATION == "gelu":
@@ -91,9 +92,26 @@ def slope(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     elif ACTIVATION == "sigmoid":
         s = tl.sigmoid(z)
         dy = s * (1.0 - s)
+    elif ACTIVATION == "given":
+        dy = z
     elif ACTIVATION == "tanh":
         t = _tanh(z, FAST)
         dy = 1.0 - t * t
     else:
         dy = z * 0.0 + 1.0
     return dy
+
+
+@triton.jit
+def kept(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """What a forward keeps for its backward: z, or with FAST the derivative there, as exact when rounded as z is."""
+    if FAST:
+        y = slope(z, ACTIVATION, True)
+    else:
+        y = z
+    return y
+
+
+def kept_activation(activation: str, dtype: torch.dtype) -> str:
+    """The activation whose `slope` at what was kept is the derivative."""
+    return activation if dtype is torch.float32 else "given"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.custom_op import custom_op
 from kernels.jagged import triton_elementwise
-from kernels.jagged.triton_activations import activate
+from kernels.jagged.triton_activations import activate, kept, kept_activation
 from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, num_parts, part_of
 from kernels.jagged.triton_segment import reduce
@@ -43,7 +43,7 @@ def _linear_kernel(
     bias,
     row_bias,
     out,
-    before,
+    for_backward,
     total,
     D,
     E,
@@ -83,9 +83,10 @@ def _linear_kernel(
         at_row = row_bias + row[:, None] * row_bias_stride + column[None, :]
         z += tl.load(at_row, mask=mask, other=0).to(tl.float32)
     at = i[:, None] * E + column[None, :]
+    FAST: tl.constexpr = out.dtype.element_ty != tl.float32
     if KEEP:
-        tl.store(before + start * E + at, z.to(before.dtype.element_ty), mask=mask)
-    y = activate(z, ACTIVATION, out.dtype.element_ty != tl.float32)
+        tl.store(for_backward + start * E + at, kept(z, ACTIVATION, FAST).to(out.dtype.element_ty), mask=mask)
+    y = activate(z, ACTIVATION, FAST)
     tl.store(out + start * E + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -110,11 +111,11 @@ def linear(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out [N, E], what the activation was applied to [N, E], or [0, E] unless `keep`)."""
+    """(out [N, E], what `kept` makes for the backward [N, E], or [0, E] unless `keep`)."""
     total, width = x.shape[0], weight.shape[0]
-    out, before = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
+    out, for_backward = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
     if out.numel() == 0:
-        return out, before
+        return out, for_backward
     x, weight = flat(x), flat(weight)
     rows = offsets
     if row_bias is not None:
@@ -131,7 +132,7 @@ def linear(
         x if bias is None else bias.contiguous(),
         x if row_bias is None else row_bias,
         out,
-        before,
+        for_backward,
         total,
         x.shape[1],
         width,
@@ -145,7 +146,7 @@ def linear(
         PRECISION=precision_of(x.dtype),
         **config,
     )
-    return out, before
+    return out, for_backward
 
 
 def linear_like(x, offsets, weight, bias, row_bias, activation, keep):
@@ -201,11 +202,13 @@ def _(sums, bias_dtype, row_dtype):
 
 
 def save_linear(ctx, inputs, output):
-    x, offsets, weight, bias, row_bias, ctx.activation, keep = inputs
-    out, before = output
-    ctx.mark_non_differentiable(before)
+    x, offsets, weight, bias, row_bias, activation, keep = inputs
+    out, for_backward = output
+    ctx.mark_non_differentiable(for_backward)
+    ctx.set_materialize_grads(False)  # of that: as many zeros for nobody
     # The sign of relu's result is that of what it was applied to.
-    point = before if keep else out if ctx.activation == "relu" else None
+    point = for_backward if keep else out if activation == "relu" else None
+    ctx.activation = kept_activation(activation, x.dtype) if keep else activation
     ctx.save_for_backward(x, offsets, weight, *(() if point is None else (point,)))
     ctx.dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in (bias, row_bias)]
 
@@ -214,6 +217,7 @@ def linear_backward(product, ctx, grad, _):
     """`product(grad, offsets, weight)` is grad @ weight."""
     x, offsets, weight, *point = ctx.saved_tensors
     needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    sums = None
     if point:
         sums = grad.new_empty(offsets.shape[0] - 1, grad.shape[1], dtype=torch.float32)
         grad, sums = triton_elementwise.gradient(grad, point[0], sums, offsets, "none", ctx.activation, True)
@@ -221,8 +225,14 @@ def linear_backward(product, ctx, grad, _):
         sums = reduce(grad, offsets, "sum", torch.float32)
     dx = product(grad, offsets, weight) if ctx.needs_input_grad[0] else None
     dw = grad.mT @ x if ctx.needs_input_grad[2] else None
-    db, d_row = bias_gradients(sums, *ctx.dtypes) if needs_sums else (None, None)
-    return dx, None, dw, db if ctx.needs_input_grad[3] else None, d_row if ctx.needs_input_grad[4] else None, None, None
+    return linear_gradients(ctx, dx, dw, sums)
+
+
+def linear_gradients(ctx, dx, dw, sums):
+    """Of all inputs of `linear`, from `sums` [B, E] over rows of the gradient before the biases."""
+    of_bias, of_rows = ctx.needs_input_grad[3:5]
+    db, d_rows = bias_gradients(sums, *ctx.dtypes) if of_bias or of_rows else (None, None)
+    return dx, None, dw, db if of_bias else None, d_rows if of_rows else None, None, None
 
 
 linear.register_fake(linear_like)

@@ -39,7 +39,7 @@ INDICES = {
 }
 SUMS = {"parts", "sums"}
 COUNTS = {"ties", "counts"}
-POINTERS = {*"x y a b both out source grad largest dx dy weight bias row_bias before".split()}
+POINTERS = {*"x y a b both out source grad largest dx dy weight bias row_bias for_backward".split()}
 POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out of_rows of_chunks".split()}
 FLOATS = {"fill"}
 OPTIONS = ("num_warps", "num_stages")

@@ -41,7 +41,7 @@ def operators(offsets: Tensor) -> None:
                     offsets,
                     lambda *shape, dtype=dtype: torch.randn(shape, device="cuda", dtype=dtype),
                 )
-                if backend not in dispatch.operators()[operator.op]:
+                if backend not in dispatch.operators()[operator.op or name]:
                     continue
                 inputs = [tensor.requires_grad_() for tensor in operator.inputs]
                 try:

@@ -216,7 +216,7 @@ def _backward(ctx, grad, _):
     x, offsets, weight, *point = ctx.saved_tensors
     half = x.dtype is not torch.float32
     wide = all(size in SPAN for size in weight.shape)
-    if not (half and wide and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]):
+    if grad is None or not (half and wide and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]):
         return linear_backward(_times, ctx, grad, _)
     needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     return linear_gradients(

@@ -293,7 +293,11 @@ def _save_largest(ctx, inputs, output):
     ctx.save_for_backward(values, top, ties, offsets)
 
 
+def _largest_gradient(ctx, grad, _):
+    if grad is None:  # of a function that gives its input none
+        return None, None
+    return max_gradient(grad, *ctx.saved_tensors), None
+
+
 reduce.register_autograd(_reduce_gradient, setup_context=_save_reduce)
-largest.register_autograd(
-    lambda ctx, grad, _: (max_gradient(grad, *ctx.saved_tensors), None), setup_context=_save_largest
-)
+largest.register_autograd(_largest_gradient, setup_context=_save_largest)

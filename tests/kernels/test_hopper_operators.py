@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.gdpa import gdpa as activated_attention
 from kernels.jagged import jagged_attention
+from tests.kernels.ungraded import ungraded
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 LENGTHS = [5, 0, 70]
@@ -90,6 +91,13 @@ def test_fake_results(name: str) -> None:
         results = operator_of(name)(*OPERATORS[name][1]())
     tensors = [results] if isinstance(results, Tensor) else list(results)
     assert [list(tensor.shape) for tensor in tensors] == OPERATORS[name][2]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_result_without_a_gradient_is_no_error(name: str) -> None:
+    with torch.device("meta"):
+        results = operator_of(name)(*OPERATORS[name][1]())
+        ungraded(results if isinstance(results, Tensor) else results[0]).backward()
 
 
 hopper = pytest.mark.skipif(

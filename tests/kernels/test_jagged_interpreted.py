@@ -19,6 +19,7 @@ pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fai
 from kernels.jagged.triton_parts import num_parts
 from tests.kernels.interpreting import interpret
 from tests.kernels.jagged_problems import offsets_of, problems
+from tests.kernels.ungraded import ungraded
 
 NAMES = ("common parts activations moves gather narrow bmm square softmax segment elementwise linear").split()
 TOLERANCE = Tolerance(
@@ -230,6 +231,13 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
 def test_opcheck(name: str) -> None:
     operator, arguments = custom_operators()[name]
     torch.library.opcheck(operator.definition, arguments)
+
+
+@pytest.mark.parametrize("name", ["largest", "linear", "linear_relu"])
+def test_a_result_without_a_gradient_gives_none(name: str) -> None:
+    operator, arguments = custom_operators()[name]
+    ungraded(operator(*arguments)[0]).backward()
+    assert all(x.grad is None for x in arguments if isinstance(x, Tensor))
 
 
 @pytest.mark.parametrize("part", [2, 1024])

@@ -18,6 +18,7 @@ from kernels.moe import fused, gluon_gather, gluon_swiglu, gluon_swiglu_quantize
 from kernels.mxfp8 import gluon_dequantize, gluon_quantize
 from tests.kernels import moe_standins
 from tests.kernels.moe_cases import RECIPES, layer, random
+from tests.kernels.ungraded import ungraded
 
 
 def one_at_a_time(chosen: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -211,6 +212,13 @@ def test_what_needs_no_gradient_costs_none(
         else:
             assert value.grad is None
     assert calls == {"fprop": inputs, "wgrad": weights}
+
+
+def test_a_result_without_a_gradient_gives_none(on_cpu: None) -> None:
+    chosen, leaves, _ = layer(20, 64, 128, 3, 2)
+    own = {name: value.requires_grad_() for name, value in leaves.items()}
+    ungraded(fused.experts(chosen=chosen, recipe="bf16", **own)).backward()
+    assert all(x.grad is None for x in own.values())
 
 
 def test_a_graph_with_frozen_experts(on_cpu: None) -> None:

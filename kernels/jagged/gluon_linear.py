@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.custom_op import custom_op
+from kernels.hopper import barrier
 from kernels.jagged.gluon_linear_backward import SPAN, gradients
 from kernels.jagged.gluon_linear_consumer import RING, multiply
 from kernels.jagged.gluon_linear_tiles import ROWS, addressable, descriptor, rows_of
@@ -32,8 +33,6 @@ LINE = 128  # bytes of a row of a piece
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _LOADER_REGISTERS = gl.constexpr(40)
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -67,7 +66,7 @@ def _load(x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows,
             # Whoever read these rows has released the pieces that the ones above take the place of.
             index = tile % rows.shape[0]
             rows.index(index).store(rows_of(offsets, num_rows, first, total, LEVELS))
-            _barrier()
+            barrier()
             mbarrier.arrive(placed.index(index), count=1)
         tile += 1  # noqa: SIM113
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.custom_op import custom_op
+from kernels.hopper import barrier
 from kernels.jagged.gluon_linear_tiles import ROWS, addressable, descriptor, rows_of
 from kernels.jagged.triton_common import cdiv, steps_of
 from kernels.launch import Launcher, aligned, processors
@@ -40,8 +41,6 @@ SPAN = range(136, WIDTH + 1, 8)  # of widths
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _LOADER_REGISTERS = gl.constexpr(40)
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -70,7 +69,7 @@ def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights
         tma.async_copy_global_to_shared(x_desc, [first, column], bar, xs.index(stage))
         if SUMS:
             rows.index(stage).store(rows_of(offsets, num_rows, first, total, LEVELS))
-            _barrier()
+            barrier()
             mbarrier.arrive(placed.index(stage), count=1)
         tile += 1  # noqa: SIM113
 
@@ -132,7 +131,7 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, barriers, offsets, part
                     dz = (grad.to(gl.float32) * point.to(gl.float32)).to(dtype)
                 grads.index(piece + p).store(dz)
             fence_async_shared()
-            _barrier()
+            barrier()
             mbarrier.arrive(made.index(stage), count=1)
         upper = warpgroup_mma(grads.index(piece).permute((1, 0)), xs.index(stage), upper, is_async=True)
         lower = warpgroup_mma(grads.index(piece + 1).permute((1, 0)), xs.index(stage), lower, is_async=True)
@@ -162,7 +161,7 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, barriers, offsets, part
                 ones, line, real = _lines(row, base, high, offsets, first, num_rows, dtype, NARROW)
                 _sum_rows(dz, ones, line, real, sums, E, column, NARROW)
         tma.store_wait(0)
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         tile += 1  # noqa: SIM113
     WHOLE: gl.constexpr = PIECE * PIECES

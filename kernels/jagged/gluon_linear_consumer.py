@@ -18,12 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper import barrier, halves
 from kernels.jagged.gluon_linear_tiles import ROWS
 from kernels.jagged.triton_activations import activate, kept
 
 RING = gl.constexpr(12)  # pieces of a tile in shared memory, each of ROWS lines; what the weight leaves room for
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -59,11 +58,6 @@ def _put(desc, slot, value, first, column):
 
 
 @gluon.jit
-def _halves(x):
-    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _finish(z, out_desc, kept_desc, ring, bias, first, piece, E,
             COLUMN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr,
             EVEN: gl.constexpr):  # fmt: skip
@@ -74,7 +68,7 @@ def _finish(z, out_desc, kept_desc, ring, bias, first, piece, E,
     """
     PIECE: gl.constexpr = out_desc.block_type.shape[1]
     if z.shape[1] > PIECE:
-        left, right = _halves(z)
+        left, right = halves(z)
         NEXT: gl.constexpr = COLUMN + PIECE
         left_slot = ring.index(piece % RING)
         right_slot = ring.index((piece + 1) % RING)
@@ -117,7 +111,7 @@ def _finish_single(z, out, for_backward, bias, first, column, total, E,
                    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """float32 from registers: four threads of a matrix instruction's result have a whole sector of 32 bytes."""
     if z.shape[1] > 64:
-        left, right = _halves(z)
+        left, right = halves(z)
         HALF: gl.constexpr = z.shape[1] // 2
         _finish_single(left, out, for_backward, bias, first, column, total, E, ACTIVATION,
                        BIAS, KEEP, EVEN)  # fmt: skip
@@ -165,10 +159,10 @@ def multiply(out_desc, kept_desc, ring, weights, rows, barriers, out, for_backwa
                 z = warpgroup_mma(ring.index(slot), weight, z, use_acc=p > 0, is_async=True)
             if SINGLE and p > 0:
                 z = warpgroup_mma_wait(1, deps=(z,))
-                _barrier()
+                barrier()
                 mbarrier.arrive(empty.index((piece - 1) % RING), count=1)
         z = warpgroup_mma_wait(0, deps=(z,))
-        _barrier()  # all of the operand is read
+        barrier()  # all of the operand is read
         if SINGLE:
             mbarrier.arrive(empty.index((tile * SLOTS + SLOTS - 1) % RING), count=1)
             if ROW_BIAS:
@@ -177,7 +171,7 @@ def multiply(out_desc, kept_desc, ring, weights, rows, barriers, out, for_backwa
         else:
             base = tile * SLOTS
             if BLOCK_E > WIDTH:
-                left, right = _halves(z)
+                left, right = halves(z)
                 if ROW_BIAS:
                     left += gl.convert_layout(added, left.type.layout).to(gl.float32)
                     added = _row_biases(row_bias, row, WIDTH, row_bias_stride, E, EVEN, PART)
@@ -191,7 +185,7 @@ def multiply(out_desc, kept_desc, ring, weights, rows, barriers, out, for_backwa
                     z += gl.convert_layout(added, LAYOUT).to(gl.float32)
                 _finish(z, out_desc, kept_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
             tma.store_wait(0)
-            _barrier()
+            barrier()
             for p in gl.static_range(SLOTS):
                 mbarrier.arrive(empty.index((base + p) % RING), count=1)
         tile += 2

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.hopper import operand_layout
+
 ROWS = gl.constexpr(64)  # values of a tile
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -47,13 +46,9 @@ def rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
     return row
 
 
-@cache
-def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
-
-
-def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block), _layout(block, x.dtype))
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = operand_layout(rows, columns, x.dtype)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout)
 
 
 def addressable(matrix: Tensor) -> Tensor:

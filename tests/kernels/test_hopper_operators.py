@@ -13,15 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.gdpa import gdpa as activated_attention
 from kernels.jagged import jagged_attention
+from tests.kernels.devices import HOPPER
+from tests.kernels.jagged_problems import offsets_of
 from tests.kernels.ungraded import ungraded
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 LENGTHS = [5, 0, 70]
 TOTAL, LONGEST = sum(LENGTHS), 70
-
-
-def offsets_of(lengths: list[int]) -> Tensor:
-    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
 
 
 def leaf(*shape: int) -> Tensor:
@@ -100,9 +98,7 @@ def test_a_result_without_a_gradient_is_no_error(name: str) -> None:
         ungraded(results if isinstance(results, Tensor) else results[0]).backward()
 
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from typing import Any
 
@@ -19,7 +19,14 @@ from triton.runtime.jit import JITFunction
 from kernels import scheduling
 from kernels.gdpa import gluon_forward
 from kernels.ikbo import gluon_lce_weight
-from kernels.jagged import attention_rows, gluon_attention_backward, gluon_attention_forward, triton_checks
+from kernels.jagged import (
+    attention_rows,
+    gluon_attention_backward,
+    gluon_attention_forward,
+    gluon_linear,
+    gluon_linear_backward,
+    triton_checks,
+)
 from kernels.launch import Launcher
 from kernels.mxfp8 import (
     gluon_dequantize,
@@ -155,6 +162,34 @@ def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch,
         grad, x = torch.zeros(entries, rows, width, dtype=dtype), torch.zeros(entries, depth, width, dtype=dtype)
         gluon_lce_weight.weight_gradient(shifted(grad) if elsewhere else grad, x)
     assert hits[gluon_lce_weight._launch_weight]
+
+
+def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    for module in (gluon_linear, gluon_linear_backward):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    # What is launched by Triton, which looks at all arguments itself.
+    for name in ("_add_kernel", "_join_kernel"):
+        monkeypatch.setattr(gluon_linear_backward, name, defaultdict(lambda: lambda *_, **__: None))
+    for rows, (inner, width), dtype, elsewhere in itertools.product(
+        ((1,), (64, 0, 100), (3,) * 40),
+        ((136, 256), (256, 136), (144, 144)),
+        (torch.float16, torch.bfloat16),
+        (False, True),
+    ):
+        total = sum(rows)
+        x, grad, weight = (
+            torch.zeros(shape, dtype=dtype) for shape in ((total, inner), (total, width), (width, inner))
+        )
+        bias, row_bias = torch.zeros(width, dtype=dtype), torch.zeros(len(rows), width, dtype=dtype)
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        if elsewhere:
+            x, grad, bias, row_bias, offsets = (shifted(tensor) for tensor in (x, grad, bias, row_bias, offsets))
+        gluon_linear.linear(x, offsets, weight, bias, row_bias, "gelu", True)
+        gluon_linear.linear(x, offsets, weight.mT.contiguous().mT, None, None, "relu", False)
+        for kind, sums in (("none", False), ("given", True), ("relu", True)):
+            gluon_linear_backward.gradients(grad, grad, x, offsets, weight, kind, sums)
+    assert hits[gluon_linear._launch]
+    assert hits[gluon_linear_backward._launch]
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

@@ -17,7 +17,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
-from kernels.gdpa import gluon_forward
+from kernels.gdpa import gluon_backward, gluon_forward
 from kernels.ikbo import gluon_lce_weight
 from kernels.jagged import (
     attention_rows,
@@ -48,10 +48,12 @@ LAUNCHERS = (
     scheduling._launch_whole_rows,
     attention_rows._launch_row_table,
     attention_rows._launch_tile_table,
+    attention_rows._launch_wave_table,
     attention_rows._launch_statistics,
     gluon_attention_forward._launch_forward,
     gluon_attention_backward._launch_backward,
     gluon_forward._launch_forward,
+    gluon_backward._launch_backward,
     triton_checks._launch,
 )
 
@@ -193,7 +195,7 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward):
+    for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward, gluon_backward):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for heads, dim, dtype, layout, rows in itertools.product(
         ((4, 2), (1, 1)),
@@ -213,5 +215,6 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
             gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
             activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
             gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
+            gluon_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
         triton_checks.assert_lengths(offsets, max(rows))
     assert all(hits[launcher] for launcher in LAUNCHERS), hits

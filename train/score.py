@@ -172,9 +172,18 @@ def _eager(model: RankingModel, dtype: torch.dtype, device: torch.device) -> Cal
 def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
     """RuntimeError unless what was compiled into `folder` can be loaded and scores `request` as `model` does.
 
-    It is loaded in a process of its own first: a library that crashes takes its process along.
+    What is refused is no export any more: a `Scorer` of `folder` says so instead of crashing.
     """
+    try:
+        _check(folder, model, dtype, request)
+    except RuntimeError:
+        (folder / "export.json").unlink()
+        raise
+
+
+def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
     package = folder / "model.pt2"
+    # In a process of its own first: a library that crashes takes its process along.
     load = "import sys, pathlib; from train.score import Scorer; Scorer(pathlib.Path(sys.argv[1]))"
     ended = subprocess.run([sys.executable, "-c", load, str(folder)], capture_output=True, text=True)
     if ended.returncode < 0:

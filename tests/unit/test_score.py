@@ -14,7 +14,7 @@ from torch import Tensor
 from modules.models.scoring import Sequences
 from tests.unit.factories import random_spec
 from train import score
-from train.score import SMALLEST, _Replayed, _rounded_up
+from train.score import SMALLEST, Scorer, _Replayed, _rounded_up
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
 
@@ -60,9 +60,12 @@ def test_replayed_architectures_take_and_give_what_others_do(device: str) -> Non
     [(-signal.SIGSEGV, "SIGSEGV ends a process that loads it.* CXX"), (1, r"cannot be loaded \(OSError: no room\)")],
 )
 def test_a_package_that_cannot_be_loaded_is_told_in_words(
-    returncode: int, message: str, monkeypatch: pytest.MonkeyPatch
+    returncode: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "export.json").write_text("{}")
     ended = SimpleNamespace(returncode=returncode, stderr="Traceback\nOSError: no room\n")
     monkeypatch.setattr(score.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RuntimeError, match=message):
-        score.check(Path("exported"), cast(Any, None), torch.float32, cast(Any, None))
+        score.check(tmp_path, cast(Any, None), torch.float32, cast(Any, None))
+    with pytest.raises(ValueError, match="holds no exported model"):
+        Scorer(tmp_path)

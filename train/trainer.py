@@ -21,7 +21,7 @@ from modules.moe import Router, update_router_biases
 from train import checkpoint, versions
 from train.build import build
 from train.checkpoint import Checkpointer, Progress
-from train.config import Config
+from train.config import Config, from_dict
 from train.data.loader import build_loader
 from train.distributed import World
 from train.evaluate import evaluate_split
@@ -123,7 +123,7 @@ class Trainer:
         saved = checkpoint.of_first_rank(whole[-1] if whole else None, self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            _compare_configs(saved, checkpoint.read_meta(saved)["config"], self.about["config"])
+            _compare_configs(saved, self.about["config"])
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
             # Another number of ranks or another batch size takes other steps to the same end.
             self.total_steps = self._last_step()
@@ -367,8 +367,10 @@ def _run_dir(config: Config, world: World) -> Path:
     return path
 
 
-def _compare_configs(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _compare_configs(path: Path, current: dict[str, Any]) -> None:
     """A resumed run keeps its model, data and optimiser; other differences are only worth a line."""
+    # Keys that are newer than the checkpoint have their defaults.
+    saved = dataclasses.asdict(from_dict(checkpoint.read_meta(path)["config"], []))
     for group, values in current.items():
         for key, value in values.items():
             before = saved.get(group, {}).get(key)

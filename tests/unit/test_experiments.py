@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_dir
 
 from train.config import Config, InterFormerConfig, register_schema, to_config
 from train.doctor import ROOT
+from train.trainer import _compare_configs
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -19,8 +25,23 @@ def composed(experiment: str) -> Config:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_composes(name: str) -> None:
-    assert composed(name).model.dim > 0
+def test_experiment_composes_and_resumes_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    current = dataclasses.asdict(composed(name))
+    (tmp_path / "meta.json").write_text(json.dumps({"config": current}))
+    with caplog.at_level(logging.WARNING):
+        _compare_configs(tmp_path, current)
+    assert not caplog.records
+
+
+def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: Path) -> None:
+    config = dataclasses.asdict(composed("synthetic_moe"))
+    current = json.loads(json.dumps(config))
+    del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
+    (tmp_path / "meta.json").write_text(json.dumps({"config": config}))
+    _compare_configs(tmp_path, current)
+    current["model"]["interaction"] = "wukong"
+    with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
+        _compare_configs(tmp_path, current)
 
 
 def test_gdpa_experiment_is_the_baseline_with_other_blocks() -> None:

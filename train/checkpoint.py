@@ -89,7 +89,7 @@ class Checkpointer:
         aside = path.with_suffix(".partial")
         if self.world.is_first:
             for left in self.folder.glob("step_*.partial"):  # by a process that was killed, or had no space to go on
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
             write_json(aside / META, {"progress": vars(progress), **about})
         self.world.barrier()

@@ -33,9 +33,17 @@ def read_run(run_dir: Path, seed: int) -> Run:
     """Read a run directory that `Trainer.run` completed."""
     training = [record for record in read_metrics(run_dir / METRICS_FILE) if record.split == "train"]
     predictions = read_predictions(run_dir / "predictions" / "test")
+    results = json.loads((run_dir / "results.json").read_text())
+    # Of a run that was resumed, results.json tells the last part alone, in which there may have been no step.
+    for name in ("steps_per_s", "examples_per_s"):
+        logged = [record.values[name] for record in training if name in record.values]
+        if logged:
+            results.setdefault(name, float(np.median(logged)))
+    peaks = [record.values["peak_memory_bytes"] for record in training if "peak_memory_bytes" in record.values]
+    results["peak_memory_bytes"] = max([results["peak_memory_bytes"], *peaks])
     return Run(
         seed=seed,
-        results=json.loads((run_dir / "results.json").read_text()),
+        results=results,
         about=json.loads((run_dir / "config.json").read_text()),
         steps=np.array([record.step for record in training]),
         losses=np.array([record.values["loss"] for record in training]),

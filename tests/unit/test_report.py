@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from train import compare, report
@@ -63,6 +66,21 @@ def test_one_seed_is_held_against_the_spread_of_more(tmp_path: Path) -> None:
     assert "7,000 steps, seed 0; bf16 alone at 1, 2 too, for its spread" in text
     assert "| click | 1.00000 | 1.01000 |" in text  # of the same seed
     assert "| bf16 | 1.00 | 2 | 1 | nan |" in text  # runs of versions that did not count skipped steps
+
+
+def test_a_run_resumed_behind_its_last_step_has_the_speed_and_memory_of_its_log(tmp_path: Path) -> None:
+    windows = [
+        {"step": step, "split": "train", "time": 0.0, "values": {"loss": 0.5, "steps_per_s": speed,
+         "examples_per_s": 2 * speed, "peak_memory_bytes": memory}}
+        for step, speed, memory in ((1, 1.0, 7), (2, 4.0, 9), (3, 5.0, 9))
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))
+    (tmp_path / "results.json").write_text(json.dumps({"step": 3, "peak_memory_bytes": 3}))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "predictions/test").mkdir(parents=True)
+    pq.write_table(pa.table({"row": [0], "click_logit": [0.1]}), tmp_path / "predictions/test/part-00000.parquet")
+    results = report.read_run(tmp_path, seed=0).results
+    assert results == {"step": 3, "steps_per_s": 4.0, "examples_per_s": 8.0, "peak_memory_bytes": 9}
 
 
 @pytest.mark.parametrize(

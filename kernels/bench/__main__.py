@@ -1,4 +1,4 @@
-"""`python -m kernels.bench FAMILY [--case GLOB] [--device cpu|cuda] [--graph] [--out DIR]`."""
+"""`python -m kernels.bench FAMILY [--case GLOB] [--device cpu|cuda] [--graph] [--alone] [--out DIR]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,17 @@ from kernels.bench.timing import (
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@dataclass(frozen=True)
+class Options:
+    """Those of the command that are about timing."""
+
+    out: Path
+    seconds: float
+    min_rounds: int
+    graph: bool = False
+    alone: bool = False
+
+
 def families() -> list[str]:
     return sorted(path.parent.name for path in PACKAGE.glob("*/bench.py"))
 
@@ -41,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", default="*", metavar="GLOB", help="only cases whose name matches (default: all)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", action="store_true", help="time CUDA graph replays, without the launch overhead")
+    parser.add_argument("--alone", action="store_true", help="then time each contender alone too, at its own clock")
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on a contender (default: 1)")
     parser.add_argument("--min-rounds", type=int, default=10, help="at least this many calls of each (default: 10)")
     parser.add_argument("--out", type=Path, default=PACKAGE / "bench" / "results", help="where the JSON files are")
@@ -52,15 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.case)]
     if not chosen:
         parser.error(f"no case matches {options.case!r}; cases: {', '.join(case.name for case in cases)}")
-    return run(options.family, chosen, device, options.out, options.seconds, options.min_rounds, options.graph)
+    how = Options(options.out, options.seconds, options.min_rounds, options.graph, options.alone)
+    return run(options.family, chosen, device, how)
 
 
-def run(
-    family: str, cases: list[Case], device: torch.device, out: Path, seconds: float, min_rounds: int, graph: bool
-) -> int:
+def run(family: str, cases: list[Case], device: torch.device, options: Options) -> int:
     """Run the cases, print a table, write the JSON file; 1 when any contender's answer was wrong, else 0."""
     facts = environment(device)
-    path = out / slug(facts["device"]) / f"{family}.json"
+    path = options.out / slug(facts["device"]) / f"{family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     code = commit()
     wrong = False
@@ -68,7 +79,7 @@ def run(
     for case in cases:
         with turn_of(path.parent):
             problem = case.problem(device)
-        result = measure(problem, device, seconds, min_rounds, graph, turn_of(path.parent)) | {"commit": code}
+        result = measure(problem, device, options, turn_of(path.parent)) | {"commit": code}
         _print(case.name, result)
         with turn_of(path.parent):
             _add(path, family, facts, case.name, result)
@@ -86,12 +97,7 @@ def _add(path: Path, family: str, facts: dict[str, Any], name: str, result: dict
 
 
 def measure(
-    problem: Problem,
-    device: torch.device,
-    seconds: float,
-    min_rounds: int,
-    graph: bool,
-    turn: AbstractContextManager[None],
+    problem: Problem, device: torch.device, options: Options, turn: AbstractContextManager[None]
 ) -> dict[str, Any]:
     """Check every contender, then, in its turn, time those that are right; a row of the result is a time or the reason
     for none.
@@ -101,7 +107,8 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     memory: dict[str, dict[str, float | None]] = {}
-    stream = torch.cuda.Stream() if graph else None
+    stream = torch.cuda.Stream() if options.graph else None
+    spent = (device, options.seconds, options.min_rounds)
     for name, prepare in problem.contenders.items():
         try:
             if stream is not None:
@@ -124,7 +131,9 @@ def measure(
         for name, step in steps.items():  # not of the first call, in which peers try configurations
             with torch.cuda.stream(stream):
                 memory[name]["peak_mib"] = peak_memory(step, device)
-        timings, uncaptured = _time(steps, stream, device, seconds, min_rounds) if steps else ({}, {})
+        timings, uncaptured = _time(steps, stream, *spent) if steps else ({}, {})
+        singly = steps if options.alone and not uncaptured else {}
+        alone = {name: _time({name: step}, stream, *spent)[0][name] for name, step in singly.items()}
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():
         rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}
@@ -132,7 +141,14 @@ def measure(
         rows[name]["tb_per_s"] = problem.bytes / timing.median / 1e9
         rows[name]["time_over_ours"] = timing.median / ours
         rows[name] |= memory[name]
-    result = {"flops": problem.flops, "bytes": problem.bytes, "graph": graph and not uncaptured, "contenders": rows}
+        if alone:
+            rows[name]["alone_ms"] = alone[name].median
+    result = {
+        "flops": problem.flops,
+        "bytes": problem.bytes,
+        "graph": options.graph and not uncaptured,
+        "contenders": rows,
+    }
     return result | ({"uncaptured": uncaptured} if uncaptured else {})
 
 
@@ -178,9 +194,11 @@ def _print(name: str, result: dict[str, Any]) -> None:
             print(f"  {contender:<24} {word}: {reason}")
             continue
         peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:8.1f} MiB "
+        alone = f", {row['alone_ms']:.4f} ms alone" if "alone_ms" in row else ""
         print(
             f"  {contender:<24} {row['median_ms']:10.4f} ms ({row['low_ms']:.4f} to {row['high_ms']:.4f})"
             f" {row['tflops']:9.3g} TFLOP/s {row['tb_per_s']:8.3g} TB/s {peak} {row['time_over_ours']:6.2f} x ours"
+            + alone
         )
 
 

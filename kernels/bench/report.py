@@ -25,7 +25,8 @@ def page(results: dict[str, Any], source: str) -> str:
         "Median times of interleaved calls, each with a cold L2; cases marked * are replays of CUDA graphs, without "
         "launches. A contender is timed only if its result is right. TFLOP/s and TB/s divide what the problem "
         "needs at least by the time. Memory is what a call takes at its peak beyond its inputs. Behind each peer "
-        "stands its time over ours.",
+        "stands its time over ours; *alone* is the same of contenders that ran one behind the other, each at the clock "
+        "that the power it draws leaves it.",
         "",
         "| case | ours | ms | TFLOP/s | TB/s | MiB | peers |",
         "|---|---|---|---|---|---|---|",
@@ -42,7 +43,8 @@ def _row(name: str, case: dict[str, Any]) -> str:
         return f"| {name}{mark} | | | | | | {'; '.join(others)} |"
     (first, ours), *peers = timed.items()
     others = [
-        f"{peer} {_number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x" for peer, row in peers
+        f"{peer} {_number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x{_alone(row, ours)}"
+        for peer, row in peers
     ] + others
     speed = _number(ours["tflops"]) if case["flops"] else ""
     memory = _number(ours["peak_mib"]) if ours.get("peak_mib") is not None else ""
@@ -50,6 +52,10 @@ def _row(name: str, case: dict[str, Any]) -> str:
         f"| {name}{mark} | {first} | {_number(ours['median_ms'])} | {speed} | {_number(ours['tb_per_s'])} "
         f"| {memory} | {'; '.join(others)} |"
     )
+
+
+def _alone(row: dict[str, Any], ours: dict[str, Any]) -> str:
+    return f" (alone {row['alone_ms'] / ours['alone_ms']:.2f}x)" if "alone_ms" in row and "alone_ms" in ours else ""
 
 
 def _memory(row: dict[str, Any]) -> str:

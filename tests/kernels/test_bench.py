@@ -45,7 +45,7 @@ def doubling(device: torch.device) -> Problem:
 
 
 def test_wrong_contender_gets_no_speed_and_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run("doubling", [Case("double", doubling)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=False)
+    code = run("doubling", [Case("double", doubling)], CPU, bench.Options(tmp_path, 0.01, 3))
     assert code == 1
     (path,) = tmp_path.glob("*/doubling.json")
     rows = json.loads(path.read_text())["cases"]["double"]["contenders"]
@@ -93,7 +93,7 @@ def test_a_case_is_captured_as_a_whole_or_not_at_all(
         "interleaved_graphs",
         lambda steps, stream, *arguments: captures.append(list(steps)) or interleaved(steps, *arguments[:-1]),
     )
-    run("doubling", [Case("double", doubling)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=True)
+    run("doubling", [Case("double", doubling)], CPU, bench.Options(tmp_path, 0.01, 3, graph=True))
     (path,) = tmp_path.glob("*/doubling.json")
     case = json.loads(path.read_text())["cases"]["double"]
     assert case["graph"] is not fails
@@ -109,7 +109,7 @@ def test_results_of_the_same_environment_are_kept_and_others_dropped(tmp_path: P
         return Problem({"ours": problem.contenders["ours"]}, problem.check, problem.flops, problem.bytes)
 
     def once(name: str) -> dict[str, object]:
-        assert run("doubling", [Case(name, right)], CPU, tmp_path, seconds=0.01, min_rounds=3, graph=False) == 0
+        assert run("doubling", [Case(name, right)], CPU, bench.Options(tmp_path, 0.01, 3)) == 0
         return json.loads(path().read_text())
 
     def path() -> Path:
@@ -181,10 +181,15 @@ def test_heavy_tailed_lengths_are_mostly_short() -> None:
 
 
 def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kernels.bench", "mxfp8", *QUICK, str(tmp_path)]
+    command = [sys.executable, "-m", "kernels.bench", "mxfp8", "--alone", *QUICK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert_family_was_timed("mxfp8", tmp_path)
+    (path,) = tmp_path.glob("*/mxfp8.json")
+    results = json.loads(path.read_text())
+    rows = [row for case in results["cases"].values() for row in case["contenders"].values() if "median_ms" in row]
+    assert all(row["alone_ms"] > 0 for row in rows)
+    assert "x (alone " in report.page(results, str(path))
 
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

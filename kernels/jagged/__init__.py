@@ -25,7 +25,14 @@ from kernels.jagged import (  # noqa: F401  importing them registers their backe
     varlen,
 )
 from kernels.jagged.attention_bias import BUCKET_WIDTH, Bias, time_bucket
-from kernels.jagged.checks import check_heads, check_lengths, check_offsets, check_rows
+from kernels.jagged.checks import (
+    check_floating,
+    check_heads,
+    check_lengths,
+    check_not_negative,
+    check_offsets,
+    check_rows,
+)
 from kernels.jagged.pointwise import jagged_dense_elementwise, jagged_elementwise, jagged_linear
 from kernels.jagged.products import (
     array_jagged_bmm_jagged_out,
@@ -65,18 +72,21 @@ __all__ = [
 
 def segment_sum(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Sum of each row: [N, ...] -> [B, ...]; an empty row gives 0."""
+    check_floating(values, "values")
     check_offsets(values.shape[0], offsets)
     return dispatch.choose("segment_sum", backend, values)(values, offsets)
 
 
 def segment_mean(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Mean of each row: [N, ...] -> [B, ...]; an empty row gives 0."""
+    check_floating(values, "values")
     check_offsets(values.shape[0], offsets)
     return dispatch.choose("segment_mean", backend, values)(values, offsets)
 
 
 def segment_max(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Maximum of each row: [N, ...] -> [B, ...]; an empty row gives 0. Ties share the gradient evenly."""
+    check_floating(values, "values")
     check_offsets(values.shape[0], offsets)
     return dispatch.choose("segment_max", backend, values)(values, offsets)
 
@@ -128,6 +138,7 @@ def jagged_index_select(
     `total` is the sum of the selected lengths. Without it this is the one function that waits for the device.
     """
     check_offsets(values.shape[0], offsets)
+    check_not_negative(rows, "rows")
     selected, selected_offsets = dispatch.choose("jagged_index_select", backend, values)(values, offsets, rows, total)
     check_offsets(selected.shape[0], selected_offsets)
     return selected, selected_offsets

@@ -13,10 +13,30 @@ def check_offsets(total: int, offsets: Tensor) -> None:
     """ValueError unless offsets run from 0 to `total`. On a GPU looking would be a sync, so only the CPU looks."""
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    if offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"offsets must be [B + 1] int32 or int64, got {list(offsets.shape)} {offsets.dtype}")
     if offsets[0] != 0:
         raise ValueError(f"offsets begin with {int(offsets[0])}; offsets[0], where the first row starts, must be 0")
     if offsets[-1] != total:
         raise ValueError(f"offsets end at {int(offsets[-1])} but there are {total} values")
+    lengths = offsets.diff()
+    if (lengths < 0).any():
+        row = int((lengths < 0).int().argmax())
+        raise ValueError(
+            f"offsets must not decrease, but row {row} goes from {int(offsets[row])} to {int(offsets[row + 1])}"
+        )
+
+
+def check_floating(values: Tensor, name: str) -> None:
+    """ValueError for integers, which operators that compute in float32 would round."""
+    if not values.is_floating_point():
+        raise ValueError(f"{name} must be floating, got {values.dtype}; e.g. {name}.double()")
+
+
+def check_not_negative(numbers: Tensor, name: str) -> None:
+    """ValueError where numbers count from the end in Python, which nothing does here. Only the CPU looks."""
+    if numbers.device.type == "cpu" and not torch.compiler.is_compiling() and (numbers < 0).any():
+        raise ValueError(f"{name} must not be negative, got {int(numbers.min())}")
 
 
 def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:

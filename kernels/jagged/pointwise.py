@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.jagged import reference
-from kernels.jagged.checks import check_offsets, check_rows
+from kernels.jagged.checks import check_floating, check_offsets, check_rows
 
 ACTIVATIONS = {
     "none": lambda z: z,
@@ -29,6 +29,7 @@ def jagged_elementwise(
     Half-precision operands are combined in float32 and the result is rounded once.
     """
     _check_names(op, activation)
+    check_floating(x, "x")
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} and y {tuple(y.shape)} {y.dtype} must be alike")
     return dispatch.choose("jagged_elementwise", backend, x)(x, y, None, op, activation)
@@ -39,6 +40,7 @@ def jagged_dense_elementwise(
 ) -> Tensor:
     """activation(x[i] op y[b]) for i in row b: x [N, ...], y [B, ...] -> [N, ...]; op 'add' or 'mul'."""
     _check_names(op, activation)
+    check_floating(x, "x")
     check_offsets(x.shape[0], offsets)
     check_rows(y, offsets, "y")
     if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:

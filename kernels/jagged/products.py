@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kernels import dispatch
 from kernels.jagged import reference
-from kernels.jagged.checks import check_lengths, check_offsets
+from kernels.jagged.checks import check_floating, check_lengths, check_offsets
 
 LONG = 1024  # places of a row; the kernel that gives each row to one program keeps to rows of no more
 
@@ -81,6 +81,7 @@ def array_jagged_bmm_jagged_out(
 
 def jagged_softmax(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Softmax over the places of each row, each column on its own: [N, ...] -> [N, ...]."""
+    check_floating(values, "values")
     check_offsets(values.shape[0], offsets)
     return dispatch.choose("jagged_softmax", backend, values)(values, offsets)
 
@@ -92,6 +93,7 @@ def jagged2_softmax(
 
     `num_values` is offsets[B], the number of matrix rows.
     """
+    check_floating(a, "a")
     check_offsets(num_values, offsets)
     check_offsets(a.shape[0], squares)
     return dispatch.choose("jagged2_softmax", backend, a)(a, offsets, squares, num_values)

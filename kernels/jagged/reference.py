@@ -106,7 +106,8 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     row, position = place_in_row(offsets, total)
     inside = position < max_length
     values = padded.flatten(0, 1).index_select(0, torch.where(inside, row * max_length + position, 0))
-    return torch.where(inside.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
+    # No torch.where with a zero, which would make floats of ids.
+    return values.masked_fill(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
 @dispatch.register("jagged_concat", "reference")

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from kernels import dispatch
 from kernels.jagged import reference
-from kernels.jagged.checks import check_offsets, check_rows
+from kernels.jagged.checks import check_not_negative, check_offsets, check_rows
 
 
 def jagged_flip(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
@@ -32,8 +32,9 @@ def jagged_slice(
     this waits for the device.
     """
     check_offsets(values.shape[0], offsets)
-    check_rows(start, offsets, "start")
-    check_rows(length, offsets, "length")
+    for name, numbers in (("start", start), ("length", length)):
+        check_rows(numbers, offsets, name)
+        check_not_negative(numbers, name)
     return dispatch.choose("jagged_slice", backend, values)(values, offsets, start, length, total)
 
 

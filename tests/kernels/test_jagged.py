@@ -114,6 +114,15 @@ def test_padded_to_jagged(lengths: list[int], maximum: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float16])
+def test_what_only_moves_keeps_its_dtype_and_value(dtype: torch.dtype) -> None:
+    padded, offsets = torch.tensor([[2**24 + 1, 1, 7], [3, 0, 1]]).to(dtype), torch.tensor([0, 2, 5])
+    values = jagged.padded_to_jagged(padded, offsets, 5)
+    assert values.dtype is dtype
+    assert values.tolist() == [*padded[0, :2].tolist(), *padded[1].tolist()]
+    assert torch.equal(jagged.jagged_to_padded(values, offsets, 3)[1], padded[1])
+
+
 @given(pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=5))
 @fast
 def test_jagged_concat(pairs: list[tuple[int, int]]) -> None:
@@ -241,6 +250,16 @@ def test_bad_inputs_are_named() -> None:
         jagged.segment_sum(values[:4], offsets)
     with pytest.raises(ValueError, match=r"offsets begin with 2; offsets\[0\].*must be 0"):
         jagged.segment_sum(values, offsets[1:])
+    with pytest.raises(ValueError, match="row 1 goes from 4 to 3"):
+        jagged.jagged_to_padded(values, torch.tensor([0, 4, 3, 5]), 4)
+    for wrong in (offsets.float(), offsets.short(), offsets[None], offsets[:0]):
+        with pytest.raises(ValueError, match=r"offsets must be \[B \+ 1\] int32 or int64"):
+            jagged.segment_sum(values, wrong)
+    for reduce in (jagged.segment_sum, jagged.segment_mean, jagged.segment_max, jagged.jagged_softmax):
+        with pytest.raises(ValueError, match=r"values must be floating, got torch.int64; e.g. values.double\(\)"):
+            reduce(values.long(), offsets)
+    with pytest.raises(ValueError, match="rows must not be negative, got -2"):
+        jagged.jagged_index_select(values, offsets, torch.tensor([1, -2]))
     with pytest.raises(ValueError, match="offsets end at 5 but there are 4 values"):
         jagged.padded_to_jagged(torch.zeros(2, 3), offsets, 4)
     with pytest.raises(ValueError, match="offsets end at 6 but there are 5 values"):

@@ -217,6 +217,16 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_linear(x, offsets, torch.zeros(2, 4), torch.zeros(3))
     with pytest.raises(ValueError, match="start has 1 rows and the offsets have 2"):
         jagged.jagged_slice(x, offsets, torch.zeros(1), torch.ones(2, dtype=torch.int64))
+    counts = torch.ones(2, dtype=torch.int64)
+    for start, length, name in ((-counts, counts, "start"), (counts, -counts, "length")):
+        with pytest.raises(ValueError, match=f"{name} must not be negative, got -1"):
+            jagged.jagged_slice(x, offsets, start, length)
+    for compute in (
+        lambda y: jagged.jagged_elementwise(y, y),
+        lambda y: jagged.jagged_dense_elementwise(y, offsets, y[:2]),
+    ):
+        with pytest.raises(ValueError, match="x must be floating, got torch.int64"):
+            compute(x.long())
     with pytest.raises(ValueError, match="offsets end at 2 but there are 3 values"):
         jagged.jagged_slice(x, offsets, torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 3)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dispatch
 from kernels.mxfp8.reference import BLOCK
@@ -41,6 +42,7 @@ class _Linear(torch.autograd.Function):
         return (y if bias is None else y + bias).to(out_dtype)
 
     @staticmethod
+    @once_differentiable  # autograd does not follow what reads codes as bytes
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         group = ctx.group
@@ -70,6 +72,7 @@ class _GroupedMM(torch.autograd.Function):
             return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, weight=True), offsets).to(out_dtype)
 
     @staticmethod
+    @once_differentiable  # autograd does not follow what reads codes as bytes
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         group = ctx.group

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dispatch
 from kernels.mxfp8.grouped import Quantized, fprop, wgrad
@@ -46,6 +47,7 @@ class _GroupedMM(torch.autograd.Function):
             return _collected(y, target).to(out_dtype)
 
     @staticmethod
+    @once_differentiable  # autograd does not follow what reads codes as bytes
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         group = ctx.group

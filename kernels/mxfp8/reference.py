@@ -59,7 +59,8 @@ SPREAD = 10  # powers of two between the row maxima that may share a scale of a 
 SCALE_NAN = 255
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
-_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+# On the CPU also where the default device is another while this is imported.
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 class MXTensor(NamedTuple):

@@ -247,6 +247,18 @@ def test_nan_spoils_only_what_reads_it() -> None:
     assert y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_second_derivative_is_an_error_and_not_that_of_some_of_its_paths(grouped: bool) -> None:
+    x, weight = random(8, 32).requires_grad_(), random(16, 32).requires_grad_()
+    if grouped:
+        y = mxfp8.grouped_mm(x, weight[None], ends_of([8]), recipe="mxfp8")
+    else:
+        y = mxfp8.linear(x, weight, recipe="mxfp8")
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (dx * x).sum().backward()
+
+
 def test_compiles_into_one_graph() -> None:
     x, weight, bias = (tensor.requires_grad_() for tensor in (random(6, 40), random(8, 40), random(8)))
     compiled = torch.compile(mxfp8.linear, backend="aot_eager", fullgraph=True)

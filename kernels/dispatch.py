@@ -7,7 +7,7 @@ returns None when it can serve them or one sentence saying why not. The highest 
 A backend is asked for by name in three ways; the first that says anything about the operator wins:
 
 1. the `backend` argument of a public function;
-2. the environment variable GEMSMITH_KERNELS;
+2. the environment variable GEMSMITH_KERNELS, which is read before the first call of a kind;
 3. `force(spec)`, which the trainer calls with the config key `runtime.kernels`.
 
 A spec is a comma-separated list: `reference` asks for that backend everywhere, `jagged_attention=varlen` for one
@@ -201,7 +201,7 @@ def _parse(spec: str) -> dict[str | None, str]:
     return requests
 
 
-def _requested(op: str, argument: str | None) -> tuple[str, str] | None:
+def requested(op: str, argument: str | None) -> tuple[str, str] | None:
     """(backend, who asked for it) when somebody asked by name."""
     if argument is not None:
         return argument, "the backend argument"
@@ -220,7 +220,7 @@ def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> tuple[
     backends = _by_priority(op)
     refusals = {backend.name: backend.supports(**facts) for backend in backends}
     able = [backend for backend in backends if refusals[backend.name] is None]
-    request = _requested(op, argument)
+    request = requested(op, argument)
     if request is not None:
         name, who = request
         if name not in refusals:

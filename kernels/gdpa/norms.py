@@ -7,7 +7,7 @@ costs less than reading it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def layer_norm(query: Tensor, *, backend: str | None = None) -> Tensor:
 
     Statistics are at least float32. The fused backend reads and writes one tensor, under autocast too.
     """
-    return dispatch.choose("gdpa_layer_norm", _backend(backend), query, width=query.shape[-1])(query)
+    return _chosen("gdpa_layer_norm", backend, query)(query)
 
 
 def add_norms(x: Tensor, query: Tensor, *, backend: str | None = None) -> Tensor:
@@ -40,12 +40,15 @@ def add_norms(x: Tensor, query: Tensor, *, backend: str | None = None) -> Tensor
             f"x and query must have one shape and dtype, got {tuple(x.shape)} {x.dtype} and {tuple(query.shape)} "
             f"{query.dtype}"
         )
-    return dispatch.choose("gdpa_add_norms", _backend(backend), query, width=query.shape[-1])(x, query)
+    return _chosen("gdpa_add_norms", backend, query)(x, query)
 
 
-def _backend(backend: str | None) -> str | None:
-    """In compiled code the reference: what a compiler makes of it and its neighbours is faster than one operator."""
-    return "reference" if backend is None and torch.compiler.is_compiling() else backend
+def _chosen(op: str, backend: str | None, query: Tensor) -> Callable[..., Tensor]:
+    """In compiled code the reference, if nobody asked for another: what a compiler makes of it and its neighbours is
+    faster than one operator."""
+    if torch.compiler.is_compiling() and dispatch.requested(op, backend) is None:
+        backend = "reference"
+    return dispatch.choose(op, backend, query, width=query.shape[-1])
 
 
 @dispatch.register("gdpa_layer_norm", "reference")

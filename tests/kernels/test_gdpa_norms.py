@@ -59,13 +59,21 @@ def test_reference_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
 
 def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr(norms.dispatch, "choose", lambda op, backend, *_, **__: asked.append(backend) or torch.neg)
+
+    def choose(op: str, backend: str | None, *_: object, **__: object) -> Callable[..., Tensor]:
+        asked.append(backend)
+        return lambda *tensors: tensors[0]
+
+    monkeypatch.setattr(norms.dispatch, "choose", choose)
     x = torch.ones(2, 4)
     layer_norm(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     layer_norm(x)
     layer_norm(x, backend="triton")
-    assert asked == [None, "reference", "triton"]
+    monkeypatch.setenv(norms.dispatch.ENVIRONMENT_VARIABLE, "gdpa_layer_norm=triton")
+    layer_norm(x)  # None is for the dispatcher, which reads the variable
+    add_norms(x, x)
+    assert asked == [None, "reference", "triton", None, "reference"]
 
 
 def test_zeros_stay_with_finite_gradients() -> None:

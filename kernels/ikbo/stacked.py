@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernels import dispatch
 
@@ -60,4 +61,8 @@ def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     pairs = (("inputs", inputs), ("weights", weights))
     named = {f"{name}[{i}]": x for name, xs in pairs for i, x in enumerate(xs)}
     operands = dispatch.autocast_operands(**named)
-    return _stacked_linear(list(operands[: len(inputs)]), list(operands[len(inputs) :]))
+    inputs, weights = list(operands[: len(inputs)]), list(operands[len(inputs) :])
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        # Of the operator function transforms cannot differentiate, and forward mode would take the derivative for zero.
+        return torch.cat([x @ weight.mT for x, weight in zip(inputs, weights, strict=True)])
+    return _stacked_linear(inputs, weights)

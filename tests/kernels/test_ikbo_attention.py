@@ -117,6 +117,15 @@ def test_stacked_projections_are_those_of_each_input() -> None:
     )
 
 
+def test_stacked_projections_have_derivatives_of_every_kind() -> None:
+    inputs, weights = [torch.randn(2, 3), torch.randn(4, 5)], [torch.randn(6, 3), torch.randn(6, 5)]
+    moved, tangent = torch.func.jvp(lambda x: stacked_linear([x, inputs[1]], weights), (inputs[0],), (inputs[0],))
+    torch.testing.assert_close(tangent[:2], moved[:2])
+    assert torch.equal(tangent[2:], torch.zeros(4, 6))
+    gradient = torch.func.grad(lambda w: stacked_linear(inputs, [w, weights[1]]).sum())(weights[0])
+    torch.testing.assert_close(gradient, inputs[0].sum(0).expand(6, 3))
+
+
 def test_joint_attention_is_that_of_each_group() -> None:
     counts, lengths = COUNTS["odd"]
     torch.manual_seed(0)

@@ -43,6 +43,12 @@ class CandidateRows:
         return cls(batch.owner, batch.candidate_offsets)
 
     @classmethod
+    def of_offsets(cls, offsets: Tensor, num_candidates: int) -> CandidateRows:
+        """Of offsets [rows + 1] that end at `num_candidates`, the first size of the candidates' tensors."""
+        rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+        return cls(torch.repeat_interleave(rows, offsets.diff(), output_size=num_candidates), offsets)
+
+    @classmethod
     def identity(cls, num_candidates: int, device: torch.device) -> CandidateRows:
         """Every candidate has a row of its own."""
         offsets = torch.arange(num_candidates + 1, device=device)

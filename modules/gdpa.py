@@ -118,10 +118,14 @@ class GDPAPooling(nn.Module):
         self.activation = activation
         self.qk_norm = qk_norm
         self.score_scale = 1 / max_length if score_scale is None else score_scale
-        self.seeds = nn.Parameter(torch.randn(num_seeds, dim))
+        self.seeds = nn.Parameter(torch.empty(num_seeds, dim))
+        self.reset_parameters()
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.seeds)
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
         return self.attend(self.seeds, values, offsets)
@@ -186,7 +190,11 @@ class PersonalizedFFN(nn.Module):
         self.score_scale = 1 / hidden if score_scale is None else score_scale
         # M_1 and M_2 row by row in turns, so that keys and values are views of one product without gaps between rows.
         self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
-        nn.init.uniform_(self.mix, -(num_summary**-0.5), num_summary**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.mix.shape[1] ** -0.5
+        nn.init.uniform_(self.mix, -bound, bound)
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
         return self.attend(values, values, offsets, summary)

@@ -22,8 +22,15 @@ class DotInteraction(nn.Module):
         super().__init__()
         self.num_tokens = num_tokens
         self.scale = scale
-        row, column = torch.triu_indices(num_tokens, num_tokens, offset=1)
-        self.register_buffer("pairs", row * num_tokens + column, persistent=False)
+        # Where the default device is meta, on the CPU: no checkpoint would bring them.
+        pairs = torch.empty(0, dtype=torch.int64, device="cpu" if torch.empty(0).is_meta else None)
+        self.register_buffer("pairs", pairs, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of the buffer, for who calls `to_empty`."""
+        row, column = torch.triu_indices(self.num_tokens, self.num_tokens, offset=1, device=self.pairs.device)
+        self.pairs = row * self.num_tokens + column
 
     @property
     def num_pairs(self) -> int:

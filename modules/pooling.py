@@ -17,11 +17,15 @@ class PMA(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, num_seeds: int, *, max_candidates: int, max_length: int) -> None:
         super().__init__()
-        # Unit variance: comparable to the normalised tokens that the condition is made of.
-        self.seeds = nn.Parameter(torch.randn(num_seeds, dim))
+        self.seeds = nn.Parameter(torch.empty(num_seeds, dim))
+        self.reset_parameters()
         self.attention = TargetAttention(
             dim, num_heads, num_seeds, max_candidates=max_candidates, max_length=max_length
         )
+
+    def reset_parameters(self) -> None:
+        """Unit variance: comparable to the normalised tokens that the condition is made of."""
+        nn.init.normal_(self.seeds)
 
     def forward(self, condition: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         """condition [C, num_seeds, dim] (zeros: plain PMA), candidate_offsets [R + 1], values [N, dim], offsets [R + 1]

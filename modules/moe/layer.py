@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,8 +61,14 @@ class MoE(nn.Module):
         self.aux_loss_weight = aux_loss_weight
         self.aux_loss = torch.zeros(())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have the value of `aux_loss` without the forward that it came from."""
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, dim] -> [N, dim] in autocast's dtype if autocast is on, else in that of x. N may be 0."""
+        """x [N, dim], or with more dimensions before the last -> the same shape, in autocast's dtype if autocast is on,
+        else in that of x. There may be no tokens."""
+        leading, x = x.shape[:-1], x.flatten(0, -2)
         routing = self.router(x)
         if self.aux_loss_weight:
             self.aux_loss = self.aux_loss_weight * load_balancing_loss(routing.scores, routing.counts)
@@ -68,4 +76,6 @@ class MoE(nn.Module):
             self.aux_loss = routing.scores.new_zeros(())
         # Dispatched inside, so that hooks and wrappers of the experts see every call.
         y = self.experts(x, routing, self.dispatcher)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y.unflatten(0, leading) if len(leading) > 1 else y

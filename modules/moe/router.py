@@ -68,7 +68,22 @@ class Router(nn.Module):
         self.force_balance = force_balance
         self.gate = FP32Linear(dim, num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(num_experts))
-        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        # Where the default device is meta, on the CPU: no checkpoint would bring them.
+        counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu" if self.expert_bias.is_meta else None)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Of the buffers, for who calls `to_empty`."""
+        self.expert_bias.zero_()
+        self.tokens_per_expert.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """In half precision a bias that has grown would no longer feel its steps: it keeps float32."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if self.expert_bias.dtype in (torch.float16, torch.bfloat16):
+            self.expert_bias = bias.to(self.expert_bias.device, torch.promote_types(bias.dtype, torch.float32))
+        return self
 
     def forward(self, x: Tensor) -> Routing:
         """x [N, dim] of any float dtype."""

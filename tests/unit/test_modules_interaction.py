@@ -19,6 +19,18 @@ def test_dot_interaction_is_the_upper_triangle():
     assert DotInteraction(1)(tokens[:, :1]).shape == (4, 0)
 
 
+def test_made_without_memory_dot_interaction_has_its_pairs():
+    tokens = torch.randn(3, 5, 4)
+    whole = DotInteraction(5)
+    with torch.device("meta"):
+        assigned, moved = DotInteraction(5), DotInteraction(5)
+    assigned.load_state_dict(whole.state_dict(), assign=True)
+    moved.to_empty(device="cpu").pairs.zero_()
+    moved.reset_parameters()
+    for module in (assigned, moved):
+        assert torch.equal(module(tokens), whole(tokens))
+
+
 def test_cross_net_multiplies_by_its_input_in_every_layer():
     net = CrossNet(width=6, num_layers=2, rank=2).double()
     x0 = torch.randn(4, 6, dtype=torch.float64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -313,6 +315,57 @@ def test_rate_zero_leaves_the_bias():
     moe(torch.randn(9, DIM, dtype=torch.float64))
     assert update_router_biases(moe)["router"] > 0
     assert torch.equal(moe.router.expert_bias, before)
+
+
+def test_tokens_may_have_more_dimensions():
+    moe = make_moe(4, 2, num_shared_experts=1)
+    for shape in ((2, 3, 5), (3, 0), (1, 4)):
+        x = torch.randn(*shape, DIM, dtype=torch.float64)
+        y = moe(x)
+        assert y.shape == x.shape
+        assert torch.equal(y.flatten(0, -2), moe(x.flatten(0, -2)))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_a_layer_that_has_run_can_be_copied_and_pickled(weight):
+    moe = make_moe(4, 2, aux_loss_weight=weight)
+    x = torch.randn(9, DIM, dtype=torch.float64)
+    y = moe(x)
+    for other in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+        assert torch.equal(other.aux_loss, moe.aux_loss)
+        assert torch.equal(other(x), y)
+    (y.sum() + moe.aux_loss).backward()
+    assert moe.router.gate.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_layer_is_balanced_in_fp32(dtype):
+    moe = make_moe(4, 2, bias_update_rate=1e-3).float()
+    before = moe.router.expert_bias + 1  # where a step is less than a bfloat16 can tell
+    moe.router.expert_bias += 1
+    moe.to(dtype)
+    assert {parameter.dtype for parameter in moe.parameters()} == {dtype}
+    moe(torch.randn(9, DIM, dtype=dtype))
+    moe.router.update_bias(torch.tensor([9, 5, 4, 0]))
+    step = torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3])
+    torch.testing.assert_close(moe.router.expert_bias, before + step, rtol=0, atol=2e-7)
+
+
+def test_made_without_memory_a_router_has_its_buffers():
+    with torch.device("meta"):
+        assigned, moved = MoE(DIM, EXPERT_DIM, 4, 2), MoE(DIM, EXPERT_DIM, 4, 2)
+    whole = MoE(DIM, EXPERT_DIM, 4, 2)
+    assigned.load_state_dict(whole.state_dict(), assign=True)
+    moved.to_empty(device="cpu")
+    for buffer in moved.buffers():
+        buffer.fill_(7)
+    moved.router.reset_parameters()
+    moved.load_state_dict(whole.state_dict())
+    x = torch.randn(9, DIM)
+    for moe in (whole, assigned, moved):
+        moe(x)
+        assert moe.router.tokens_per_expert.sum() == 18
+        assert torch.equal(moe.router.expert_bias, torch.zeros(4))
 
 
 def test_checkpoints_hold_the_bias_and_not_the_counts():

@@ -69,3 +69,20 @@ class CandidateRows:
     def _combine(self, x: Tensor, shared: Tensor, op: str) -> Tensor:
         dtype = torch.promote_types(x.dtype, shared.dtype)
         return jagged_dense_elementwise(x.to(dtype), self.offsets, shared.to(dtype), op)
+
+
+def shared_part(
+    expected: int, shared: Tensor | None, rows: CandidateRows | None, name: str
+) -> tuple[Tensor, CandidateRows] | None:
+    """What a layer that was built for `expected` tokens or features of a request, `name`, is given of them.
+
+    ValueError if it was built for none and gets some, or gets none, or gets them without their rows.
+    """
+    if shared is None and not expected:
+        return None
+    if shared is None or shared.dim() < 2 or shared.shape[1] != expected:
+        given = "none" if shared is None else f"a tensor {list(shared.shape)}"
+        raise ValueError(f"the layer was built for {expected} {name} of a request, got {given}")
+    if rows is None:
+        raise ValueError(f"{name} of a request come with rows=CandidateRows.of_offsets(offsets, num_candidates)")
+    return shared, rows

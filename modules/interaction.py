@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, shared_part
 from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
 
@@ -117,10 +117,10 @@ class DHENLayer(nn.Module):
 
     def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
+        given = shared_part(self.num_shared, shared, rows, "tokens")
         pairs, shared_pairs = self.dot(own), None
-        if self.shared_dot is not None:
-            assert shared is not None, "this layer was built with shared tokens"
-            assert rows is not None, "shared tokens come with their rows"
+        if self.shared_dot is not None and given is not None:
+            shared, rows = given
             pairs = torch.cat([pairs, self.dot.across(own, shared, rows, self.max_candidates)], dim=1)
             shared_pairs = self.shared_dot(shared)
         # A lone shared token has no pairs with itself.

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, shared_part
 from modules.precision import FP32Linear
 
 
@@ -44,11 +44,11 @@ class SharedLinear(nn.Module):
 
     def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """own [C, num_own], shared [R, num_shared] with its rows -> [C, out_dim]."""
+        given = shared_part(0 if self.shared is None else self.shared.in_features, shared, rows, "features")
         y = self.own(own)
-        if self.shared is None:
+        if self.shared is None or given is None:
             return y
-        assert shared is not None, "this layer was built with shared features"
-        assert rows is not None, "shared features come with their rows"
+        shared, rows = given
         return rows.add(y, self.shared(shared))
 
     def flops(self, num_candidates: float, num_requests: float) -> float:

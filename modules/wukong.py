@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, shared_part
 from modules.interaction import products_across
 from modules.lce import LCE
 from modules.mlp import MLP, linear_flops
@@ -60,18 +60,20 @@ class WukongLayer(nn.Module):
 
     def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
+        given = shared_part(self.num_shared, shared, rows, "tokens")
         projected = self.project(own, shared, rows)
         products = torch.bmm(own, projected.mT)
-        if shared is not None:
-            assert rows is not None, "shared tokens come with their rows"
+        if given is not None:
+            shared, rows = given
             across = products_across(projected, shared, rows, self.max_candidates).unflatten(1, (-1, self.num_shared))
             products = torch.cat([across.mT, products], dim=1)
         machine = self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5)).unflatten(1, (-1, self.dim))
         mixed = torch.cat([machine, self.lcb(own, shared, rows)], dim=1)
         if self.residual is not None:
             return rms_norm(mixed + self.residual(own, shared, rows))
-        if shared is None or rows is None:
+        if given is None:
             return rms_norm(mixed + own)
+        shared, rows = given
         of_shared, of_own = mixed.split([self.num_shared, own.shape[1]], dim=1)
         return rms_norm(torch.cat([rows.add(of_shared, shared), of_own + own], dim=1))
 

@@ -8,11 +8,13 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from modules.broadcast import CandidateRows
+from modules.interaction import DHENLayer
 from modules.lce import LCE
-from modules.mlp import MLP, TaskHeads, linear_flops
+from modules.mlp import MLP, SharedLinear, TaskHeads, linear_flops
 from modules.norms import rms_norm
 from modules.precision import apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
+from modules.wukong import WukongLayer
 
 
 def test_rms_norm_matches_its_formula_and_survives_zeros():
@@ -132,3 +134,22 @@ def test_lce_of_candidate_tokens_alone():
     tokens = torch.randn(4, 3, 5, dtype=torch.float64)
     torch.testing.assert_close(lce(tokens), torch.einsum("mk,ckd->cmd", lce.candidate.weight, tokens))
     assert lce(tokens[:0]).shape == (0, 2, 5)
+
+
+def test_what_a_request_shares_is_neither_ignored_nor_missing():
+    rows, options = CandidateRows.of_offsets(torch.tensor([0, 2, 3]), 3), {"rank": 2, "hidden": [4], "dropout": 0.0}
+    layers = [
+        lambda num: LCE(2, 3, num),
+        lambda num: DHENLayer(2 + num, 4, num_shared=num, **options),
+        lambda num: WukongLayer(2 + num, 4, num_fmb=2, num_lcb=1, num_shared=num, **options),
+    ]
+    own = torch.randn(3, 2, 4)
+    for make in layers:
+        for built, given in ((0, 5), (5, 0), (5, 4)):
+            shared = torch.randn(2, given, 4) if given else None
+            with pytest.raises(ValueError, match=f"built for {built} tokens of a request, got (none|a tensor)"):
+                make(built)(own, shared, rows)
+        with pytest.raises(ValueError, match="come with rows=CandidateRows.of_offsets"):
+            make(5)(own, torch.randn(2, 5, 4))
+    with pytest.raises(ValueError, match=r"built for 0 features of a request, got a tensor \[2, 5\]"):
+        SharedLinear(4, 0, 3)(own[:, 0], torch.randn(2, 5), rows)

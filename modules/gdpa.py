@@ -32,8 +32,9 @@ class GDPASelfAttention(nn.Module):
 
     With `rotation`, (cos, sin) from `modules.rotary.rotation`, queries and keys are rotated by their positions.
     `activation` is a name of `kernels.gdpa.ACTIVATIONS`, or one per head. `window` limits a token to neighbours
-    |i - j| <= window. `qk_norm` normalises each head of queries and keys (RMS, without learned scale), which bounds
-    scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a constant that no row exceeds.
+    |i - j| <= window, `causal` to itself and those before it. `qk_norm` normalises each head of queries and keys (RMS,
+    without learned scale), which bounds scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a
+    constant that no row exceeds.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class GDPASelfAttention(nn.Module):
         max_length: int,
         activation: Activation = "gelu",
         window: int | None = None,
+        causal: bool = False,
         qk_norm: bool = False,
         score_scale: float | None = None,
     ) -> None:
@@ -52,7 +54,8 @@ class GDPASelfAttention(nn.Module):
         self.num_heads = num_heads
         self.max_length = max_length
         self.activation = activation
-        self.window = (-1, -1) if window is None else (window, window)
+        reach = -1 if window is None else window
+        self.window = (reach, 0 if causal else reach)
         self.qk_norm = qk_norm
         self.score_scale = 1 / max_length if score_scale is None else score_scale
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)

@@ -12,33 +12,41 @@ from modules.rotary import rotate
 class JaggedSelfAttention(nn.Module):
     """Softmax self-attention within each row of (values [N, dim], offsets [B + 1]) -> [N, dim]; nothing is padded.
 
-    Every token of a row sees every other (InterFormer's sequences end before the candidate, so nothing needs a causal
-    mask); `window` limits a token to neighbours |i - j| <= window. `max_length` is a constant that no row exceeds, not
-    a maximum of the batch. There is no dropout on attention weights: fused kernels do not hold them in memory.
+    Every token of a row sees every other (InterFormer's sequences end before the candidate, so nothing there needs a
+    causal mask); `window` limits a token to neighbours |i - j| <= window, `causal` to itself and those before it.
+    `max_length` is a constant that no row exceeds, not a maximum of the batch. There is no dropout on attention
+    weights: fused kernels do not hold them in memory.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, max_length: int, window: int | None = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, *, max_length: int, window: int | None = None, causal: bool = False
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
         self.num_heads = num_heads
         self.max_length = max_length
         self.window = window
+        self.causal = causal
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`."""
+    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`; without it the order of
+        tokens has no effect but through masks."""
         projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
         query, key, value = projected.unbind(1)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         attended = jagged_attention(
-            rotate(query, *rotation),
-            rotate(key, *rotation),
+            query,
+            key,
             value,
             offsets,
             offsets,
             max_q=self.max_length,
             max_k=self.max_length,
             window=self.window,
+            causal=self.causal,
         )
         return self.output(attended.flatten(1))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from modules.embedding import JaggedSequence, Tokens
+from modules.gdpa import GDPASelfAttention
 from modules.history import HistoryEncoder, merge_by_time
 from modules.jagged_attention import JaggedSelfAttention
 from modules.masknet import MaskNet
@@ -61,6 +62,25 @@ def test_self_attention_matches_attention_row_by_row(lengths, window):
         start += n
     actual = attention(x, offsets_of(lengths), angles)
     assert_same_gradients(actual, torch.cat(rows), (x, *attention.parameters()) if sum(lengths) else (x,))
+
+
+@pytest.mark.parametrize("kind", [JaggedSelfAttention, GDPASelfAttention])
+@pytest.mark.parametrize("window", [None, 2])
+def test_causal_attention_is_what_the_last_token_of_each_beginning_sees(kind, window):
+    torch.manual_seed(0)
+    options = {"max_length": 5, "window": window}
+    causal, full = kind(DIM, HEADS, causal=True, **options).double(), kind(DIM, HEADS, **options).double()
+    full.load_state_dict(causal.state_dict())
+    x = torch.randn(7, DIM, dtype=torch.float64)
+    out = causal(x, offsets_of([2, 5]))
+    for start, end in [(0, 1), (0, 2), (2, 3), (2, 4), (2, 5), (2, 6), (2, 7)]:
+        torch.testing.assert_close(out[end - 1], full(x[start:end], offsets_of([end - start]))[-1])
+
+
+def test_without_rotation_the_order_of_tokens_has_no_effect():
+    attention = JaggedSelfAttention(DIM, HEADS, max_length=5).double()
+    x, order = torch.randn(5, DIM, dtype=torch.float64), torch.tensor([3, 0, 4, 1, 2])
+    torch.testing.assert_close(attention(x[order], offsets_of([5])), attention(x, offsets_of([5]))[order])
 
 
 def test_heads_that_do_not_divide_the_width_are_an_error():

@@ -56,6 +56,8 @@ class CandidateRows:
 
     def expand(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [C, ...]: each candidate gets its row."""
+        if x.shape[0] != self.offsets.shape[0] - 1:
+            raise ValueError(f"x has {x.shape[0]} rows and the offsets have {self.offsets.shape[0] - 1}")
         return _Expand.apply(x, self.owner, self.offsets)
 
     def add(self, x: Tensor, shared: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ def ikbo_rewrite(
         model: a program of `torch.export.export`, or a module, which is exported with `args`, `kwargs` and
             `dynamic_shapes`. Requests and candidates may be two independent dynamic sizes. Only in a module is
             nn.MultiheadAttention followed: in a program the rows are behind other dimensions already.
-        owners: names of inputs that are owner maps: request of each candidate, non-decreasing, which is not checked.
+        owners: names of inputs that are owner maps: request of each candidate, non-decreasing. One that decreases is
+            an error in a call on the CPU and a device assertion on a GPU.
         max_candidates: a constant that no request's candidates exceed, for attention, which is otherwise made for a
             request that has them all.
     Returns:
@@ -137,6 +138,12 @@ def _offsets_of(counts: Tensor) -> Tensor:
 
 
 def _offsets_of_owner(owner: Tensor, num_rows: int) -> Tensor:
+    in_order = (owner[1:] >= owner[:-1]).all()
+    message = "an owner map that owners= of ikbo_rewrite promised to be sorted decreases; sort the candidates by it"
+    if owner.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(in_order, message)
+    elif not in_order:
+        raise ValueError(message)
     return torch.searchsorted(owner, torch.arange(num_rows + 1, device=owner.device, dtype=owner.dtype))
 
 

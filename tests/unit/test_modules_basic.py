@@ -95,6 +95,13 @@ def test_expand_sums_bf16_gradients_in_fp32():
     assert x.grad.item() == num_candidates
 
 
+def test_rows_of_another_batch_are_not_expanded():
+    rows = CandidateRows.of_offsets(torch.tensor([0, 2, 2]), 2)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"x has {count} rows and the offsets have 2"):
+            rows.expand(torch.zeros(count, 4))
+
+
 def test_identity_rows_give_each_candidate_its_own():
     rows = CandidateRows.identity(3, torch.device("cpu"))
     x = torch.randn(3, 2)

@@ -180,6 +180,12 @@ def test_owner_maps_that_are_inputs_need_a_word_that_they_are_sorted() -> None:
     graph, report = ikbo_rewrite(ByOwner(), example, owners=("owner",))
     assert [swap.after for swap in report.swapped] == ["linear_compression"]
     assert_same(ByOwner(), graph, example)
+    with pytest.raises(ValueError, match="promised to be sorted decreases"):
+        graph(user, candidate, OWNER.flip(0), example[3])
+    again = export(graph, example).module()
+    torch.testing.assert_close(again(*example), graph(*example))
+    with pytest.raises(RuntimeError, match="promised to be sorted decreases"):
+        again(user, candidate, OWNER.flip(0), example[3])
     with pytest.raises(ValueError, match=r"owners \['user_of'\] are not inputs"):
         ikbo_rewrite(ByOwner(), example, owners=("user_of",))
 

@@ -6,8 +6,8 @@ is the form of Kunlun (arXiv 2602.10016), where tau is the maximal sequence leng
 here the largest number of keys a row may have. `kernels.gdpa` computes it; nothing is padded and no score is kept in
 memory.
 
-The modules differ in what asks (`queries`) and in where keys and values come from (`attend`). `GDPABlock` puts the
-norms and residuals of a production block around any of them.
+The modules differ in what asks, `queries()` unless the call gives others, and in where keys and values come from.
+`GDPABlock` puts the norms and residuals of a production block around any of them.
 """
 
 from __future__ import annotations
@@ -61,18 +61,20 @@ class GDPASelfAttention(nn.Module):
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        return self.attend(values, values, offsets, rotation)
-
     def queries(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         return values
 
-    def attend(
-        self, queries: Tensor, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None
+    def forward(
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        *,
+        queries: Tensor | None = None,
     ) -> Tensor:
-        """Keys and values are those of the queries, normalised if the queries are."""
-        projected = self.query_key_value(queries).view(-1, 3, self.num_heads, self.head_dim)
-        query, key, value = projected.unbind(1)
+        """`queries` [N, dim] stand for the values, in keys and values too."""
+        projected = self.query_key_value(values if queries is None else queries)
+        query, key, value = projected.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         query, key = _normalised(self.qk_norm, query, key)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
@@ -130,14 +132,12 @@ class GDPAPooling(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.seeds)
 
-    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-        return self.attend(self.seeds, values, offsets)
-
     def queries(self, values: Tensor, offsets: Tensor) -> Tensor:
         return self.seeds
 
-    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
-        """queries [num_seeds, dim]."""
+    def forward(self, values: Tensor, offsets: Tensor, *, queries: Tensor | None = None) -> Tensor:
+        """`queries` [num_seeds, dim] stand for the seeds."""
+        queries = self.seeds if queries is None else queries
         query = self.query(queries).view(-1, self.num_heads, self.head_dim)
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
         attended = gdpa(
@@ -199,17 +199,15 @@ class PersonalizedFFN(nn.Module):
         bound = self.mix.shape[1] ** -0.5
         nn.init.uniform_(self.mix, -bound, bound)
 
-    def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
-        return self.attend(values, values, offsets, summary)
-
     def queries(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
         return values
 
-    def attend(self, queries: Tensor, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+    def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
+        """`queries` [N, dim] stand for the values."""
         # A batched product: matmul would transpose the summary to make one large product of it, features apart.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
-        query = queries.view(-1, self.num_heads, self.head_dim)
+        query = (values if queries is None else queries).view(-1, self.num_heads, self.head_dim)
         attended = gdpa(
             *_normalised(self.qk_norm, query, key),
             value,
@@ -234,7 +232,7 @@ class Attention(Protocol):
 
     def queries(self, *inputs: Any) -> Tensor: ...
 
-    def attend(self, queries: Tensor, *inputs: Any) -> Tensor: ...
+    def __call__(self, *inputs: Any, queries: Tensor) -> Tensor: ...
 
 
 class GDPABlock(nn.Module):
@@ -251,7 +249,7 @@ class GDPABlock(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         queries = self.attention.queries(*inputs)
-        attended = self.attention.attend(layer_norm(queries), *inputs).to(queries.dtype)
+        attended = self.attention(*inputs, queries=layer_norm(queries)).to(queries.dtype)
         return add_norms(attended, queries.expand_as(attended))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
@@ -127,6 +128,16 @@ def test_block_around_each(values: Tensor, summary: Tensor) -> None:
     pool = GDPAPooling(DIM, HEADS, 3, max_length=MAX_LENGTH).double()
     expected = [block_row(pool.seeds, lambda q, x=x: pooling_row(pool, q, x)) for x in rows(values)]
     torch.testing.assert_close(GDPABlock(pool)(values, OFFSETS), torch.stack(expected))
+
+
+def test_what_is_wrapped_around_a_block_s_attention_runs(values: Tensor, summary: Tensor) -> None:
+    for module, inputs in ((modules()[0][0], (values, OFFSETS)), (modules()[2][0], (values, OFFSETS, summary))):
+        block = GDPABlock(module.double())
+        expected, called = block(*inputs), []
+        module.register_forward_hook(lambda *_, c=called: c.append(True))
+        block.attention = checkpoint_wrapper(module)
+        torch.testing.assert_close(block(*inputs), expected)
+        assert called == [True]
 
 
 def modules() -> list[tuple[nn.Module, int]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.jagged import jagged_dense_elementwise, segment_sum
-from modules.batch import RequestBatch
+
+if TYPE_CHECKING:  # it takes TorchRec, which a layer in another model need not have
+    from modules.batch import RequestBatch
 
 
 class _Expand(torch.autograd.Function):

@@ -84,14 +84,25 @@ def test_the_scan_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.
     assert {"triton.language", "train", "train.main", "modules.norms", "modules.norms.RMSNorm"} <= imported(file)
 
 
-def test_kernels_import_without_triton_and_fbgemm() -> None:
-    script = """
+BLOCKED = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("triton", "fbgemm_gpu", "torchrec"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_drop_in_modules_need_pytorch_only() -> None:
+    script = f"{BLOCKED}import modules.gdpa, modules.jagged_attention, modules.lce, modules.moe, modules.pooling\n"
+    script += "import modules, modules.interaction, modules.precision, modules.target_attention, modules.wukong"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_import_without_triton_and_fbgemm() -> None:
+    script = f"""{BLOCKED}
 import torch
 torch.set_default_device("meta")  # no constant of the package may lie there
 import kernels

@@ -1,7 +1,8 @@
 """Every `python` block of the documentation runs on the CPU, those of a page in order and with the same names.
 
 A comment `[5, 4, 64]` behind a statement is the shape of what it assigns or is (`[7, 64] and [5, 2]` of two results);
-comments that end a block are what it prints. `<!-- not run: REASON -->` above a block, which readers do not see, leaves it out.
+comments that end a block are what it prints. `<!-- not run: REASON -->` above a block, which readers do not see, leaves
+it out.
 """
 
 from __future__ import annotations

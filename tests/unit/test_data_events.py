@@ -343,6 +343,14 @@ def test_rating_threshold_as_label_and_logarithm(tmp_path):
     np.testing.assert_allclose(batch.candidate_dense[:, 0], ((scaled - scaled.mean()) / scaled.std())[rows], rtol=1e-5)
 
 
+def test_a_number_that_is_the_same_in_every_training_row_is_not_blown_up_elsewhere(tmp_path):
+    late = np.arange(200) >= 190
+    table = make_table(time=np.arange(200) * 1000, price=np.where(late, 0.3, 0.1))
+    source = build_source(make_config(tmp_path, table, candidate_numeric=["price"]))
+    assert np.full(160, 0.1).std() > 0  # a rounding
+    assert whole(source, "test").candidate_dense.flatten().tolist() == pytest.approx([0.0] * 10 + [0.2] * 10)
+
+
 def test_files_of_their_own_decide_the_split(tmp_path):
     pq.write_table(pa.table(make_table(count=30, seed=1)), tmp_path / "test.parquet")
     source = build_source(make_config(tmp_path, make_table(count=90), test_files=["test.parquet"], max_candidates=1))

@@ -40,7 +40,8 @@ def standardise(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, d
     sample = values[training]
     sample = sample[~np.isnan(sample)]
     mean = float(sample.mean()) if sample.size else 0.0
-    std = float(sample.std()) if sample.size else 0.0
+    # Of a column that holds one number the deviation is a rounding of the mean, and another number would become 1e16.
+    std = float(sample.std()) if sample.size and sample.min() < sample.max() else 0.0
     scaled = (values - mean) / (std if std > 0 else 1.0)
     return np.nan_to_num(scaled, nan=0.0).astype(np.float32), {"mean": mean, "std": std}
 

@@ -300,6 +300,15 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
             "no file matches|data.time must name",
         ),
         ({"candidate_categorical": ["item", "item"]}, "repeated: .'item'."),
+        ({"candidate_numeric": ["price", "click"]}, "data.labels.click is read from column 'click', which"),
+        ({"labels": {"dear": "price >= 0.1"}}, "data.labels.dear is read from column 'price', which is a feature"),
+        ({"user": None, "request": "item", "histories": {}}, "data.user=item"),
+        (
+            {"request_categorical": [], "candidate_categorical": [], "histories": {}},
+            r"e\.g\. data\.candidate_categorical=\[item_id\]",
+        ),
+        ({"files": ["events.csv", "*.csv"]}, r"events\.csv twice"),
+        ({"test_files": ["."]}, r"events\.csv twice"),
     ],
 )
 def test_schemas_that_make_no_sense(tmp_path, changes, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     spec = feature_spec(cfg)
     layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
     parts = [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
+    _check_once([file for files in parts for file in files])
     headed = Layout(cfg.csv_separator)  # joined tables and logs: column_names are those of the labelled rows
     joins = [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
     rows = Rows([file for files in parts for file in files], _wanted(cfg), layout, cfg.bad_rows, joins)
@@ -113,6 +115,11 @@ def _check(cfg: EventsConfig) -> None:
             raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
         if history.files and not cfg.time:
             raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
+    if cfg.request and not cfg.user:
+        raise ValueError(
+            f"data.request={cfg.request} groups rows of one user: data.user must name the user column; without users, "
+            f"let each request be one, data.user={cfg.request}"
+        )
     if cfg.time_format not in ("s", "ms") and "%" not in cfg.time_format:
         raise ValueError(f"data.time_format={cfg.time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
     for task, text in cfg.labels.items():
@@ -122,14 +129,29 @@ def _check(cfg: EventsConfig) -> None:
                 f"data.labels.{task}={text!r} must name a column of 0 and 1 or compare one as COLUMN >= NUMBER, "
                 "e.g. 'rating >= 4'"
             )
-    used = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list}
-    used |= {name for history in cfg.histories.values() for name in history.fields}
+        if (column := _label_column(text)) in (*_features(cfg), *_numeric(cfg)):
+            raise ValueError(
+                f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
+                "the answer; let only fields of histories have it, whose events are earlier ones"
+            )
+    used = {*_features(cfg), *(name for history in cfg.histories.values() for name in history.fields)}
+    if not used:
+        raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
     for key, stray in (
         ("tables", sorted(set(cfg.tables) - used)),
         ("log_numeric", sorted(set(cfg.log_numeric) - set(_numeric(cfg)))),
     ):
         if stray:
             raise ValueError(f"data.{key} names {stray}, which is no such feature or field of this configuration")
+
+
+def _check_once(files: list[Path]) -> None:
+    (again, count), *_ = Counter(file.resolve() for file in files).most_common(1)
+    if count > 1:
+        raise ValueError(
+            f"data.files, data.valid_files and data.test_files name {again} twice, so its rows would count twice or be "
+            "trained on and tested; let the globs and folders of each leave out the files of the others"
+        )
 
 
 def _max_candidates(cfg: EventsConfig) -> int:
@@ -141,6 +163,16 @@ def _numeric(cfg: EventsConfig) -> list[str]:
     return [*cfg.request_numeric, *cfg.candidate_numeric]
 
 
+def _features(cfg: EventsConfig) -> list[str]:
+    """Columns of ids that are features themselves."""
+    return [*cfg.request_categorical, *cfg.request_list, *cfg.candidate_categorical, *cfg.candidate_list]
+
+
+def _label_column(text: str) -> str:
+    """`rating` of "rating >= 4"."""
+    return text.partition(">=")[0].strip()
+
+
 def _categorical(cfg: EventsConfig) -> list[str]:
     own = [history for history in cfg.histories.values() if not (history.lists or history.files)]
     fields = [name for history in own for name in history.fields]
@@ -150,7 +182,7 @@ def _categorical(cfg: EventsConfig) -> list[str]:
 def _wanted(cfg: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
     names = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list, *_numeric(cfg)}
-    names |= {column.partition(">=")[0].strip() for column in cfg.labels.values()}
+    names |= {_label_column(text) for text in cfg.labels.values()}
     names |= {name for name in (cfg.weight, cfg.user, cfg.time, cfg.request) if name}
     for history in cfg.histories.values():
         if history.lists:

@@ -132,6 +132,12 @@ def test_column_missing_in_a_later_file(tmp_path):
         build_source(config)
 
 
+def test_a_name_that_two_columns_have(tmp_path):
+    text = "\n".join([f"{HEADER},item", *(f"{row},7" for row in ROWS)])
+    with pytest.raises(ValueError, match=r"events\.csv has more than one column 'item'"):
+        build_source(config_of(tmp_path, text=text))
+
+
 def test_wrong_types(tmp_path):
     table = {"user": [1], "time": [1], "item": [[1]], "price": [[1.0]], "click": [1]}
     pq.write_table(pa.table(table), tmp_path / "events.parquet")
@@ -154,6 +160,9 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
         build_source(config_of(tmp_path, text=""))
     with pytest.raises(ValueError, match=r"no rows in .*events\.csv"):
         build_source(config_of(tmp_path, rows=[]))
+    (tmp_path / "wide.csv").write_text("\n".join([HEADER, *ROWS]), encoding="utf-16")
+    with pytest.raises(ValueError, match=r"wide\.csv: cannot be read \('utf-8' codec"):
+        build_source(config_of(tmp_path, files=[str(tmp_path / "wide.csv")]))
     with pytest.raises(ValueError, match=r"no file matches .*nowhere\.csv"):
         build_source(config_of(tmp_path, files=[str(tmp_path / "nowhere.csv")]))
     pq.write_table(pa.table({"user": np.arange(1000)}), tmp_path / "whole.parquet")

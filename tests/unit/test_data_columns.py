@@ -116,6 +116,9 @@ def test_times():
     assert read([5, None], "s") == [5000, None]
     assert read(["5", "x"], "ms") == [5, None]
     assert read([-1500], "ms") == [-1500]
+    # Milliseconds read as seconds, and nanoseconds read as either, of which some do not fit in an int64.
+    assert read([1_700_000_000, 1_700_000_000_000, 1_700_000_000_000_000_000], "s") == [1_700_000_000_000, None, None]
+    assert read([1_700_000_000_000, 1_700_000_000_000_000_000], "ms") == [1_700_000_000_000, None]
     assert read(["14102105", "tomorrow"], "%y%m%d%H") == [1413867600000, None]
     assert read([14102105, None], "%y%m%d%H") == [1413867600000, None]
     moment = datetime.datetime(1970, 1, 2, 0, 0, 1)

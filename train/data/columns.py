@@ -18,6 +18,8 @@ from train.data.batch import ranges
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
 """Digits of truth values, and the texts that stand for them."""
+LATEST = 253_402_300_799_999
+"""Milliseconds to the end of the year 9999. Numbers beyond it are milliseconds read as seconds, or nanoseconds."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ def read_numbers(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.ndarray, np.ndarray]:
-    """(times [N] int64 milliseconds since 1970 in UTC, bad [N] bool: missing or unreadable).
+    """(times [N] int64 milliseconds since 1970 in UTC, bad [N] bool: missing, unreadable or after the year 9999).
 
     Arrow timestamps and dates are read as such. `time_format` says what numbers and text are: s, ms, or a strptime
     pattern, e.g. "%y%m%d%H".
@@ -147,8 +149,9 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
         return seconds[ids.codes] * 1000, unread[ids.codes]
     numbers, bad = read_numbers(column)
     bad |= np.isnan(numbers)
-    scale = {"s": 1000.0, "ms": 1.0}[time_format]
-    return np.floor(np.where(bad, 0.0, numbers) * scale).astype(np.int64), bad
+    times = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])
+    bad |= np.abs(times) > LATEST
+    return np.where(bad, 0.0, times).astype(np.int64), bad
 
 
 def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:

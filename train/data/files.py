@@ -92,6 +92,9 @@ def read_files(files: Sequence[Path], columns: Sequence[str], layout: Layout, sk
         missing = [name for name in columns if name not in names]
         if missing:
             raise ValueError(f"{path} has no column {missing[0]!r}; it has {names}")
+        repeated = [name for name in columns if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"{path} has more than one column {repeated[0]!r}: {names}; rename all but one")
         if _is_parquet(path):
             table = _guard(path, partial(pq.read_table, path, columns=list(columns)))
             number, total = np.arange(table.num_rows), table.num_rows
@@ -160,7 +163,7 @@ def _guard(path: Path, read: Callable[[], Result]) -> Result:
         raise ValueError(f"{path}: the file is empty")
     try:
         return read()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
 
 

@@ -303,7 +303,8 @@ CHOICES = {
 AT_LEAST_ONE = (
     "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.num_pma", "model.num_recent",
     "model.dhen_layers", "model.wukong_layers", "model.wukong_fmb", "model.wukong_lcb", "model.wukong_rank",
-    "model.pffn_hidden", "data.batch_size", "data.prefetch", "data.max_history",
+    "model.pffn_hidden", "model.interaction_hidden", "model.head_hidden", "model.attention_hidden", "model.hidden",
+    "model.bottom_hidden", "model.top_hidden", "data.batch_size", "data.prefetch", "data.max_history",
     "data.max_candidates", "optimizer.accumulate", "checkpoint.keep", "runtime.epochs", "runtime.log_every",
 )  # fmt: skip
 
@@ -341,8 +342,12 @@ def validate(config: Config) -> None:
         for name, value in vars(section).items():
             key = f"{group}.{name}"
             least = 1 if key in AT_LEAST_ONE else 0
-            if isinstance(value, int | float) and value < least:
-                raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={least}")
+            numbers = [
+                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)
+            ]
+            if min(numbers, default=least) < least:
+                example = [least] * len(numbers) if isinstance(value, list) else least
+                raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={example}")
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
     if isinstance(model, InterFormerConfig):
         if model.dim % (2 * model.num_heads):

@@ -57,6 +57,7 @@ class Trainer:
         self.global_batch = config.data.batch_size * world.size
         self.progress = Progress()
         self.total_steps = self._last_step()
+        self._check_schedule()
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
@@ -148,6 +149,27 @@ class Trainer:
         return runtime.steps or progress.step + progress.steps_left(
             self.num_requests, self.global_batch, runtime.epochs
         )
+
+    def _check_schedule(self) -> None:
+        """What the length of the run and its splits leave without any effect."""
+        runtime, optimizer, steps = self.config.runtime, self.config.optimizer, self.total_steps
+        if optimizer.accumulate > steps:
+            raise ValueError(
+                f"optimizer.accumulate={optimizer.accumulate} is more than the {steps} steps of this run, so that all "
+                f"but the tables would never be trained; use at most optimizer.accumulate={steps}, or smaller batches"
+            )
+        if runtime.early_stop and not self.source.num_requests("valid"):
+            raise ValueError(
+                f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
+                "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
+            )
+        if optimizer.warmup_steps > steps // optimizer.accumulate:
+            log.warning(
+                "the run ends after %s dense steps, before the learning rate has risen to its full height; for that "
+                "lower optimizer.warmup_steps=%s",
+                steps // optimizer.accumulate,
+                optimizer.warmup_steps,
+            )
 
     def _finished(self) -> bool:
         stop = self.config.runtime.early_stop

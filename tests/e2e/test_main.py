@@ -119,6 +119,13 @@ def test_a_run_whose_best_validation_had_no_gauc_resumes(tmp_path: Path) -> None
     assert json.loads((tmp_path / "run" / "results.json").read_text())["valid"]["click/gauc"] is None
 
 
+def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.accumulate=4 is more than the 3 steps"):
+        train_here(tmp_path / "run", "optimizer.accumulate=4", "runtime.steps=3")
+    train_here(tmp_path / "rising", "optimizer.warmup_steps=3", "runtime.steps=2")
+    assert "lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
+
+
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
     run(train(2, tmp_path / "run", *few), cwd=tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.launching import ROOT, TINY, run, torchrun
 
 EVENTS = (
@@ -30,6 +32,12 @@ def test_all_labels_positive(tmp_path: Path) -> None:
     assert results["test"]["click/ne"] is None
     assert results["test"]["click/log_loss"] is not None
     assert results["label_rates"] == {"click": 1.0}
+
+
+def test_early_stopping_needs_validations(tmp_path: Path) -> None:
+    rows = [f"u{i % 5},{1000 + 100 * i},m{i % 7},{i % 2}" for i in range(60)]
+    with pytest.raises(AssertionError, match=r"early_stop=1 needs validations and the validation split is empty"):
+        train_on(rows, tmp_path, "data.split=[0.8,0,0.2]", "runtime.early_stop=1")
 
 
 def test_a_batch_larger_than_the_data_takes_all_of_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from train.doctor import ROOT
         ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
         ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
         ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
+        ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),
         ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
         ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
     ],

@@ -202,7 +202,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nproc", type=int, default=2, help="processes a job")
     parser.add_argument("--parallel", type=int, default=1, help="jobs at a time")
     parser.add_argument("--out", type=Path, help="folder of the sweep; default runs/sweep-<time>")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # overrides may stand before, between and behind the options
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]

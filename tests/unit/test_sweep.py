@@ -62,6 +62,7 @@ def test_a_malformed_axis_is_named(over: list[str]) -> None:
 def test_a_sweep_runs_each_job_reports_failures_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = ["+experiment=tiny", "--over", "model=din,broken", "hidden=[64,32]", "--nproc", "2", "--out", str(out)]
+    arguments += ["shared=1"]  # for all jobs, as if it stood before the options
     assert main(arguments) == 1
 
     rows = list(csv.DictReader((out / "results.csv").open()))

@@ -34,9 +34,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
+from modules.models.ranking import RankingModel
 from train import checkpoint, distributed, report
-from train.build import build
+from train.build import build, model_fields
 from train.config import Config, register_schema, to_config
+from train.data import build_source
 from train.distributed import World
 from train.files import new_folder, write_json
 from train.overrides import split_values
@@ -68,6 +72,8 @@ def main(arguments: list[str]) -> int:
     first = _compose(overrides, arms[0])
     world = distributed.start(first.runtime)
     try:
+        if not options.only:
+            _check_arms(arms, overrides, world.rank, world.barrier)
         out = Path(str(world.broadcast(str(_out(options).absolute()) if world.is_first else "")))
         if world.is_first:
             _claim(out, arms, overrides)
@@ -92,6 +98,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
 
     The first arms of all seeds go first: the others wait for the initial checkpoints that these write.
     """
+    _check_arms(arms, overrides)
     out = _out(options).absolute()
     _claim(out, arms, overrides)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -199,6 +206,31 @@ def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, description)
+
+
+def _check_arms(
+    arms: list[Arm], overrides: list[str], rank: int = 0, barrier: Callable[[], None] | None = None
+) -> None:
+    """ValueError, before anything trains, when arms cannot start from the same weights or there is no test split."""
+    weights: dict[str, dict[str, object]] = {}
+    for arm in arms:
+        config = _compose(overrides, arm)
+        source = build_source(config.data, rank, barrier)
+        if not source.num_requests("test"):
+            raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
+        with torch.device("meta"):
+            arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
+            model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), arch)
+        weights[arm.name] = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        weights[arm.name]["data_fingerprint"] = source.fingerprint
+    first = weights[arms[0].name]
+    for name, held in weights.items():
+        unlike = sorted(key for key in first.keys() | held.keys() if first.get(key) != held.get(key))
+        if unlike:
+            raise ValueError(
+                f"arms {arms[0].name} and {name} cannot start from the same weights: {len(unlike)} are unlike, e.g. "
+                f"{unlike[0]}; compare other models over seeds: launch.sweep --over model=din,dlrm runtime.seed=0,1,2"
+            )
 
 
 def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], out: Path, world: World) -> None:

@@ -169,6 +169,21 @@ def test_arms_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "different names" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("override", "unlike"), [("model.dim=32", "arch"), ("data.seed=1", "data_fingerprint")])
+def test_arms_without_common_weights_are_refused_before_they_train(override: str, unlike: str) -> None:
+    register_schema()
+    arms = [compare.Arm("a", ()), compare.Arm("b", (override,))]
+    with pytest.raises(ValueError, match=rf"arms a and b cannot start from the same weights: .*e\.g\. {unlike}"):
+        compare._check_arms(arms, list(TINY))
+
+
+def test_arms_need_a_test_split(tmp_path: Path) -> None:
+    register_schema()
+    data = ["data=movielens", "data.split=[0.9,0.1,0]", f"data.cache_dir='{tmp_path}'"]
+    with pytest.raises(ValueError, match="compared on the test split, which is empty"):
+        compare._check_arms([compare.Arm("a", ())], data)
+
+
 class Cyclic:
     """Refers to itself, as a model with its hooks and graphs does."""
 

@@ -20,6 +20,7 @@ from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, form
 from train.config import Config, ModelConfig
 from train.data import build_source
 from train.data.source import Source
+from train.data.summary import summarise
 from train.distributed import World
 from train.graphs import use_graphs
 from train.sparse import shard
@@ -59,6 +60,8 @@ def build(config: Config, world: World) -> Job:
     dispatch.force(config.runtime.kernels)
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, rank=world.rank, barrier=world.barrier)
+    if world.is_first:
+        log.info("data: %s\n%s", config.data.name, summarise(source))
     with torch.device(world.device):
         arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, device="meta"), arch)

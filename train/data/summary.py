@@ -1,0 +1,60 @@
+"""What a source holds, as a table at the start of a run: it shows joins, histories and times that are not as meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+
+from modules.batch import UNKNOWN_ID, RequestBatch
+from train.data.requests import SPLITS
+from train.data.source import Source
+
+SAMPLE = 256
+"""Requests of a split, evenly spread, whose features are looked at."""
+
+
+def summarise(source: Source) -> str:
+    """Requests and times of each split, label rates, and how much of a feature is known in the first and last split.
+
+    Known are ids with a row of their own, and numbers other than the mean, which missing ones become.
+    """
+    counts = {split: source.num_requests(split) for split in SPLITS if source.num_requests(split)}
+    samples = {split: source.batch(split, _spread(count)) for split, count in counts.items()}
+    lines = [f"{'split':<5} {'requests':>13}  {'first (UTC)':<19}  last"]
+    for split, batch in samples.items():
+        first, last = (np.datetime64(int(time), "s") for time in batch.request_time[[0, -1]])
+        lines.append(f"{split:<5} {counts[split]:>13,}  {first!s:<19}  {last}")
+    rates = ", ".join(f"{task} {rate:.4g}" for task, rate in source.label_rates().items())
+    lines += [f"positive training labels: {rates}", ""]
+
+    ends = list(samples)[:: max(1, len(samples) - 1)]
+    rows = list(zip(*(_features(source, samples[split]) for split in ends), strict=True))
+    width = max(len(row[0][0]) for row in rows)
+    titles = "".join(f"  {f'known in {split}':>14}" for split in ends)
+    lines.append(f"{'feature':<{width}} {'table rows':>12}  {'a request':>9}{titles}")
+    for row in rows:
+        name, table_rows, length, _ = row[0]
+        lines.append(f"{name:<{width}} {table_rows:>12}  {length:>9}" + "".join(f"  {known:>14}" for *_, known in row))
+    return "\n".join(lines)
+
+
+def _spread(count: int) -> np.ndarray:
+    return np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int64)
+
+
+def _features(source: Source, batch: RequestBatch) -> Iterator[tuple[str, str, str, str]]:
+    """(name, rows of its table, ids a request, what is known of it) of each feature in a batch."""
+    spec, features = source.spec, batch.lookup
+    for name, table in spec.lookups():
+        ids = features[name]
+        length = f"{ids.lengths().double().mean().item():.2f}"
+        yield name, f"{spec.tables[table]:,}", length, _share(ids.values() != UNKNOWN_ID)
+    for names, values in ((spec.request_dense, batch.request_dense), (spec.candidate_dense, batch.candidate_dense)):
+        for name, column in zip(names, values.unbind(1), strict=True):
+            yield name, "", "", _share(column != 0)
+
+
+def _share(known: Tensor) -> str:
+    return f"{known.double().mean().item():.1%}" if known.numel() else "none"

@@ -20,8 +20,11 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
+        from triton import knobs  # `processors` is for all
+
         self.kernel = kernel
         self._options = options
+        self._runtime = knobs.runtime
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
@@ -29,8 +32,13 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self.kernel[grid](*arguments, **self._options)
-        else:
+        elif self._runtime.launch_enter_hook.calls or self._runtime.launch_exit_hook.calls:
             compiled[grid](*arguments)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            # No metadata of the launch and no hooks, which would be called even if nobody had set one.
+            nothing = (None, None, None)
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *nothing, *arguments)
 
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:

@@ -4,23 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
 
 from kernels.launch import Launcher, aligned
 
 
-class _Kernel:
-    """Stands for a kernel of Triton: compiles at a launch, and what it compiled to is launched in the same way."""
+class _Compiled:
+    """Stands for what a kernel compiled to."""
 
-    def __init__(self, launches: list[tuple[Any, ...]], compiled: bool = False) -> None:
-        self.launches, self.compiled = launches, compiled
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self.launches = launches
+
+    def run(self, *arguments: Any) -> None:
+        self.launches.append(("at once", *arguments))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any, **options: Any) -> _Kernel:
-            self.launches.append((self.compiled, grid, arguments, options))
-            return _Kernel(self.launches, True)
+        return lambda *arguments: self.launches.append(("with hooks", grid, arguments))
+
+
+class _Kernel(_Compiled):
+    """Stands for a kernel of Triton, which compiles at a launch."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> _Compiled:
+            self.launches.append(("compiled", grid, arguments, options))
+            return _Compiled(self.launches)
 
         return launch
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {3: 77}.get, raising=False)
 
 
 def test_a_kernel_compiles_once_for_each_key() -> None:
@@ -29,12 +52,29 @@ def test_a_kernel_compiles_once_for_each_key() -> None:
     for key, argument in (("a", 1), ("a", 2), ("b", 3), ("a", 4)):
         launch((argument, 1, 1), key, argument)
     options = {"num_warps": 4}
+    known = (77, "function", "metadata", None, None, None)
     assert launches == [
-        (False, (1, 1, 1), (1,), options),
-        (True, (2, 1, 1), (2,), {}),
-        (False, (3, 1, 1), (3,), options),
-        (True, (4, 1, 1), (4,), {}),
+        ("compiled", (1, 1, 1), (1,), options),
+        ("at once", 2, 1, 1, *known, 2),
+        ("compiled", (3, 1, 1), (3,), options),
+        ("at once", 4, 1, 1, *known, 4),
     ]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_a_profiler_see_launches(name: str) -> None:
+    launches: list[tuple[Any, ...]] = []
+    launch = Launcher(_Kernel(launches))
+    launch((1, 1, 1), "a")
+    hook = getattr(knobs.runtime, name)
+    hook.add(print)
+    try:
+        launch((2, 1, 1), "a", 5)
+    finally:
+        hook.remove(print)
+    launch((3, 1, 1), "a")
+    assert [entry[0] for entry in launches] == ["compiled", "with hooks", "at once"]
+    assert launches[1] == ("with hooks", (2, 1, 1), (5,))
 
 
 def test_alignment_of_views() -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from kernels.remember import forgetting
@@ -72,12 +74,15 @@ class Operator:
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)` as of `torch.library`."""
-        self._apply = _differentiable(self._function, backward, setup_context)
-        self._watched_apply = _differentiable(self._below_autograd, backward, setup_context)
+        # Without the look at functorch's wrappers, of which an unwatched call has none.
+        self._apply = super(Function, _differentiable(self._function, backward, setup_context)).apply
+        self._watched_apply = _differentiable(self._below_autograd, backward, setup_context).apply
 
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
             return self.definition(*arguments)
+        if get_eval_frame_callback() is None:  # no compiler at work, that is
+            return self._run_unwatched(arguments)
         return self._run(arguments)
 
     def _run_unwatched(self, arguments: tuple[Any, ...]) -> Any:
@@ -108,8 +113,8 @@ def custom_op(name: str, *, schema: str | None = None) -> Callable[[Callable[...
 
 def _differentiable(
     function: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
-) -> Callable[..., Any]:
-    class Differentiable(torch.autograd.Function):
+) -> type[Function]:
+    class Differentiable(Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             output = function(*arguments)
@@ -117,7 +122,7 @@ def _differentiable(
             return output
 
     Differentiable.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return Differentiable.apply
+    return Differentiable
 
 
 def _differentiates(arguments: tuple[Any, ...]) -> bool:
@@ -132,8 +137,10 @@ def watched(arguments: tuple[Any, ...]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return True
     for argument in arguments:
-        if isinstance(argument, Tensor):
-            kind = type(argument)
-            if (kind is not Tensor and kind is not Parameter) or argument.is_meta or argument.is_neg():
+        kind = type(argument)
+        if kind is Tensor or kind is Parameter:
+            if argument.is_meta or argument.is_neg() or is_functorch_wrapped_tensor(argument):
                 return True
+        elif isinstance(argument, Tensor):
+            return True
     return False

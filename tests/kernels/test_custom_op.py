@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.custom_op import custom_op
+from kernels.custom_op import custom_op, watched
 from kernels.remember import remembered
 
 calls: list[tuple[int, bool]] = []
@@ -116,6 +116,14 @@ def test_modes_and_subclasses_see_the_operator() -> None:
     assert scale(torch.empty(2, device="meta"), 2.0).is_meta
     assert not calls
     torch.testing.assert_close(scale(torch._neg_view(torch.ones(2)), 2.0), torch.full((2,), -2.0))
+
+
+def test_a_wrapper_that_outlived_its_transform_is_seen() -> None:
+    wrappers: list[Tensor] = []
+    torch.func.grad(lambda x: (wrappers.append(x), x.sum())[1])(torch.ones(3))
+    assert watched((2.0, *wrappers))
+    assert not watched((2.0, torch.ones(3), torch.nn.Parameter(torch.ones(3)), None, "a"))
+    torch.testing.assert_close(scale(*wrappers, 2.0), torch.full((3,), 2.0))
 
 
 def test_numbers_are_what_the_dispatcher_would_make_of_them() -> None:

@@ -25,22 +25,31 @@ from kernels import dispatch
 from kernels.custom_op import custom_op
 from kernels.jagged.attention_bias import Bias
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? position, Tensor? time, "
-    "Tensor? q_times, Tensor? k_times, float bucket_width, SymInt max_q, SymInt max_k, float scale, bool causal, "
-    "SymInt left, SymInt right, SymInt? block_size"
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
+_TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
+_SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, SymInt right"
 
 
 def attention_operator(
-    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    *,
+    features: bool = True,
 ) -> Callable[..., Tensor]:
-    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
+    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above.
 
-    @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({_CALL}) -> (Tensor, Tensor)")
+    Without `features` it takes neither `block_size` nor `bias`, which spares the host a third of the arguments.
+    """
+    schema = f"{_TENSORS}{_TABLES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
+    gradients = ", ".join(["Tensor"] * (5 if features else 3))
+    saved = 9 if features else 5
+    arguments = _featured if features else _plain
+
+    @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({schema}) -> (Tensor, Tensor)")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        positional, features = _arguments(*rest)
-        return forward(q, k, v, *positional, **features)
+        positional, named = arguments(*rest)
+        return forward(q, k, v, *positional, **named)
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -49,33 +58,35 @@ def attention_operator(
 
     @custom_op(
         f"gemsmith::jagged_attention_{name}_backward",
-        schema=f"(Tensor grad, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        schema=f"(Tensor grad, Tensor out, Tensor lse, {schema}) -> ({gradients})",
     )
     def attend_backward(
         grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
-        positional, features = _arguments(*rest)
-        gradients = backward(grad, q, k, v, out, lse, *positional, **features)
-        return (*gradients, *(lse.new_empty(0) for _ in range(5 - len(gradients))))
+        positional, named = arguments(*rest)
+        own = backward(grad, q, k, v, out, lse, *positional, **named)
+        return (*own, lse.new_empty(0), lse.new_empty(0)) if features and len(own) == 3 else own
 
     @attend_backward.register_fake
     def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        tables = (lse.new_empty(0) if table is None else lse.new_empty(table.shape) for table in rest[2:4])
-        return *(x.new_empty(x.shape) for x in (q, k, v)), *tables
+        tables = rest[2:4] if features else ()
+        of_tables = (lse.new_empty(0) if table is None else lse.new_empty(table.shape) for table in tables)
+        return *(x.new_empty(x.shape) for x in (q, k, v)), *of_tables
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.constants = inputs[9:]
+        ctx.constants = inputs[saved:]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # of lse, that is: zeros for nobody
-        ctx.save_for_backward(*inputs[:9], *output)
+        ctx.save_for_backward(*inputs[:saved], *output)
 
     def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * (9 + len(ctx.constants))
+            return (None,) * (saved + len(ctx.constants))
         *inputs, out, lse = ctx.saved_tensors
-        *gradients, position, time = attend_backward(grad, out, lse, *inputs, *ctx.constants)
-        tables = (position if inputs[5] is not None else None, time if inputs[6] is not None else None)
-        return *gradients, None, None, *tables, None, None, *(None for _ in ctx.constants)
+        dq, dk, dv, *tables = attend_backward(grad, out, lse, *inputs, *ctx.constants)
+        of_tables = [table if inputs[place] is not None else None for place, table in enumerate(tables, 5)]
+        others = saved + len(ctx.constants) - 5 - len(tables)
+        return dq, dk, dv, None, None, *of_tables, *(None,) * others
 
     attend.register_autograd(differentiate, setup_context=save)
 
@@ -93,14 +104,24 @@ def attention_operator(
         block_size: int | None = None,
         bias: Bias | None = None,
     ) -> Tensor:
-        *tables, bucket_width = Bias() if bias is None else bias
-        sizes = (max_q, max_k, scale, causal, *window, block_size)
-        return attend(q, k, v, q_offsets, k_offsets, *tables, bucket_width, *sizes)[0]
+        sizes = (max_q, max_k, scale, causal, *window)
+        if not features:
+            return attend(q, k, v, q_offsets, k_offsets, *sizes)[0]
+        return attend(q, k, v, q_offsets, k_offsets, *(bias or Bias()), *sizes, block_size)[0]
 
     return call
 
 
-def _arguments(
+def _plain(
+    q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int, scale: float, causal: bool, left: int, right: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments of a kernel behind v, and those of features that are in use."""
+    # Kernels read neighbouring offsets; a view of every k-th one is as good an argument.
+    offsets = q_offsets.contiguous(), k_offsets.contiguous()
+    return (*offsets, max_q, max_k, scale, causal, (left, right)), {}
+
+
+def _featured(
     q_offsets: Tensor,
     k_offsets: Tensor,
     position: Tensor | None,
@@ -108,23 +129,16 @@ def _arguments(
     q_times: Tensor | None,
     k_times: Tensor | None,
     bucket_width: float,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    block_size: int | None,
+    *rest: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments of a kernel behind v, and those of features that are in use."""
-    features: dict[str, Any] = {}
+    """As `_plain`."""
+    *sizes, block_size = rest
+    positional, named = _plain(q_offsets, k_offsets, *sizes)
     if block_size is not None:
-        features["block_size"] = block_size
+        named["block_size"] = block_size
     if position is not None or time is not None:
-        features["bias"] = Bias(position, time, q_times, k_times, bucket_width)
-    # Kernels read neighbouring offsets; a view of every k-th one is as good an argument.
-    offsets = q_offsets.contiguous(), k_offsets.contiguous()
-    return (*offsets, max_q, max_k, scale, causal, (left, right)), features
+        named["bias"] = Bias(position, time, q_times, k_times, bucket_width)
+    return positional, named
 
 
 def _triton_forward(*arguments: Any, **features: Any) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def _supports(
 
 
 gluon_attention = dispatch.register("jagged_attention", "gluon", supports=_supports, priority=20)(
-    attention_operator("gluon", _forward, _backward)
+    attention_operator("gluon", _forward, _backward, features=False)
 )
 # The schedule of its forward looks at all lengths anyway.
 gluon_attention.checks_lengths = True  # type: ignore[attr-defined]

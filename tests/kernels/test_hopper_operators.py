@@ -28,8 +28,8 @@ def leaf(*shape: int) -> Tensor:
 
 def attention() -> tuple[Any, ...]:
     offsets = offsets_of(LENGTHS)
-    features = (None, None, None, None, 0.301, LONGEST, LONGEST, 0.1, False, -1, 3, None)
-    return leaf(TOTAL, 2, 64), leaf(TOTAL, 1, 64), leaf(TOTAL, 1, 64), offsets, offsets, *features
+    rest = (LONGEST, LONGEST, 0.1, False, -1, 3)
+    return leaf(TOTAL, 2, 64), leaf(TOTAL, 1, 64), leaf(TOTAL, 1, 64), offsets, offsets, *rest
 
 
 def gdpa() -> tuple[Any, ...]:

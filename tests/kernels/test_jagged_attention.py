@@ -195,21 +195,24 @@ def test_who_serves() -> None:
         assert "chosen" not in dispatch.explain("jagged_attention", "gluon", **hopper | change)
 
 
-@pytest.mark.parametrize("tables", [False, True])
-def test_operator_is_registered_soundly(tables: bool) -> None:
+@pytest.mark.parametrize(("tables", "features"), [(True, True), (False, True), (False, False)])
+def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     """`opcheck` of an operator around plain formulas: schema, fake tensors, autograd, compilation."""
-    name = f"test_{'biased' if tables else 'plain'}"
-    attend = attention_operator(name, _forward, _backward)
+    name = f"test_{'biased' if tables else 'featured' if features else 'plain'}"
+    attend = attention_operator(name, _forward, _backward, features=features)
     offsets = torch.tensor([0, 3, 4, 6])
     inputs = inputs_of(offsets, offsets, (2, 1), (4, 3), reach=1 if tables else None, buckets=9 if tables else None)
     leaves = {key: value.requires_grad_() if value.is_floating_point() else value for key, value in inputs.items()}
     bias = [leaves.get(key) for key in ("position_bias", "time_bias", "q_times", "k_times")]
     operator = getattr(torch.ops.gemsmith, f"jagged_attention_{name}").default
-    arguments = (*(leaves[key] for key in "qkv"), offsets, offsets, *bias, 0.301, 3, 3, 0.5, False, -1, -1, None)
+    values, sizes = [leaves[key] for key in "qkv"], (3, 3, 0.5, False, -1, -1)
+    arguments = (
+        (*values, offsets, offsets, *bias, 0.301, *sizes, None) if features else (*values, offsets, offsets, *sizes)
+    )
     torch.library.opcheck(operator, arguments)
     expected = jagged.jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
-    wrapped = Bias(*bias) if tables else None
-    actual = attend(*arguments[:5], 3, 3, 0.5, False, (-1, -1), bias=wrapped)
+    wrapped = {"bias": Bias(*bias)} if tables else {}
+    actual = attend(*arguments[:5], 3, 3, 0.5, False, (-1, -1), **wrapped)
     differentiated = [value for value in leaves.values() if value.requires_grad]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(

@@ -261,8 +261,12 @@ def autocast_operands(**operands: Tensor | None) -> tuple[Any, ...]:
     stays None. ValueError unless all others have one dtype then: a backend is chosen by that of one of them, and a
     kernel that copies bytes would take those of another dtype for its own.
     """
+    given = [operand for operand in operands.values() if operand is not None]
+    dtype = autocast_dtype(given[0])
+    if {operand.dtype for operand in given} == {dtype}:
+        return tuple(operands.values())
     dtypes = {name: autocast_dtype(operand) for name, operand in operands.items() if operand is not None}
     if len(set(dtypes.values())) > 1:
-        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"operands must have one dtype, got {given}")
-    return tuple([x if x is None or x.dtype is dtypes[name] else x.to(dtypes[name]) for name, x in operands.items()])
+        different = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"operands must have one dtype, got {different}")
+    return tuple([x if x is None or x.dtype is dtype else x.to(dtype) for x in operands.values()])

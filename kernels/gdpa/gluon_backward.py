@@ -71,7 +71,7 @@ def backward(
     group = num_heads // kv_heads
     if head_dim not in HEAD_DIMS or v.shape[2] != head_dim:
         raise ValueError(f"head dimensions must be equal and in {HEAD_DIMS}, got {head_dim} and {v.shape[2]}")
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     left, right = min(window[0], 2**30), min(window[1], 2**30)

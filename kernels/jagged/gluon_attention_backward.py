@@ -148,8 +148,8 @@ def attention_backward(
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
     if dq is None:
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # max_q may be far above most rows, but those come first that are not.

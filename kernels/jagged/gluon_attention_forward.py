@@ -78,21 +78,19 @@ def attention_forward(
     num_kv_heads, value_dim = v.shape[1:]
     if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
-    out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
+    out = q.new_empty(num_queries, num_heads, value_dim)
+    lse = q.new_empty(num_heads, num_queries, dtype=torch.float32)
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("inf"))
     left, right = effective_window(causal, window)
     block_k = block_of_keys(k.shape[0], k_offsets, max_k)
+    paired = is_paired(num_heads, (left, right), num_queries, q_offsets, max_q)
     if schedule is None:
-        schedule = attention_schedule(
-            q_offsets, k_offsets, num_queries, k.shape[0], max_q, max_k, causal, window, num_heads
-        )
+        schedule = tile_list(q_offsets, k_offsets, num_queries, max_k, block_k, (left, right), paired, max_q)
     q_descriptor, q_head_stride = head_descriptor(q, ROWS.value)
     k_descriptor, k_head_stride = head_descriptor(k, block_k)
     v_descriptor, v_head_stride = head_descriptor(v, block_k)
     out_descriptor, _ = head_descriptor(out, ROWS.value)
-    paired = is_paired(num_heads, (left, right), num_queries, q_offsets, max_q)
     programs = min(processors(q.device), (schedule.shape[0] - 1) * (num_heads // 2 if paired else num_heads))
     strides = (q_head_stride, k_head_stride, v_head_stride)
     heads = (num_heads, num_heads // num_kv_heads)

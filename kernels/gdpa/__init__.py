@@ -17,6 +17,7 @@ from kernels.gdpa import gluon_backend, padded, reference, triton_backend  # noq
 from kernels.gdpa.activations import ACTIVATIONS, unknown
 from kernels.gdpa.norms import add_norms, layer_norm
 from kernels.jagged.checks import check_lengths, check_offsets
+from kernels.offsets import derived
 
 __all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
 
@@ -69,7 +70,7 @@ def gdpa(
     activations = _per_head(activation, q.shape[1])
     unchecked = []  # lengths that are not equal by construction
     if k_offsets is None:
-        k_offsets = _uniform_offsets(k.shape[0], k.shape[1], max_k, "max_k", k.device)
+        k_offsets = _uniform_offsets(k.shape[0], k.shape[1], max_k, "max_k", k.device, q_offsets)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     elif k_offsets is not q_offsets or max_k < max_q:
         unchecked.append((k_offsets, max_k, "max_k"))
@@ -77,7 +78,7 @@ def gdpa(
     num_rows = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
     known = q_offsets is None and kv_index is None
     if q_offsets is None:
-        q_offsets = _uniform_offsets(num_rows, q.shape[0], max_q, "max_q", q.device)
+        q_offsets = _uniform_offsets(num_rows, q.shape[0], max_q, "max_q", q.device, k_offsets)
         q = q.expand(num_rows, *q.shape).flatten(0, 1)
     if q_offsets.shape[0] - 1 != num_rows:
         other = "k" if kv_index is None else "kv_index"
@@ -130,21 +131,34 @@ def _per_head(activation: str | Sequence[str], num_heads: int) -> tuple[str, ...
     return names
 
 
-def _uniform_offsets(num_rows: int, length: int, maximum: int, name: str, device: torch.device) -> Tensor:
-    """Offsets of rows that are all equally long, which the host can compare with the maximum."""
+def _uniform_offsets(
+    num_rows: int, length: int, maximum: int, name: str, device: torch.device, others: Tensor | None
+) -> Tensor:
+    """Offsets of rows that are all equally long, which the host can compare with the maximum.
+
+    Made once for the offsets of the other side, if there are any.
+    """
     if length > maximum:
         raise ValueError(f"rows have {length} values, more than {name}={maximum}; raise {name}")
-    return torch.arange(num_rows + 1, device=device) * length
+
+    def make() -> Tensor:
+        return torch.arange(num_rows + 1, device=device) * length
+
+    return make() if others is None else derived(make, ("uniform", num_rows, length), others)
 
 
 def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
     """[num_key_rows + 1] offsets of the queries that read each key row, which `kv_index` leaves in their order."""
-    rows = torch.arange(num_key_rows + 1, device=kv_index.device, dtype=kv_index.dtype)
-    if kv_index.shape[0]:
-        valid = ((kv_index[1:] >= kv_index[:-1]).all() & (kv_index[0] >= 0)) & (kv_index[-1] < num_key_rows)
-        message = f"kv_index must not decrease and must name rows 0 to {num_key_rows - 1} of the keys"
-        if kv_index.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(valid, message)
-        elif not valid:
-            raise ValueError(message)
-    return q_offsets[torch.searchsorted(kv_index, rows)]
+
+    def make() -> Tensor:
+        rows = torch.arange(num_key_rows + 1, device=kv_index.device, dtype=kv_index.dtype)
+        if kv_index.shape[0]:
+            valid = ((kv_index[1:] >= kv_index[:-1]).all() & (kv_index[0] >= 0)) & (kv_index[-1] < num_key_rows)
+            message = f"kv_index must not decrease and must name rows 0 to {num_key_rows - 1} of the keys"
+            if kv_index.device.type != "cpu" or torch.compiler.is_compiling():
+                torch._assert_async(valid, message)
+            elif not valid:
+                raise ValueError(message)
+        return q_offsets[torch.searchsorted(kv_index, rows)]
+
+    return derived(make, ("merged", num_key_rows), q_offsets, kv_index)

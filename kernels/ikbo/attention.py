@@ -18,6 +18,7 @@ from kernels.gdpa import gdpa
 from kernels.jagged import jagged_attention
 from kernels.jagged.checks import check_heads, check_lengths, check_offsets
 from kernels.jagged.gluon_attention import needs_hopper_heads
+from kernels.offsets import scaled_offsets
 
 
 def nested_offsets(*levels: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def target_attention(
     check_offsets(num_candidates, offsets)
     if offsets.device.type == "cpu":  # elsewhere the check of max_q below is one, and one is enough
         check_lengths(offsets, max_candidates, "max_candidates")
-    rows, row_offsets, max_q = q.flatten(0, 1), offsets * num_seeds, max_candidates * num_seeds
+    rows, row_offsets, max_q = q.flatten(0, 1), scaled_offsets(offsets, num_seeds), max_candidates * num_seeds
     check_weights(activation, scale, out_scale)
     if activation is None:
         out = jagged_attention(

@@ -14,6 +14,7 @@ from kernels.gdpa import gdpa
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
 from kernels.jagged.checks import check_lengths, check_offsets
 from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.offsets import scaled_offsets
 from kernels.remember import forgetting
 
 
@@ -78,7 +79,7 @@ def tree_attention(
                 f"level {level} has {len(leaves) - 1} rows and its keys have {len(k_offsets[level]) - 1}; they must "
                 "be equal"
             )
-        q_offsets.append(leaves * num_seeds)
+        q_offsets.append(scaled_offsets(leaves, num_seeds))
     named = {f"{name}[{level}]": x for name, xs in (("k", k), ("v", v)) for level, x in enumerate(xs)}
     operands = dispatch.autocast_operands(q=q, **named)
     q, keys_and_values = operands[0].flatten(0, 1), operands[1:]

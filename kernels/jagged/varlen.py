@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.jagged import attention_reference
 from kernels.jagged.reference import repeat_heads
+from kernels.offsets import narrowed
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 # Wider heads have no backward on some of the chips above.
@@ -68,8 +69,8 @@ def jagged_attention(
         q,
         repeat_heads(k, q.shape[1]),
         repeat_heads(v, q.shape[1]),
-        q_offsets.int(),
-        k_offsets.int(),
+        narrowed(q_offsets),
+        narrowed(k_offsets),
         max_q,
         max_k,
         scale=scale,

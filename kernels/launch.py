@@ -27,11 +27,14 @@ class Launcher:
         self._runtime = knobs.runtime
         self._compiled: dict[Hashable, Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
-        """Launch with all arguments of the kernel in their order, on the current device and stream."""
+    def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any, **options: Any) -> None:
+        """Launch with all arguments of the kernel in their order, on the current device and stream.
+
+        `options` of this launch, such as num_warps, are decided by the key, too.
+        """
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*arguments, **self._options)
+            self._compiled[key] = self.kernel[grid](*arguments, **self._options, **options)
         elif self._runtime.launch_enter_hook.calls or self._runtime.launch_exit_hook.calls:
             compiled[grid](*arguments)
         else:

@@ -169,11 +169,7 @@ def _matrix_softmax(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int
 def _elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
     from kernels.jagged import triton_elementwise
 
-    dense = offsets is not None
-    if offsets is None:
-        # Places need no rows here; any integer tensor stands in.
-        offsets = torch.empty(1, dtype=torch.int64, device=x.device)
-    return triton_elementwise.elementwise(x, y, offsets, op, activation, dense)
+    return triton_elementwise.elementwise(x, y, offsets, op, activation)
 
 
 @_register("jagged_linear")

@@ -17,9 +17,10 @@ from kernels.custom_op import custom_op
 from kernels.jagged import triton_narrow
 from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
 from kernels.jagged.triton_parts import join, num_parts, part_of, part_size, slots
+from kernels.launch import Launcher, aligned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dense_kernel(
     x,
     offsets,
@@ -68,7 +69,7 @@ def _dense_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (column < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _jagged_kernel(
     x,
     y,
@@ -175,20 +176,13 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
         return out
     x, offsets = flat(x), offsets.contiguous()
     config = _dense_config(x.dtype, inner, width)
-    _dense_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_N"]))](
-        x,
-        offsets,
-        y,
-        out,
-        num_rows,
-        inner,
-        width,
-        x.stride(0),
-        *y.stride(),
-        STEPS=steps_of(num_rows),
-        PRECISION=precision_of(x.dtype),
-        **config,
-    )
+    *blocks, warps, stages = config.values()
+    numbers = (inner, width, x.stride(0), *y.stride(), steps_of(num_rows), precision_of(x.dtype), *blocks)
+    _launch_dense(
+        (num_tiles(x.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_N"]), 1),
+        (x.device, x.dtype, y.dtype, offsets.dtype, *aligned(x, offsets, y), *numbers, warps, stages),
+        x, offsets, y, out, num_rows, *numbers, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return out
 
 
@@ -206,24 +200,19 @@ def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     total, part = x.shape[0], part_size(longest)
     parts = slots(x, total, part, x.shape[1] * y.shape[1])
     blocks = cdiv(x.shape[1], config["BLOCK_D"]) * cdiv(y.shape[1], config["BLOCK_E"])
-    _jagged_kernel[(num_parts(total, num_rows, part) * blocks,)](
-        x,
-        y,
-        offsets,
-        out,
-        parts,
-        num_rows,
-        x.shape[1],
-        y.shape[1],
-        x.stride(0),
-        y.stride(0),
-        *strides,
-        PART=part,
-        STEPS=steps_of(num_rows),
-        **config,
-    )
+    *tiles, warps, stages = config.values()
+    numbers = (x.shape[1], y.shape[1], x.stride(0), y.stride(0), *strides, part, steps_of(num_rows), *tiles)
+    _launch_jagged(
+        (num_parts(total, num_rows, part) * blocks, 1, 1),
+        (x.device, x.dtype, y.dtype, offsets.dtype, *aligned(x, y, offsets), *numbers, warps, stages),
+        x, y, offsets, out, parts, num_rows, *numbers, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     join(parts, offsets, out, total, part)
     return out
+
+
+_launch_dense = Launcher(_dense_kernel)
+_launch_jagged = Launcher(_jagged_kernel)
 
 
 @custom_op("gemsmith::jagged_dense_bmm")

@@ -11,6 +11,7 @@ from kernels.custom_op import custom_op
 from kernels.jagged.triton_activations import activate, slope
 from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_parts import join, num_parts, part_of, reduction_blocks, slots
+from kernels.launch import Launcher, aligned
 
 PART = 128  # places of a program that sums them
 APART = 16  # places of a program that does not
@@ -27,7 +28,7 @@ def _combine(x, y, OP: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "num_rows"])
 def _forward_kernel(
     x,
     y,
@@ -66,7 +67,7 @@ def _load(x, place, last, stride, inside, EVEN: tl.constexpr):
     return values
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "num_rows"])
 def _gradient_kernel(
     grad,
     x,
@@ -150,52 +151,46 @@ def _gradient_kernel(
         tl.store(parts + slot * width + column, sums, mask=inside & ~whole)
 
 
+def _rows(offsets: Tensor | None, x: Tensor) -> tuple[bool, Tensor, int]:
+    """(whether y has a value for each row, offsets, number of rows); without rows any tensor stands in for offsets."""
+    return (False, x, 0) if offsets is None else (True, offsets.contiguous(), offsets.shape[0] - 1)
+
+
 @custom_op("gemsmith::jagged_elementwise")
-def elementwise(x: Tensor, y: Tensor, offsets: Tensor, op: str, activation: str, dense: bool) -> Tensor:
-    """x [N, ...], y [N, ...] or with `dense` [B, ...] -> [N, ...]; op is 'add' or 'mul'."""
+def elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
+    """x [N, ...], y [N, ...] or with `offsets` [B, ...] -> [N, ...]; op is 'add' or 'mul'."""
     out = x.new_empty(x.shape)
     if out.numel() == 0:
         return out
     x, y = flat(x), flat(y)
+    dense, offsets, num_rows = _rows(offsets, x)
     total, width = x.shape
-    num_rows = offsets.shape[0] - 1
     block_r, block_w = tile_shape(width)
-    _forward_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
-        x,
-        y,
-        offsets.contiguous(),
-        out,
-        total,
-        num_rows,
-        width,
-        x.stride(0),
-        y.stride(0),
-        OP=op,
-        ACTIVATION=activation,
-        DENSE=dense,
-        STEPS=steps_of(num_rows),
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-    )
+    numbers = (width, x.stride(0), y.stride(0), op, activation, dense, steps_of(num_rows), block_r, block_w)
+    _launch_forward(
+        (cdiv(total, block_r), cdiv(width, block_w), 1),
+        (x.device, x.dtype, y.dtype, offsets.dtype, *aligned(x, y, offsets), total >> 31, *numbers),
+        x, y, offsets, out, total, num_rows, *numbers,
+    )  # fmt: skip
     return out
 
 
 @elementwise.register_fake
-def _(x, y, offsets, op, activation, dense):
+def _(x, y, offsets, op, activation):
     return x.new_empty(x.shape)
 
 
 @custom_op("gemsmith::jagged_elementwise_gradient")
 def gradient(
-    grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor, op: str, activation: str, dense: bool
+    grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str
 ) -> tuple[Tensor, Tensor]:
     """(dx, dy) of `elementwise`; with op 'none' of activation(x), and dy [B, ...] are the row sums of dx."""
     dx, dy = x.new_empty(x.shape), y.new_empty(y.shape)
     if dx.numel() == 0:
         return dx, dy.zero_()
-    grad, x, y, offsets = flat(grad), flat(x), flat(y), offsets.contiguous()
+    grad, x, y = flat(grad), flat(x), flat(y)
+    dense, offsets, num_rows = _rows(offsets, x)
     total, width = x.shape
-    num_rows = offsets.shape[0] - 1
     if dense:
         part, programs = PART, num_parts(total, num_rows, PART)
     else:
@@ -204,37 +199,28 @@ def gradient(
         blocks = reduction_blocks(width, programs, x.element_size(), 2, warps=2, widest=128)
     else:
         blocks = reduction_blocks(width, programs, x.element_size(), 4)
-    parts = slots(x, total if dense else 0, part, width)
-    _gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
-        grad,
-        x,
-        y,
-        offsets,
-        dx,
-        dy,
-        parts,
-        total,
-        num_rows,
-        width,
-        grad.stride(0),
-        x.stride(0),
-        y.stride(0),
-        OP=op,
-        ACTIVATION=activation,
-        DENSE=dense,
-        PART=part,
-        STEPS=steps_of(num_rows),
-        EVEN=width % blocks["BLOCK_W"] == 0,
-        **blocks,
-    )
+    parts = slots(x, total, part, width) if dense else dx
+    block_l, block_w, sums, warps = blocks.values()
+    tensors = (grad, x, y, offsets)
+    numbers = (width, grad.stride(0), x.stride(0), y.stride(0), op, activation, dense, part, steps_of(num_rows))
+    constants = (*numbers, block_l, block_w, sums, width % block_w == 0)
+    _launch_gradient(
+        (programs, cdiv(width, block_w), 1),
+        (x.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors), total >> 31, *constants, warps),
+        *tensors, dx, dy, parts, total, num_rows, *constants, num_warps=warps,
+    )  # fmt: skip
     if dense:
         join(parts, offsets, dy, total, part)
     return dx, dy
 
 
 @gradient.register_fake
-def _(grad, x, y, offsets, op, activation, dense):
+def _(grad, x, y, offsets, op, activation):
     return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+_launch_forward = Launcher(_forward_kernel)
+_launch_gradient = Launcher(_gradient_kernel)
 
 
 def _save_operands(ctx, inputs, output):
@@ -243,6 +229,6 @@ def _save_operands(ctx, inputs, output):
 
 
 elementwise.register_autograd(
-    lambda ctx, grad: (*gradient(grad, *ctx.saved_tensors, *ctx.facts), None, None, None, None),
+    lambda ctx, grad: (*gradient(grad, *ctx.saved_tensors, *ctx.facts), None, None, None),
     setup_context=_save_operands,
 )

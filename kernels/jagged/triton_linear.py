@@ -222,7 +222,7 @@ def linear_backward(product, ctx, grad, _):
     sums = None
     if point:
         sums = grad.new_empty(offsets.shape[0] - 1, grad.shape[1], dtype=torch.float32)
-        grad, sums = triton_elementwise.gradient(grad, point[0], sums, offsets, "none", ctx.activation, True)
+        grad, sums = triton_elementwise.gradient(grad, point[0], sums, offsets, "none", ctx.activation)
     elif needs_sums:
         sums = reduce(grad, offsets, "sum", torch.float32)
     dx = product(grad, offsets, weight) if ctx.needs_input_grad[0] else None

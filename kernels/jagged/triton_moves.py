@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
+from kernels.launch import Launcher, aligned
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _skipped(count, length, SIDE: tl.constexpr):
     return skipped
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "num_rows", "length"])
 def _move_kernel(
     out,
     source,
@@ -112,25 +113,20 @@ def move(
     width = source.shape[1]
     num_rows = offsets.shape[0] - 1
     block_r, block_w = tile_shape(width)
-    _move_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
-        out,
-        source,
-        offsets,
-        offsets if starts is None else starts,
-        offsets if window_offsets is None else window_offsets,
-        total,
-        num_rows,
-        length,
-        width,
-        source.stride(0),
-        float(fill),
-        KIND=kind,
-        SIDE=side,
-        STEPS=steps_of(num_rows),
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-    )
+    starts = offsets if starts is None else starts
+    window_offsets = offsets if window_offsets is None else window_offsets
+    tensors = (source, offsets, starts, window_offsets)
+    constants = (kind, side, steps_of(num_rows), block_r, block_w)
+    _launch(
+        (cdiv(total, block_r), cdiv(width, block_w), 1),
+        (out.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors), total >> 31, width, source.stride(0),
+         *constants),
+        out, *tensors, total, num_rows, length, width, source.stride(0), float(fill), *constants,
+    )  # fmt: skip
     return out
+
+
+_launch = Launcher(_move_kernel)
 
 
 @custom_op("gemsmith::jagged_to_padded")

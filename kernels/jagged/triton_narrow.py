@@ -16,12 +16,13 @@ from torch import Tensor
 
 from kernels.jagged.triton_common import block_width, flat, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, join, num_parts, part_of, part_size, slots
+from kernels.launch import Launcher, aligned
 
 MAX_NARROW = 16  # columns of the least tile that tensor cores take
 MAX_WIDE_BYTES = 1024  # of a place of the wide one, of which three tiles must fit into shared memory
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _narrow_kernel(
     wide,
     narrow,
@@ -159,30 +160,22 @@ def products(
     wide, narrow = (like if tensor is None else flat(tensor) for tensor in (wide, narrow))
     part = part_size(longest) if "matrix" in to else PART
     parts = slots(like, total if "matrix" in to else 0, part, few * width)
-    _narrow_kernel[(num_parts(total, num_rows, part),)](
-        wide,
-        narrow,
-        like if matrix is None else matrix,
-        offsets,
-        out.get("wide", like),
-        out.get("narrow", like),
-        out.get("matrix", like),
-        parts,
-        num_rows,
-        width,
-        wide.stride(0),
-        narrow.stride(0),
-        *((0, 0, 0) if matrix is None else matrix.stride()),
-        *((1, width) if transposed else (few, 1)),
-        T=few,
-        TO_NARROW="narrow" in to,
-        TO_WIDE="wide" in to,
-        TO_MATRIX="matrix" in to,
-        PART=part,
-        STEPS=steps_of(num_rows),
-        PRECISION=precision_of(like.dtype),
-        **config(like.dtype, width),
-    )
+    inputs = (wide, narrow, like if matrix is None else matrix, offsets)
+    results = [out.get(name, like) for name in ("wide", "narrow", "matrix")]
+    *blocks, warps, stages = config(like.dtype, width).values()
+    numbers = (
+        width, wide.stride(0), narrow.stride(0), *((0, 0, 0) if matrix is None else matrix.stride()),
+        *((1, width) if transposed else (few, 1)), few, "narrow" in to, "wide" in to, "matrix" in to, part,
+        steps_of(num_rows), precision_of(like.dtype), *blocks,
+    )  # fmt: skip
+    _launch(
+        (num_parts(total, num_rows, part), 1, 1),
+        (like.device, *[tensor.dtype for tensor in inputs], *aligned(*inputs, like), *numbers, warps, stages),
+        *inputs, *results, parts, num_rows, *numbers, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     if "matrix" in to:
         join(parts, offsets, out["matrix"], total, part)
     return out
+
+
+_launch = Launcher(_narrow_kernel)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jagged.triton_common import cdiv, next_power_of_2, row_of, steps_of
+from kernels.launch import Launcher, aligned
 
 PART = 1024  # places
 UNDIVIDED = 1 << 48
@@ -51,7 +52,7 @@ def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr,
     return row, begin, end, first, last, slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _join_kernel(
     parts,
     counts,
@@ -131,20 +132,16 @@ def join(
         return
     num_rows, width = offsets.shape[0] - 1, parts.shape[1]
     block_w = min(next_power_of_2(width), 256)
-    _join_kernel[(total // part, cdiv(width, block_w))](
-        parts,
-        parts if counts is None else counts,
-        offsets,
-        out,
-        out if ties is None else ties,
-        num_rows,
-        width,
-        KIND=kind,
-        PART=part,
-        STEPS=steps_of(num_rows),
-        BLOCK_W=block_w,
-        num_warps=1 if block_w <= 64 else 2,
-    )
+    counts, ties = parts if counts is None else counts, out if ties is None else ties
+    constants = (kind, part, steps_of(num_rows), block_w)
+    _launch_join(
+        (total // part, cdiv(width, block_w), 1),
+        (out.device, offsets.dtype, out.dtype, *aligned(offsets, out), width, *constants),
+        parts, counts, offsets, out, ties, num_rows, width, *constants, num_warps=1 if block_w <= 64 else 2,
+    )  # fmt: skip
+
+
+_launch_join = Launcher(_join_kernel)
 
 
 def reduction_blocks(

@@ -8,12 +8,13 @@ from torch import Tensor
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_parts import PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
+from kernels.launch import Launcher, aligned
 
 LOADS = 4  # of a thread at once
 GRADIENT_PART = 128  # places of a program of the maximum's gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _reduce_kernel(
     x,
     offsets,
@@ -80,7 +81,7 @@ def _reduce_kernel(
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside & whole)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "num_rows"])
 def _spread_kernel(
     grad,
     offsets,
@@ -161,23 +162,19 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     blocks = reduction_blocks(width, programs, values.element_size(), LOADS, warps=2, widest=64)
     parts = slots(values, total, PART, width)
     counts = None if ties is None else slots(values, total, PART, width, torch.int32)
-    _reduce_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
-        values,
-        offsets,
-        out,
-        out if ties is None else ties,
-        parts,
-        parts if counts is None else counts,
-        num_rows,
-        width,
-        values.stride(0),
-        KIND=kind,
-        PART=PART,
-        STEPS=steps_of(num_rows),
-        EVEN=width % blocks["BLOCK_W"] == 0,
-        **blocks,
-    )
+    block_l, block_w, sums, warps = blocks.values()
+    numbers = (width, values.stride(0), kind, PART, steps_of(num_rows), block_l, block_w, sums, width % block_w == 0)
+    _launch_reduction(
+        (programs, cdiv(width, block_w), 1),
+        (out.device, values.dtype, out.dtype, offsets.dtype, *aligned(values, offsets), *numbers, warps),
+        values, offsets, out, out if ties is None else ties, parts, parts if counts is None else counts, num_rows,
+        *numbers, num_warps=warps,
+    )  # fmt: skip
     join(parts, offsets, out, total, PART, kind, counts, ties)
+
+
+_launch_reduction = Launcher(_reduce_kernel)
+_launch_spread = Launcher(_spread_kernel)
 
 
 @custom_op("gemsmith::segment_reduce")
@@ -202,19 +199,13 @@ def spread(grad: Tensor, offsets: Tensor, total: int, kind: str) -> Tensor:
     grad = flat(grad)
     num_rows, width = grad.shape
     block_r, block_w = tile_shape(width)
-    _spread_kernel[(cdiv(total, block_r), cdiv(width, block_w))](
-        grad,
-        offsets.contiguous(),
-        out,
-        total,
-        num_rows,
-        width,
-        grad.stride(0),
-        KIND=kind,
-        STEPS=steps_of(num_rows),
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-    )
+    offsets = offsets.contiguous()
+    numbers = (width, grad.stride(0), kind, steps_of(num_rows), block_r, block_w)
+    _launch_spread(
+        (cdiv(total, block_r), cdiv(width, block_w), 1),
+        (out.device, grad.dtype, offsets.dtype, *aligned(grad, offsets), total >> 31, *numbers),
+        grad, offsets, out, total, num_rows, *numbers,
+    )  # fmt: skip
     return out
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, num_tiles, steps_of, tile_of
+from kernels.launch import Launcher, aligned
 
 MATRIX_ROWS = 32  # of a program
 MATRIX_ELEMENTS = 1024  # of a tile
@@ -148,9 +149,21 @@ def _matrix_kernel(
             out += count
 
 
-def _column_launch(width: int, num_rows: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _launch_columns(launch: Launcher, offsets: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
+    offsets, width = offsets.contiguous(), inputs[0].shape[1]
     block_w = min(next_power_of_2(width), 32)
-    return (num_rows, cdiv(width, block_w)), {"BLOCK_L": 1024 // block_w, "BLOCK_W": block_w}
+    strides = [x.stride(0) for x in inputs]
+    numbers = (width, *strides, 1024 // block_w, block_w)
+    launch(
+        (offsets.shape[0] - 1, cdiv(width, block_w), 1),
+        (out.device, out.dtype, *[x.dtype for x in inputs], offsets.dtype, *aligned(*inputs, offsets), *numbers),
+        *inputs, offsets, out, *numbers,
+    )  # fmt: skip
+    return out
+
+
+_launch_column = Launcher(_column_kernel)
+_launch_column_gradient = Launcher(_column_gradient_kernel)
 
 
 @custom_op("gemsmith::jagged_softmax")
@@ -159,10 +172,7 @@ def softmax(x: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     if out.numel() == 0:
         return out
-    x = flat(x)
-    grid, blocks = _column_launch(x.shape[1], offsets.shape[0] - 1)
-    _column_kernel[grid](x, offsets.contiguous(), out, x.shape[1], x.stride(0), **blocks)
-    return out
+    return _launch_columns(_launch_column, offsets, out, flat(x))
 
 
 @softmax.register_fake
@@ -175,10 +185,7 @@ def softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = y.new_empty(y.shape)
     if out.numel() == 0:
         return out
-    grad, y = flat(grad), flat(y)
-    grid, blocks = _column_launch(y.shape[1], offsets.shape[0] - 1)
-    _column_gradient_kernel[grid](grad, y, offsets.contiguous(), out, y.shape[1], grad.stride(0), y.stride(0), **blocks)
-    return out
+    return _launch_columns(_launch_column_gradient, offsets, out, flat(grad), flat(y))
 
 
 @softmax_gradient.register_fake

@@ -217,10 +217,11 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
             triton_segment.max_gradient,
             (torch.randn(3, 4), x.detach(), torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int32), offsets),
         ),
-        "elementwise": (triton_elementwise.elementwise, (x, leaf(3, 4), offsets, "mul", "tanh", True)),
+        "elementwise": (triton_elementwise.elementwise, (x, leaf(3, 4), offsets, "mul", "tanh")),
+        "elementwise_alike": (triton_elementwise.elementwise, (x, leaf(5, 4), None, "mul", "tanh")),
         "elementwise_gradient": (
             triton_elementwise.gradient,
-            (torch.randn(5, 4), x.detach(), torch.randn(3, 4), offsets, "mul", "tanh", True),
+            (torch.randn(5, 4), x.detach(), torch.randn(3, 4), offsets, "mul", "tanh"),
         ),
         "linear": (triton_linear.linear, (x, offsets, leaf(2, 4), leaf(2), leaf(3, 2), "gelu", True)),
         "linear_relu": (triton_linear.linear, (x, offsets, leaf(2, 4), None, None, "relu", False)),

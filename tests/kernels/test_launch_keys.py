@@ -25,7 +25,14 @@ from kernels.jagged import (
     gluon_attention_forward,
     gluon_linear,
     gluon_linear_backward,
+    triton_bmm,
     triton_checks,
+    triton_elementwise,
+    triton_moves,
+    triton_narrow,
+    triton_parts,
+    triton_segment,
+    triton_softmax,
 )
 from kernels.launch import Launcher
 from kernels.mxfp8 import (
@@ -97,8 +104,8 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[Launcher]:
     compiled: dict[tuple[Launcher, Hashable], tuple[Any, ...]] = {}
     found_again: Counter[Launcher] = Counter()
 
-    def launch(self: Launcher, grid: tuple[int, int, int], key: Hashable, *arguments: Any) -> None:
-        found = specialization(self.kernel, arguments)
+    def launch(self: Launcher, grid: tuple[int, int, int], key: Hashable, *arguments: Any, **options: Any) -> None:
+        found = (*specialization(self.kernel, arguments), options)
         found_again[self] += (self, key) in compiled
         assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
 
@@ -192,6 +199,52 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             gluon_linear_backward.gradients(grad, grad, x, offsets, weight, kind, sums)
     assert hits[gluon_linear._launch]
     assert hits[gluon_linear_backward._launch]
+
+
+def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
+    for rows, width, dtype, elsewhere in itertools.product(
+        ((1,), (20, 0, 3000), (16,) * 64, (3,) * 40),
+        (1, 16, 40),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+    ):
+        total, count = sum(rows), len(rows)
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        x, y, per_row, matrices, padded = (
+            torch.zeros(shape, dtype=dtype)
+            for shape in ((total, width), (total, width), (count, width), (count, width, 40), (count, max(rows), width))
+        )
+        if elsewhere:
+            offsets = shifted(offsets.int())
+            x, y, per_row, matrices, padded = (shifted(tensor) for tensor in (x, y, per_row, matrices, padded))
+        for operands in ((x, y, None), (x, per_row, offsets)):
+            for names in (("add", "none"), ("mul", "gelu")):
+                triton_elementwise.elementwise(*operands, *names)
+                triton_elementwise.gradient(x, *operands, *names)
+        triton_moves.to_padded(x, offsets, max(rows), 0.5, "first")
+        triton_moves.to_jagged(padded, offsets, total, "last")
+        triton_moves.flip(x, offsets)
+        triton_moves.window(x, offsets, offsets[:-1], offsets.int(), total)
+        triton_softmax.softmax(x, offsets)
+        triton_softmax.softmax_gradient(y, x, offsets)
+        triton_segment.reduce(x, offsets, "mean", torch.float32)
+        triton_segment.largest(x, offsets)
+        triton_segment.spread(per_row, offsets, total, "sum")
+        triton_bmm.dense_bmm(x, offsets, matrices, max(rows))
+        triton_bmm.jagged_bmm(x, torch.zeros(total, 40, dtype=dtype), offsets, max(rows))
+        triton_bmm.dense_gradient(torch.zeros(total, 40, dtype=dtype), x, offsets, matrices, max(rows), True, True)
+    modules = (
+        triton_elementwise,
+        triton_moves,
+        triton_softmax,
+        triton_segment,
+        triton_bmm,
+        triton_parts,
+        triton_narrow,
+    )
+    launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
+    assert len(launchers) == 11
+    assert all(hits[launcher] for launcher in launchers), hits
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

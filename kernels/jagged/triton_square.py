@@ -97,26 +97,30 @@ def _inner_kernel(
         a_step = (end - begin) * 0 + BLOCK_N
     y_tile = j[:, None] * y_stride + d[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Elements of two bytes cannot be copied asynchronously: those of the next step are on their way during a product.
+    left = tl.load(a_corner + a_tile, mask=(i < tall)[:, None] & (j < count)[None, :], other=0)
     for k in range(0, count, BLOCK_N):
-        left = tl.load(a_corner + a_tile, mask=(i < tall)[:, None] & (j < count - k)[None, :], other=0)
         right = tl.load(y + (begin + k) * y_stride + y_tile, mask=(j < count - k)[:, None] & (d < D)[None, :], other=0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
         a_corner += a_step
+        ahead = tl.load(a_corner + a_tile, mask=(i < tall)[:, None] & (j < count - k - BLOCK_N)[None, :], other=0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        left = ahead
     at = out + start * D + i[:, None] * D + d[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (d < D)[None, :])
 
 
 def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
     precision = precision_of(dtype)
+    single = dtype is torch.float32
     # Three tf32 products of a tile keep so many operands that only a small one fits into registers.
     thrice = precision == "tf32x3"
     return {
         "PRECISION": precision,
-        "BLOCK_M": 32 if thrice else 64,
-        "BLOCK_N": 64 if thrice else 128,
-        "BLOCK_D": block_width(width, 32 if dtype is torch.float32 else 64),
-        "num_warps": 8 if thrice else 4,
-        "num_stages": 3,
+        "BLOCK_M": 64,
+        "BLOCK_N": 32 if thrice else 128,
+        "BLOCK_D": block_width(width, 32 if single else 64),
+        "num_warps": 4,
+        "num_stages": 4 if single and not thrice else 3,
     }
 
 
@@ -124,8 +128,8 @@ def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
     single = dtype is torch.float32
     return {
         "BLOCK_M": 32 if single else 64,
-        "BLOCK_N": 32,
-        "BLOCK_D": block_width(width, 128),
+        "BLOCK_N": 16 if single else 32,
+        "BLOCK_D": block_width(width, 128 if precision_of(dtype) == "tf32x3" else 256),
         "num_warps": 4 if single else 8,
         "num_stages": 3,
     }

@@ -99,11 +99,14 @@ def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, q_offsets, k_offsets, *ctx.constants = inputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, k_offsets, *q_offsets, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    if grad is None:  # of a function that gives its input none
+        return (None,) * 9
     q, k, v, k_offsets, *q_offsets, out, lse = ctx.saved_tensors
     gradients = _differentiate(grad, out, lse, q, k, v, q_offsets, k_offsets, *ctx.constants)
     return *gradients, None, None, None, None, None, None

@@ -226,15 +226,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, *lists, max_q, max_k, scale = inputs
     ctx.constants = max_q, max_k, scale
     ctx.levels = len(max_q)
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, q, *(x for tensors in lists for x in tensors))
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    nothing = [None] * ctx.levels
+    if grad is None:  # of a function that gives its input none
+        return None, nothing, nothing, nothing, nothing, None, None, None
     out, lse, q, *tensors = ctx.saved_tensors
     lists = [list(tensors[i : i + ctx.levels]) for i in range(0, len(tensors), ctx.levels)]
     dq, dk, dv = _differentiate(grad, out, lse, q, *lists, *ctx.constants)
-    nothing = [None] * ctx.levels
     return dq, dk, dv, nothing, nothing, None, None, None
 
 

@@ -260,6 +260,10 @@ def _join_kernel(sums, offsets, num_rows, E, ROWS: tl.constexpr, AT_ONCE: tl.con
     tl.store(sums + row * E + column, tl.sum(total, 0), mask=column < E)
 
 
+_launch_add = Launcher(_add_kernel)
+_launch_join = Launcher(_join_kernel)
+
+
 @custom_op("gemsmith::jagged_linear_stream_gradients")
 def gradients(
     grad: Tensor, point: Tensor, x: Tensor, offsets: Tensor, weight: Tensor, kind: str, needs_sums: bool
@@ -298,9 +302,12 @@ def gradients(
         width,
         *constants,
     )
-    _add_kernel[(WIDTH * WIDTH // 256,)](partials, dw, pairs, width, inner, WIDTH=WIDTH, AT_ONCE=16, BLOCK=256)
+    numbers = (width, inner, WIDTH, 16, 256)
+    _launch_add((WIDTH * WIDTH // 256, 1, 1), (x.device, dw.dtype, *numbers), partials, dw, pairs, *numbers)
     if needs_sums and num_rows > 0:
-        _join_kernel[(num_rows,)](sums, offsets, num_rows, width, ROWS=ROWS.value, AT_ONCE=16, BLOCK=WIDTH)
+        numbers = (width, ROWS.value, 16, WIDTH)
+        key = (x.device, offsets.dtype, aligned(offsets), *numbers)
+        _launch_join((num_rows, 1, 1), key, sums, offsets, num_rows, *numbers)
     return dx, dw, sums[:num_rows]
 
 

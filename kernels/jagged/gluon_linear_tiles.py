@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.hopper import operand_layout
+from kernels.hopper import UncheckedDescriptor, operand_layout
 
 ROWS = gl.constexpr(64)  # values of a tile
 
@@ -47,8 +47,9 @@ def rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """TMA descriptor of blocks of a matrix that was allocated here or is `addressable`."""
     layout = operand_layout(rows, columns, x.dtype)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout)
+    return UncheckedDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout)
 
 
 def addressable(matrix: Tensor) -> Tensor:

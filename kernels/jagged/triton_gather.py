@@ -9,12 +9,13 @@ from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
 from kernels.jagged.triton_moves import move, window
 from kernels.jagged.triton_parts import num_parts, part_of
+from kernels.launch import Launcher, aligned
 
 COPIES_PART = 64  # places of a program that adds up copies of a row
 MAX_RANKED = 4096  # selected rows that are compared with each other instead of sorted
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "num_rows"])
 def _concat_kernel(
     a,
     a_offsets,
@@ -60,26 +61,20 @@ def _concat_kernel(
 def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, both: Tensor, split: bool) -> None:
     if both.numel() == 0:
         return
-    a, b, both = flat(a), flat(b), flat(both)
-    num_rows, width = a_offsets.shape[0] - 1, both.shape[1]
+    tensors = a, a_offsets, b, b_offsets, both = (
+        flat(a), a_offsets.contiguous(), flat(b), b_offsets.contiguous(), flat(both),
+    )  # fmt: skip
+    num_rows, (total, width) = a_offsets.shape[0] - 1, both.shape
     block_r, block_w = tile_shape(width, elements=8192 // both.element_size())
-    _concat_kernel[(cdiv(both.shape[0], block_r), cdiv(width, block_w))](
-        a,
-        a_offsets.contiguous(),
-        b,
-        b_offsets.contiguous(),
-        both,
-        both.shape[0],
-        num_rows,
-        width,
-        a.stride(0),
-        b.stride(0),
-        both.stride(0),
-        SPLIT=split,
-        STEPS=steps_of(num_rows),
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-    )
+    numbers = (width, a.stride(0), b.stride(0), both.stride(0), split, steps_of(num_rows), block_r, block_w)
+    _launch_copies(
+        (cdiv(total, block_r), cdiv(width, block_w), 1),
+        (both.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors), total >> 31, *numbers),
+        *tensors, total, num_rows, *numbers,
+    )  # fmt: skip
+
+
+_launch_copies = Launcher(_concat_kernel)
 
 
 @custom_op("gemsmith::jagged_concat")
@@ -133,7 +128,7 @@ concat.register_autograd(_split_gradient, setup_context=_save_concat)
 split.register_autograd(_concat_gradient, setup_context=_save_split)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "num_rows"])
 def _rank_kernel(rows, selected_offsets, begins, first, count, num_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`_copies_of` for few rows: the place of each in a stable order is the number of those before it."""
     item = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -160,13 +155,17 @@ def _copies_of(rows: Tensor, selected_offsets: Tensor, num_rows: int) -> tuple[T
         return selected_offsets.index_select(0, order).long(), first
     begins = rows.new_empty(count, dtype=torch.int64)
     first = rows.new_empty(num_rows + 1, dtype=torch.int64)
-    _rank_kernel[(cdiv(count + num_rows + 1, 4),)](
-        rows.contiguous(), selected_offsets.contiguous(), begins, first, count, num_rows, BLOCK_M=4, BLOCK_N=1024
-    )
+    rows, selected_offsets = rows.contiguous(), selected_offsets.contiguous()
+    key = (rows.device, rows.dtype, selected_offsets.dtype, *aligned(rows, selected_offsets))
+    grid = (cdiv(count + num_rows + 1, 4), 1, 1)
+    _launch_ranks(grid, key, rows, selected_offsets, begins, first, count, num_rows, 4, 1024)
     return begins, first
 
 
-@triton.jit
+_launch_ranks = Launcher(_rank_kernel)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_selected_kernel(
     out,
     grad,
@@ -206,24 +205,19 @@ def sum_selected(grad: Tensor, offsets: Tensor, rows: Tensor, selected_offsets: 
         return out
     num_rows = offsets.shape[0] - 1
     begins, first = _copies_of(rows, selected_offsets, num_rows)
-    grad = flat(grad)
+    grad, offsets = flat(grad), offsets.contiguous()
     width = grad.shape[1]
     block_r, block_w = tile_shape(width, elements=16384 // grad.element_size())
-    _sum_selected_kernel[(num_parts(total, num_rows, COPIES_PART), cdiv(width, block_w))](
-        out,
-        grad,
-        offsets.contiguous(),
-        begins,
-        first,
-        num_rows,
-        width,
-        grad.stride(0),
-        PART=COPIES_PART,
-        STEPS=steps_of(num_rows),
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-    )
+    numbers = (width, grad.stride(0), COPIES_PART, steps_of(num_rows), block_r, block_w)
+    _launch_sums(
+        (num_parts(total, num_rows, COPIES_PART), cdiv(width, block_w), 1),
+        (out.device, out.dtype, offsets.dtype, *aligned(grad, offsets), *numbers),
+        out, grad, offsets, begins, first, num_rows, *numbers,
+    )  # fmt: skip
     return out
+
+
+_launch_sums = Launcher(_sum_selected_kernel)
 
 
 @sum_selected.register_fake
@@ -283,8 +277,13 @@ def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
 def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
     """[M + 1]: offsets of the rows `rows` one behind another."""
     out = offsets.new_empty(rows.shape[0] + 1)
-    _select_offsets_kernel[(1,)](offsets.contiguous(), rows.contiguous(), out, rows.shape[0], BLOCK=1024, num_warps=16)
+    offsets, rows = offsets.contiguous(), rows.contiguous()
+    key = (offsets.device, offsets.dtype, rows.dtype, *aligned(offsets, rows))
+    _launch_select_offsets((1, 1, 1), key, offsets, rows, out, rows.shape[0], 1024)
     return out
+
+
+_launch_select_offsets = Launcher(_select_offsets_kernel, num_warps=16)
 
 
 @select_offsets.register_fake
@@ -314,10 +313,13 @@ def slice_offsets(offsets: Tensor, start: Tensor, length: Tensor) -> tuple[Tenso
     """(begin [B] int64, offsets [B + 1]) of the slices of `jagged_slice`."""
     count = start.shape[0]
     begin, out = start.new_empty(count, dtype=torch.int64), offsets.new_empty(count + 1)
-    _slice_offsets_kernel[(1,)](
-        offsets.contiguous(), start.contiguous(), length.contiguous(), begin, out, count, BLOCK=1024, num_warps=16
-    )
+    tensors = (offsets.contiguous(), start.contiguous(), length.contiguous())
+    key = (offsets.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors))
+    _launch_slice_offsets((1, 1, 1), key, *tensors, begin, out, count, 1024)
     return begin, out
+
+
+_launch_slice_offsets = Launcher(_slice_offsets_kernel, num_warps=16)
 
 
 @slice_offsets.register_fake

@@ -28,6 +28,7 @@ from kernels.jagged import (
     triton_bmm,
     triton_checks,
     triton_elementwise,
+    triton_gather,
     triton_moves,
     triton_narrow,
     triton_parts,
@@ -235,8 +236,15 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
         triton_bmm.dense_bmm(x, offsets, matrices, max(rows))
         triton_bmm.jagged_bmm(x, torch.zeros(total, 40, dtype=dtype), offsets, max(rows))
         triton_bmm.dense_gradient(torch.zeros(total, 40, dtype=dtype), x, offsets, matrices, max(rows), True, True)
+        triton_gather.concat(x, offsets, y, offsets.int())
+        triton_gather.split(torch.cat([x, y]), offsets, offsets, total)
+        chosen = torch.arange(count)
+        triton_gather.sum_selected(x, offsets, chosen, offsets, total)
+        triton_gather.slices(x, offsets, chosen, chosen.int(), 0)
+        triton_gather.index_select(x, offsets, chosen, total)
     modules = (
         triton_elementwise,
+        triton_gather,
         triton_moves,
         triton_softmax,
         triton_segment,
@@ -245,7 +253,7 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
         triton_narrow,
     )
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
-    assert len(launchers) == 11
+    assert len(launchers) == 16
     assert all(hits[launcher] for launcher in launchers), hits
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm
+from kernels.offsets import scaled_offsets
 from modules.broadcast import CandidateRows, shared_part
 from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
@@ -56,7 +57,8 @@ def products_across(tokens: Tensor, shared: Tensor, rows: CandidateRows, max_can
     """
     num_tokens, num_shared = tokens.shape[1], shared.shape[1]
     # All tokens of a request's candidates are rows of one product with its tokens.
-    products = jagged_dense_bmm(tokens.flatten(0, 1), rows.offsets * num_tokens, shared.mT, max_candidates * num_tokens)
+    offsets = scaled_offsets(rows.offsets, num_tokens)
+    products = jagged_dense_bmm(tokens.flatten(0, 1), offsets, shared.mT, max_candidates * num_tokens)
     return products.view(-1, num_tokens * num_shared)
 
 

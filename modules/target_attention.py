@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ikbo import joint_attention, stacked_linear, target_attention
+from kernels.offsets import scaled_offsets
 from modules.jagged_attention import head_dim
 from modules.mlp import linear_flops
 
@@ -107,7 +108,7 @@ class SelfAndTargetAttention(nn.Module):
             projected.unflatten(-1, (self.num_heads, self.head_dim)),
             key,
             value,
-            [offsets, candidate_offsets * self.num_queries],
+            [offsets, scaled_offsets(candidate_offsets, self.num_queries)],
             offsets,
             max_q=self.max_queries,
             max_k=self.max_queries[0],

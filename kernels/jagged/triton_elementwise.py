@@ -159,7 +159,7 @@ def _rows(offsets: Tensor | None, x: Tensor) -> tuple[bool, Tensor, int]:
 @custom_op("gemsmith::jagged_elementwise")
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
     """x [N, ...], y [N, ...] or with `offsets` [B, ...] -> [N, ...]; op is 'add' or 'mul'."""
-    out = x.new_empty(x.shape)
+    out = x.new_empty(*x.shape)
     if out.numel() == 0:
         return out
     x, y = flat(x), flat(y)
@@ -185,7 +185,7 @@ def gradient(
     grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str
 ) -> tuple[Tensor, Tensor]:
     """(dx, dy) of `elementwise`; with op 'none' of activation(x), and dy [B, ...] are the row sums of dx."""
-    dx, dy = x.new_empty(x.shape), y.new_empty(y.shape)
+    dx, dy = x.new_empty(*x.shape), y.new_empty(*y.shape)
     if dx.numel() == 0:
         return dx, dy.zero_()
     grad, x, y = flat(grad), flat(x), flat(y)

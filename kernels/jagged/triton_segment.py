@@ -232,7 +232,7 @@ def _(values, offsets):
 @custom_op("gemsmith::segment_max_gradient")
 def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of `largest`, whose results are `top` and `ties`: [B, ...] -> [N, ...]."""
-    out = values.new_empty(values.shape)
+    out = values.new_empty(*values.shape)
     if out.numel() == 0:
         return out
     grad, values = flat(grad), flat(values)

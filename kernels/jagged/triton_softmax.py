@@ -169,7 +169,7 @@ _launch_column_gradient = Launcher(_column_gradient_kernel)
 @custom_op("gemsmith::jagged_softmax")
 def softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """[N, W] -> [N, W], each column of each row on its own."""
-    out = x.new_empty(x.shape)
+    out = x.new_empty(*x.shape)
     if out.numel() == 0:
         return out
     return _launch_columns(_launch_column, offsets, out, flat(x))
@@ -182,7 +182,7 @@ def _(x, offsets):
 
 @custom_op("gemsmith::jagged_softmax_gradient")
 def softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    out = y.new_empty(y.shape)
+    out = y.new_empty(*y.shape)
     if out.numel() == 0:
         return out
     return _launch_columns(_launch_column_gradient, offsets, out, flat(grad), flat(y))
@@ -194,7 +194,7 @@ def _(grad, y, offsets):
 
 
 def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
-    out = x.new_empty(x.shape)
+    out = x.new_empty(*x.shape)
     if out.numel() == 0:
         return out
     num_rows = offsets.shape[0] - 1

@@ -86,8 +86,9 @@ def plan(out: Path, overrides: list[str], over: list[str]) -> list[Job]:
 class Runner:
     """Runs jobs, at most `parallel` at a time, each with `nproc` processes and GPUs of its own where there are any."""
 
-    def __init__(self, overrides: list[str], nproc: int, parallel: int) -> None:
-        self.overrides, self.nproc, self.parallel = overrides, nproc, parallel
+    def __init__(self, overrides: list[str], nproc: int, parallel: int = 1, module: str | None = None) -> None:
+        """`module`: what a job runs; None leaves it to launch/torchrun.sh."""
+        self.overrides, self.nproc, self.parallel, self.module = overrides, nproc, parallel, module
         self._running: set[subprocess.Popen[bytes]] = set()
         self._slots: SimpleQueue[dict[str, str]] = SimpleQueue()
         gpus = _visible_gpus()
@@ -104,7 +105,8 @@ class Runner:
         with ThreadPoolExecutor(self.parallel) as pool:
             try:
                 for number, job in enumerate(pool.map(self._run, jobs), start=1):
-                    print(f"[{number}/{len(jobs)}] {_label(job.values)}: {job.status} ({job.seconds} s)", flush=True)
+                    name = _label(job.values) or job.folder.name
+                    print(f"[{number}/{len(jobs)}] {name}: {job.status} ({job.seconds} s)", flush=True)
             except BaseException:  # an interrupted sweep takes its jobs with it
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in self._running.copy():
@@ -117,6 +119,8 @@ class Runner:
         command = [str(LAUNCHER), *self.overrides, *(f"{key}={value}" for key, value in job.values.items())]
         run_dir = job.folder.absolute()
         own = {**slot, "NPROC": str(self.nproc), "RUN_DIR": str(run_dir)}
+        if self.module:
+            own["MODULE"] = self.module
         environment = {"WANDB_RUN_GROUP": run_dir.parent.name, **os.environ, **own}
         start = time.monotonic()
         console = job.folder / "console.log"

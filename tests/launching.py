@@ -70,13 +70,13 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> list[str]:
     return torchrun(ranks, "-m", "train.main", *TINY, f"runtime.run_dir={run_dir}", *overrides)
 
 
-def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
+def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, trainer: type[Trainer] = Trainer) -> None:
     """The run of these overrides in this process, which spares it the imports. Raises what ends the command."""
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = to_config(compose("train", [*base, "runtime.device=cpu", f"runtime.run_dir='{run_dir}'", *overrides]))
     world = distributed.start(config.runtime)
     try:
-        Trainer(config, world).run()
+        trainer(config, world).run()
     finally:
         distributed.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from train.files import write_json
 
 TRACED_STEPS = 5
+Span = tuple[float, float]  # start and end, in microseconds
 GROUPS = {
     "attention": "flash|fmha|attention",
     "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv",
@@ -34,6 +37,7 @@ class StepTracer:
     def __init__(self, first_step: int, folder: Path, device: torch.device) -> None:
         self._folder, self._device = folder, device
         self._profile: profile | None = None
+        self.breakdown: dict[str, float] = {}  # what breakdown.json holds, once it is written
         if first_step:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
             self._profile = profile(
@@ -56,23 +60,40 @@ class StepTracer:
         table = finished.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=90)
         (self._folder / "kernels.txt").write_text(table)
         if self._device.type == "cuda":
-            write_json(self._folder / "breakdown.json", _breakdown(finished))
+            self.breakdown = _breakdown(finished)
+            write_json(self._folder / "breakdown.json", self.breakdown)
 
 
 def _breakdown(finished: profile) -> dict[str, float]:
-    """Milliseconds of GPU time a step by group of kernels, and `wall`, first kernel's start to last one's end."""
+    """Milliseconds of GPU time a step by group of kernels, of all steps from the first kernel's start to the last one's
+    end, `wall`, and of what in it does no work: `idle`, and `communication alone`, which nothing else overlaps.
+    """
     kernels = [
         event
         for event in finished.events() or []
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    milliseconds = dict.fromkeys([*GROUPS, "other"], 0.0)
+    spans: dict[str, list[Span]] = {name: [] for name in [*GROUPS, "other"]}
     for event in kernels:
         group = next(
             (name for name, pattern in GROUPS.items() if re.search(pattern, event.name, re.IGNORECASE)), "other"
         )
-        milliseconds[group] += event.time_range.elapsed_us() / 1e3 / TRACED_STEPS
-    span = max(event.time_range.end for event in kernels) - min(event.time_range.start for event in kernels)
-    return {name: round(value, 3) for name, value in milliseconds.items()} | {
-        "wall": round(span / 1e3 / TRACED_STEPS, 3)
+        spans[group].append((event.time_range.start, event.time_range.end))
+    every = [span for group in spans.values() for span in group]
+    work = [span for name, group in spans.items() if name != "communication" for span in group]
+    wall = max(end for _, end in every) - min(start for start, _ in every)
+    microseconds = {name: sum(end - start for start, end in group) for name, group in spans.items()} | {
+        "wall": wall,
+        "idle": wall - covered(every),
+        "communication alone": covered(every) - covered(work),
     }
+    return {name: round(value / 1e3 / TRACED_STEPS, 3) for name, value in microseconds.items()}
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """The time in which at least one of the spans runs."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -23,7 +23,7 @@ from train.data.source import Source
 from train.data.summary import summarise
 from train.distributed import World
 from train.graphs import use_graphs
-from train.sparse import shard
+from train.sparse import ids_per_request, shard
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def build(config: Config, world: World) -> Job:
         use_graphs(arch)
     elif config.runtime.cuda_graphs:
         log.warning("runtime.cuda_graphs=true changes nothing on a CPU, where there are none")
-    sharded, plan = shard(model, config, world)
+    sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -15,11 +16,14 @@ from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
 from train.config import Config
+from train.data.source import Source
 from train.distributed import World
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
+SAMPLE = 256  # requests that the planner's numbers of ids are means of
+MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
 
 
 class _Alone(DataParallelWrapper):
@@ -29,8 +33,10 @@ class _Alone(DataParallelWrapper):
         pass
 
 
-def shard(model: RankingModel, config: Config, world: World) -> tuple[DistributedModelParallel, ShardingPlan]:
-    """Give the tables their optimiser, plan their shards and materialise this rank's.
+def shard(
+    model: RankingModel, config: Config, world: World, ids: dict[str, float]
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    """Give the tables their optimiser, plan their shards for so many `ids_per_request`, and materialise this rank's.
 
     The optimiser runs inside the backward, so no gradient of a table is ever held. No process allocates a whole table:
     `model.embedding` is on `meta` until here.
@@ -44,7 +50,7 @@ def shard(model: RankingModel, config: Config, world: World) -> tuple[Distribute
     apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], tables, {"lr": optimizer.sparse_lr})
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [EmbeddingCollectionSharder()]
-    plan = _plan(model, sharders, config, world)
+    plan = _plan(model, sharders, config, world, ids)
     # Shards of one table live on several ranks: equal seeds would start them equal.
     torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
     parallel = DistributedModelParallel(
@@ -58,13 +64,42 @@ def shard(model: RankingModel, config: Config, world: World) -> tuple[Distribute
     return parallel, plan
 
 
-def _plan(model: nn.Module, sharders: list[ModuleSharder[nn.Module]], config: Config, world: World) -> ShardingPlan:
+def ids_per_request(source: Source) -> dict[str, float]:
+    """Mean number of ids that a request looks up, by feature, of a few training requests from all over the split."""
+    total = source.num_requests("train")
+    if total == 0:
+        return {name: 1.0 for name, _ in source.spec.lookups()}
+    requests = np.unique(np.linspace(0, total - 1, SAMPLE).astype(np.int64))
+    lookup = source.batch("train", requests).lookup
+    counts = zip(lookup.keys(), lookup.length_per_key(), strict=True)
+    return {key: max(count, 1) / len(requests) for key, count in counts}
+
+
+def _plan(
+    model: RankingModel,
+    sharders: list[ModuleSharder[nn.Module]],
+    config: Config,
+    world: World,
+    ids: dict[str, float],
+) -> ShardingPlan:
     parallel = config.parallel
     on_gpu = world.device.type == "cuda"
     hbm = int(parallel.hbm_gib * GIB) if parallel.hbm_gib else None
     if on_gpu and hbm is None:
         hbm = torch.cuda.get_device_properties(world.device).total_memory
-    names = [table.name for table in model.embedding.collection.embedding_configs()]  # type: ignore[union-attr, operator]
+    types = parallel.sharding_types
+    if world.size == 1 and "table_wise" in types:
+        types = ["table_wise"]  # a rank on its own holds whole tables, and what they cost ties whatever they are called
+    # By itself the planner takes a feature for one id, so that histories cost nothing, and splits no rows of up to 128
+    # columns.
+    constraints = {
+        table.name: ParameterConstraints(
+            sharding_types=types,
+            pooling_factors=[ids[feature] for feature in table.feature_names],
+            min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * world.size)) * 4),
+        )
+        for table in model.embedding.collection.embedding_configs()
+    }
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world.size,
@@ -75,7 +110,7 @@ def _plan(model: nn.Module, sharders: list[ModuleSharder[nn.Module]], config: Co
         ),
         batch_size=config.data.batch_size,
         storage_reservation=FixedPercentageStorageReservation(percentage=parallel.reserve),
-        constraints={name: ParameterConstraints(sharding_types=parallel.sharding_types) for name in names},
+        constraints=constraints,
         debug=False,
     )
     plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)

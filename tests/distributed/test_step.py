@@ -68,7 +68,7 @@ class Step:
         torch.manual_seed(0)
         model = RankingModel(FeatureEmbedding(self.spec, DIM), MeanArch(self.spec))
         self.embedding = model.embedding
-        self.model, _ = shard(model, config, self.world)
+        self.model, _ = shard(model, config, self.world, {name: 1.0 for name, _ in self.spec.lookups()})
         self.guard = FiniteGuard(model.embedding.assemble, self.world, window=100, locate=lambda row: f"row {row}")
         self.optimizer = Optimizer(self.model, optimizer, 100, self.guard)
         self.pipeline = TrainPipelineSparseDist(

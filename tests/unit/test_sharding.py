@@ -1,0 +1,69 @@
+"""What the sharding planner is told, by what it makes of it; nothing is sharded and no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.types import ParameterSharding
+
+from modules.embedding import FeatureEmbedding
+from modules.models.ranking import RankingModel
+from tests.launching import ROOT
+from train import sparse
+from train.config import register_schema, to_config
+from train.data import build_source
+from train.distributed import World
+
+LONG_HISTORIES = (
+    "+experiment=synthetic",
+    "model.dim=64",
+    "data.batch_size=2048",
+    "data.num_requests=1000",
+    "data.mean_history=100",
+    "data.max_history=200",
+    "data.history_sigma=0",
+    "parallel.hbm_gib=80",
+)
+
+
+def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, ParameterSharding]:
+    """Shards of each table on so many GPUs of one host."""
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
+    source = build_source(config.data, rank=0, barrier=lambda: None)
+    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), nn.Identity())
+    group: object = None
+    world = World(0, ranks, 0, ranks, torch.device("cuda"), group, group, group)  # type: ignore[arg-type]
+    alone = lambda planner, module, sharders, _: planner.plan(module, sharders)  # noqa: E731
+    monkeypatch.setattr(EmbeddingShardingPlanner, "collective_plan", alone)
+    plan = sparse._plan(model, [EmbeddingCollectionSharder()], config, world, sparse.ids_per_request(source))
+    ((_, tables),) = plan.plan.items()
+    return dict(tables)  # type: ignore[call-overload]
+
+
+def test_ids_per_request_count_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*LONG_HISTORIES, "data.candidates=3"]))
+    ids = sparse.ids_per_request(build_source(config.data, rank=0, barrier=lambda: None))
+    assert (ids["user"], ids["item"], ids["click.item"]) == (1, 3, 100)
+
+
+def test_tables_of_long_histories_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = planned(4, monkeypatch)
+    assert [tables[name].ranks for name in ("item", "category")] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_narrow_table_splits_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = planned(2, monkeypatch, "parallel.sharding_types=[column_wise]")["item"]
+    assert item.ranks == [0, 1]
+    assert [shard.shard_sizes[1] for shard in item.sharding_spec.shards] == [32, 32]  # type: ignore[union-attr]
+
+
+def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}

@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 
 from tests.unit.test_batch import assert_same
 from train.config import SyntheticConfig
-from train.data.synthetic import SyntheticSource, _normal, _uniform, _zipf
+from train.data.synthetic import SyntheticSource, _normal, _stride, _uniform, _zipf
 from train.data.vocabulary import GOLDEN, splitmix64
 
 SMALL = {"num_users": 1000, "num_items": 2000, "num_categories": 50, "candidates": 2, "candidate_jitter": True}
@@ -77,7 +77,9 @@ def test_batch_keeps_its_promises(source, sample):
     assert counts.float().mean() == pytest.approx(2, abs=0.05)
     assert sample.row.unique().numel() == sample.num_candidates
     assert source.locate(int(sample.row[-1])).startswith("synthetic request 19999, candidate")
-    assert torch.equal(sample.group + 1, sample.request_sparse["user"].values()[sample.owner])
+    users = torch.stack([sample.group, sample.request_sparse["user"].values()[sample.owner]])
+    assert users.unique(dim=1).shape[1] == users[0].unique().numel() == users[1].unique().numel()
+    pairs = [torch.stack([sample.candidate_sparse[field].values() for field in ("item", "category")])]
     for event in source.spec.histories:
         lengths = sample.history_times[event.name].lengths()
         times = sample.history_times[event.name].values()
@@ -85,12 +87,25 @@ def test_batch_keeps_its_promises(source, sample):
         assert lengths.max() == config.max_history
         assert (times < sample.request_time[owner]).all()
         assert (times.diff()[owner.diff() == 0] > 0).all()
-        items, categories = (sample.histories[f"{event.name}.{field}"].values() for field in ("item", "category"))
-        assert torch.equal((items - 1) % config.num_categories + 1, categories)
-    assert torch.equal(
-        (sample.candidate_sparse["item"].values() - 1) % config.num_categories + 1,
-        sample.candidate_sparse["category"].values(),
-    )
+        pairs.append(
+            torch.stack([sample.histories[f"{event.name}.{field}"].values() for field in ("item", "category")])
+        )
+    items, categories = torch.cat(pairs, dim=1).unique(dim=1)
+    assert items.unique().numel() == items.numel()  # an item is always of the same category
+    assert categories.unique().tolist() == list(range(1, config.num_categories + 1))
+
+
+def test_shards_of_a_table_by_rows_are_looked_up_equally():
+    source = SyntheticSource(SyntheticConfig(num_items=40_000, num_users=40_000))
+    batch = source.batch("train", np.arange(4000))
+    for features, name in ((batch.request_sparse, "user"), (batch.histories, "click.item")):
+        shares = np.bincount((features[name].values() - 1) // 10_000, minlength=4) / len(features[name].values())
+        assert shares == pytest.approx(0.25, abs=0.08)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 97, 1000])
+def test_a_row_belongs_to_one_id(size):
+    assert sorted(np.arange(size) * _stride(size) % size) == list(range(size))
 
 
 def test_history_lengths_are_log_normal():

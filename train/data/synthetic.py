@@ -1,8 +1,9 @@
 """A stream of requests of any size with a planted, learnable signal and no disk.
 
 Whatever is in a request is a pure function of (seed, split, request number): counters run through SplitMix64, so
-nothing depends on which requests share a batch, on ranks or on workers. Users and items are numbered by popularity (id
-1 leads) and drawn from a Zipf law cut at the table's end; item i belongs to category (i - 1) mod num_categories.
+nothing depends on which requests share a batch, on ranks or on workers. Users and items are numbered by popularity (0
+leads) and drawn from a Zipf law cut at the table's end; item i belongs to category i mod num_categories. Their rows in
+the embedding tables are in no such order.
 
 The signal. Every request has three interest categories of its own, which nothing but its histories shows: six events
 in ten come from them, and so does every other candidate. The logit of a task is
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -107,7 +110,7 @@ class SyntheticSource:
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps([getattr(self.cfg, name) for name in POPULATION])
+        text = json.dumps(["popular rows apart", *(getattr(self.cfg, name) for name in POPULATION)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def num_requests(self, split: str) -> int:
@@ -137,17 +140,27 @@ class SyntheticSource:
         probability = _sigmoid(draw.plain_logits + draw.history_logits)
         return pack(
             self.spec,
-            request=[Ids(ids + 1) for ids in draw.request_ids],
-            candidate=[Ids(ids + 1) for ids in draw.candidate_ids],
+            request=[Ids(rows) for rows in self._rows(self.spec.request, draw.request_ids)],
+            candidate=[Ids(rows) for rows in self._rows(self.spec.candidate, draw.candidate_ids)],
             request_dense=draw.request_dense,
             candidate_dense=draw.candidate_dense,
-            histories=draw.events,
+            histories=[
+                replace(events, fields=self._rows(event.fields, events.fields))
+                for event, events in zip(self.spec.histories, draw.events, strict=True)
+            ],
             request_time=draw.time,
             candidate_counts=draw.counts,
             labels=draw.label_uniform < probability,
             group=np.repeat(draw.request_ids[0], draw.counts),
             row=ranges(np.asarray(requests, np.int64) * self.most_candidates, draw.counts),
         )
+
+    def _rows(self, features: Sequence[SparseFeature], ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Rows, from 1 on, of each feature's ids in its table. Popular ones lie apart, as they do in the order of a
+        vocabulary: every shard of a table that is split by rows has its share of them.
+        """
+        sizes = [self.spec.tables[feature.table] - 1 for feature in features]
+        return [values * _stride(size) % size + 1 for values, size in zip(ids, sizes, strict=True)]
 
     def _draw(self, split: str, requests: np.ndarray) -> _Draw:
         cfg, spec = self.cfg, self.spec
@@ -212,7 +225,7 @@ class SyntheticSource:
         jitter = (bits >> np.uint64(16)).astype(np.int64) % EVENT_GAP
         times = time[owner] - 1 - age * EVENT_GAP - jitter
         matches = np.bincount(owner * num_categories + category, minlength=len(key) * num_categories)
-        return Events([item + 1, category + 1], times, lengths), matches.reshape(len(key), num_categories)
+        return Events([item, category], times, lengths), matches.reshape(len(key), num_categories)
 
     def _items(
         self, bits: np.ndarray, interests: np.ndarray, owner: np.ndarray, of_interest: int
@@ -228,6 +241,15 @@ class SyntheticSource:
     def _effects(self, name: str, ids: np.ndarray, columns: int) -> np.ndarray:
         """[N, columns] standard normal numbers that belong to each id in every request."""
         return _normal(_bits(_mix(self._seed, ids.astype(np.uint64)), name, columns))
+
+
+@cache
+def _stride(size: int) -> int:
+    """Coprime to `size` and near its golden section, so that its multiples modulo `size` lie evenly apart."""
+    stride = max(1, round(size * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
 
 
 def _numbered(name: str, count: int) -> list[str]:

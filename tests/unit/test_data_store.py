@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from train.config import EventsConfig
 from train.data import store
@@ -39,6 +40,14 @@ def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
         os.umask(before)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent, plain)}
     assert modes == {0o750}
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def prepare(partial: Path) -> None:
+        raise OSError("3964 requested and 3056 written")  # as numpy tells it
+
+    with pytest.raises(OSError, match=r"cache/data could not be prepared \(3964 .* MiB are free .* data\.cache_dir"):
+        store.prepare_once(tmp_path / "cache" / "data", prepare, 0, None)
 
 
 def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def find_files(patterns: Sequence[str], root: str | Path = ".") -> list[Path]:
             matches = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         matches = sorted(p for p in matches if p.is_file())
         if not matches:
-            raise ValueError(f"no file matches {str(path)!r}; name a file, a folder or a glob, e.g. 'logs/*.parquet'")
+            raise ValueError(
+                f"no file matches {str(path.absolute())!r}; name a file, a folder or a glob, e.g. 'logs/*.parquet'"
+            )
         found.extend(matches)
     return found
 

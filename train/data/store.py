@@ -42,9 +42,13 @@ def prepare_once(folder: Path, prepare: Callable[[Path], None], rank: int, barri
         try:
             prepare(partial)
             os.rename(partial, folder)
-        except OSError:
+        except OSError as error:
             if not folder.exists():  # else another job has prepared the same data meanwhile
-                raise
+                free = shutil.disk_usage(folder.parent).free / 2**20
+                raise OSError(
+                    f"{folder} could not be prepared ({error}); {free:,.0f} MiB are free there, and data.cache_dir can "
+                    "name another disk"
+                ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     if barrier is not None:

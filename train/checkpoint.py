@@ -148,6 +148,22 @@ def best_checkpoint(folder: Path) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
+def named(run_dir: str | None, path: str | None) -> Path:
+    """What a command's `checkpoint=` names, or the best checkpoint of its `run_dir=`, the newest if none was validated.
+
+    Raises ValueError unless one of the two is named, and when the run has no whole checkpoint.
+    """
+    if bool(run_dir) == bool(path):
+        raise ValueError("name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH")
+    if path:
+        return Path(path)
+    folder = Path(str(run_dir)) / "checkpoints"
+    newest = checkpoints(folder)[-1:]
+    if not newest:
+        raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")
+    return best_checkpoint(folder) or newest[0]
+
+
 def of_first_rank(path: Path | None, world: World) -> Path | None:
     """The first rank's `path`, on all: a shared file system may show a new folder to one node before the others."""
     told = world.broadcast(path)

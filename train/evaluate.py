@@ -1,6 +1,7 @@
-"""Score a split: `python -m train.evaluate checkpoint=RUN_DIR/checkpoints/step_00000100 split=test out=DIR`.
+"""Score a split: `python -m train.evaluate run_dir=RUN_DIR split=test out=DIR`.
 
-Runs alone or under torchrun. The checkpoint's own configuration builds the model; further `key=value` arguments
+Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, or its newest when none was validated;
+`checkpoint=` names one. The checkpoint's own configuration builds the model; further `key=value` arguments
 override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group,
 weight, and for each task label, logit and probability) to `out`, by default beside the checkpoint.
 """
@@ -119,7 +120,7 @@ def evaluate_split(
 
 def main(arguments: list[str]) -> dict[str, float]:
     options = _options(arguments)
-    path = Path(options["checkpoint"])
+    path = checkpoint.named(options["run_dir"], options["checkpoint"])
     config: Config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
     out = Path(options["out"] or path.with_name(f"{path.name}-{options['split']}"))
     world = distributed.start(config.runtime)
@@ -141,19 +142,15 @@ def main(arguments: list[str]) -> dict[str, float]:
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {"checkpoint": None, "split": "test", "out": None, "overrides": []}
+    options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "split": "test", "out": None, "overrides": []}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise ValueError(
-                f"{argument!r} is not key=value; e.g. checkpoint=RUN_DIR/checkpoints/step_00000100 split=test"
-            )
-        if key in ("checkpoint", "split", "out"):
+            raise ValueError(f"{argument!r} is not key=value; e.g. run_dir=RUN_DIR split=test")
+        if key in ("run_dir", "checkpoint", "split", "out"):
             options[key] = value
         else:
             options["overrides"].append(argument)
-    if not options["checkpoint"]:
-        raise ValueError("name a checkpoint, e.g. checkpoint=RUN_DIR/checkpoints/step_00000100")
     if options["split"] not in ("train", "valid", "test"):
         raise ValueError(f"split={options['split']} is not known; choose train, valid or test")
     return options

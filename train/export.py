@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> Path:
     from train.score import check  # which imports this module
 
     options = _options(arguments)
-    path = _checkpoint(options)
+    path = checkpoint.named(options["run_dir"], options["checkpoint"])
     config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
     dispatch.force(config.runtime.kernels)
     kind = (
@@ -146,16 +146,6 @@ def example(source: Source) -> RequestBatch:
     return with_candidates(best, max(2, best.num_candidates))
 
 
-def _checkpoint(options: dict[str, Any]) -> Path:
-    if options["checkpoint"]:
-        return Path(options["checkpoint"])
-    folder = Path(options["run_dir"]) / "checkpoints"
-    newest = checkpoint.checkpoints(folder)[-1:]
-    if not newest:
-        raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")
-    return checkpoint.best_checkpoint(folder) or newest[0]
-
-
 def _options(arguments: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "out": None}
     options |= {"max_candidates": 10000, "compile": "true", "overrides": []}
@@ -173,8 +163,6 @@ def _options(arguments: list[str]) -> dict[str, Any]:
             options[key] = value
         else:
             options["overrides"].append(argument)
-    if bool(options["run_dir"]) == bool(options["checkpoint"]):
-        raise ValueError("name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH")
     return options
 
 

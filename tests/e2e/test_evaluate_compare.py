@@ -42,7 +42,7 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     table = pq.read_table(tmp_path / "scored" / "predictions")
     assert table.column_names[:2] == ["row", "group"]
     assert table.num_rows == metrics["click/examples"]
-    evaluate.main([f"checkpoint={checkpoint}", f"out={tmp_path / 'scored'}", "runtime.device=cpu"])
+    evaluate.main([f"run_dir={trained}", f"out={tmp_path / 'scored'}", "runtime.device=cpu"])
     again = pq.read_table(tmp_path / "scored" / "predictions")
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
@@ -129,8 +129,11 @@ def test_export_names_what_is_wrong() -> None:
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name a checkpoint"):
-        evaluate.main(["split=test"])
+    for arguments in (["split=test"], ["run_dir=x", "checkpoint=y"]):
+        with pytest.raises(ValueError, match="name a run or one of its checkpoints"):
+            evaluate.main(arguments)
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        evaluate.main(["run_dir=nowhere"])
     with pytest.raises(ValueError, match="nowhere"):
         evaluate.main(["checkpoint=nowhere"])
 

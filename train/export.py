@@ -132,7 +132,9 @@ def example(source: Source) -> RequestBatch:
     An export is for sizes of 0 and 1 what it is for others, but has to be made from larger ones.
     """
     best, most = None, -1
-    for number in range(min(1000, source.num_requests("train"))):
+    count = source.num_requests("train")
+    newest = range(max(0, count - 1000), count)  # the oldest hardly have a history yet
+    for number in newest:
         request = source.batch("train", np.array([number]))
         lengths = request.histories.lengths()
         least = int(lengths.min()) if lengths.numel() else 2
@@ -140,8 +142,8 @@ def example(source: Source) -> RequestBatch:
             best, most = request, least
     if best is None or most < 2:
         raise ValueError(
-            "an export is made from a training request with a candidate and two events of every type; the first "
-            f"{number + 1} have none (the closest: {max(most, 0)} events of its rarest type)"
+            "an export is made from a training request with a candidate and two events of every type; the last "
+            f"{len(newest)} are none (the closest: {max(most, 0)} events of its rarest type)"
         )
     return with_candidates(best, max(2, best.num_candidates))
 

@@ -101,20 +101,23 @@ def repeated(features: KeyedJaggedTensor, times: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), copies.values(), lengths=copies.lengths().view(-1, times).sum(1))
 
 
-class Short:
-    """A source whose requests have one event of a type."""
+class Growing:
+    """A source whose every thousandth request has one event more of a type."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def num_requests(self, split: str) -> int:
-        return 3
+        return self.count
 
     def batch(self, split: str, requests: np.ndarray) -> SimpleNamespace:
-        histories = SimpleNamespace(lengths=lambda: torch.tensor([4, 1]))
-        return SimpleNamespace(histories=histories, num_candidates=2)
+        histories = SimpleNamespace(lengths=lambda: torch.tensor([4, 1 + int(requests[0]) // 1000]))
+        return SimpleNamespace(histories=histories, num_candidates=2, number=int(requests[0]))
 
 
 def test_export_names_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"the first 3 have none \(the closest: 1 events"):
-        export.example(cast(Any, Short()))
+    with pytest.raises(ValueError, match=r"the last 3 are none \(the closest: 1 events"):
+        export.example(cast(Any, Growing(3)))
     for arguments, message in (
         (["out=x"], "name a run or one of its checkpoints"),
         (["run_dir=nowhere"], "holds no whole checkpoint"),
@@ -126,6 +129,11 @@ def test_export_names_what_is_wrong() -> None:
             export.main(arguments)
     with pytest.raises(ValueError, match="is not one of export="):
         score.main(["run_dir=x"])
+
+
+def test_an_export_is_made_from_a_late_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "with_candidates", lambda request, count: request)
+    assert cast(Any, export.example(cast(Any, Growing(2500)))).number == 2000
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train.data.columns import Coded, coded_integers, read_ids, read_lists, read_milliseconds, read_numbers
+from train.data.columns import (
+    Coded,
+    coded_integers,
+    read_ids,
+    read_lists,
+    read_milliseconds,
+    read_numbers,
+    read_time_lists,
+)
 from train.data.vocabulary import Hashing, Vocabulary, hash_texts
 
 
@@ -87,6 +95,15 @@ def test_lists_are_the_same_in_every_type(values, kind):
     lists = read_lists(column(values, kind), "^")
     assert lists.offsets.tolist() == [0, 2, 2, 2, 3]
     assert [lists.values[c].as_py() for c in lists.codes] == ["1", "2", "2"]
+
+
+def test_lists_in_text_as_pandas_and_json_write_them():
+    ids = read_lists(column(["[1, 2]", "['a', \"b\"]", "[]", " a ,b", "[x],[y]"]), ",")
+    items = [ids.values[code].as_py() for code in ids.codes]
+    assert items == ["1", "2", "a", "b", "a", "b", "[x]", "[y]"]
+    assert np.diff(ids.offsets).tolist() == [2, 2, 0, 2, 2]
+    times, bad, offsets = read_time_lists(column(["[5, 7]", "6"]), ",", "s")
+    assert (times.tolist(), bad.any(), offsets.tolist()) == ([5000, 7000, 6000], False, [0, 2, 3])
 
 
 def test_numbers():

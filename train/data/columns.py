@@ -16,6 +16,8 @@ import pyarrow.compute as pc
 from train.data.batch import ranges
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+LIST = r"^\s*\[[^\[\]]*\]\s*$"
+"""A list as Python and JSON write it, e.g. in a CSV file of pandas: its brackets and quotes belong to no item."""
 BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
 """Digits of truth values, and the texts that stand for them."""
 LATEST = 253_402_300_799_999
@@ -106,12 +108,16 @@ def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarra
     if is_text(column.type):
         rows, values = _dictionary(column)
         texts = values.cast(pa.string())
+        bare = pc.replace_substring_regex(texts, r"""[\[\]'"]""", "")
+        texts = pc.if_else(pc.match_substring_regex(texts, LIST), bare, texts)
         texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
         column = pa.chunked_array([pc.split_pattern(texts, separator)])
     elif not _is_list(column.type):
         raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     items = pc.list_flatten(column).combine_chunks()
+    if rows is not None:
+        items = pc.utf8_trim_whitespace(items)
     return items, np.append(0, np.cumsum(lengths)), rows
 
 

@@ -126,6 +126,7 @@ class HistoryConfig:
     files: list[str] = field(default_factory=list)  # a log of events; absent: the labelled rows themselves
     user: str | None = None  # user and time column of that log; default: the same names
     time: str | None = None
+    time_format: str | None = None  # of its times; default: that of the labelled rows
     lists: bool = False  # read list columns of the row, oldest event first
     times: str | None = None  # with lists: list column of the events' times; absent: only their order is known
 

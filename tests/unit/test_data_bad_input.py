@@ -52,7 +52,10 @@ def whole(source, split="train"):
         ("1,9,1,inf,1", "column 'price' is inf, expected a finite number"),
         ("1,9,1,0.5,2", "column 'click' is 2, expected a label of 0, 1 or nothing"),
         ("1,9,1,0.5,yes", "column 'click' is yes, expected a finite number"),
-        ("1,soon,1,0.5,1", "column 'time' is soon, expected a time as data.time_format says: seconds since 1970"),
+        (
+            "1,soon,1,0.5,1",
+            "column 'time' is soon, expected a time as data.time_format (or that of its history) says: seconds",
+        ),
         ("1,,1,0.5,1", "column 'time' is None, expected a time"),
         (",9,1,0.5,1", "column 'user' is None, expected an id"),
         ("1,9,1,0.5", "4 columns, expected 5"),
@@ -294,6 +297,7 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     ("changes", "message"),
     [
         ({"time_format": "h"}, r"data\.time_format='h'"),
+        ({"histories": {"a": HistoryConfig(["item"], time_format="h")}}, r"data\.histories\.a\.time_format='h'"),
         ({"log_numeric": ["item"]}, r"data\.log_numeric names \['item'\]"),
         ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
         ({"labels": {}}, "at least one task"),

@@ -138,6 +138,8 @@ def test_times():
     assert read([1_700_000_000_000, 1_700_000_000_000_000_000], "ms") == [1_700_000_000_000, None]
     assert read(["14102105", "tomorrow"], "%y%m%d%H") == [1413867600000, None]
     assert read([14102105, None], "%y%m%d%H") == [1413867600000, None]
+    assert read(["1970-01-02T00:00:01.987Z", "1970-01-02T00:00:01Z"], "%Y-%m-%dT%H:%M:%S.%fZ") == [86401000] * 2
+    assert read(["1970.01.02 00:00:01.5"], "%Y.%m.%d %H:%M:%S.%f") == [86401000]
     moment = datetime.datetime(1970, 1, 2, 0, 0, 1)
     assert read([moment, None], "s", pa.timestamp("us")) == [86401000, None]
     assert read([moment.date(), None], "s", pa.date32()) == [86400000, None]

@@ -228,6 +228,16 @@ def test_log_history_and_joins(tmp_path):
     assert batch.candidate_dense[:, 0].tolist() == [0, 0]
 
 
+def test_a_log_may_write_its_times_otherwise(tmp_path):
+    table = {"user": [1], "time": ["1970-01-01 00:01"], "item": [5], "click": [1]}
+    log = {"user": [1, 1], "time": [59_000, 61_000], "brand": ["before", "after"]}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    history = HistoryConfig(["brand"], files=["log.parquet"], time_format="ms")
+    settings = {"time_format": "%Y-%m-%d %H:%M", "split": [1.0, 0.0, 0.0], "histories": {"seen": history}}
+    source = build_source(make_config(tmp_path, table, **settings))
+    assert words(source, "brand") == [None, "before"]
+
+
 def test_logs_have_headers_of_their_own_beside_files_without(tmp_path):
     (tmp_path / "bare.csv").write_text("1,100,5,1\n2,100,6,0\n")
     (tmp_path / "log.csv").write_text("time,item,user\n40,6,1\n50,5,1\n")

@@ -142,14 +142,20 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
     """(times [N] int64 milliseconds since 1970 in UTC, bad [N] bool: missing, unreadable or after the year 9999).
 
     Arrow timestamps and dates are read as such. `time_format` says what numbers and text are: s, ms, or a strptime
-    pattern, e.g. "%y%m%d%H".
+    pattern, e.g. "%y%m%d%H", whose ".%f" behind a colon's seconds is read and dropped.
     """
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         bad = column.is_null().to_numpy()
         return column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy(), bad
     if "%" in time_format:
         ids = read_ids(column)
-        stamps = pc.strptime(ids.values, format=time_format, unit="s", error_is_null=True)
+        texts = ids.values
+        if ".%f" in time_format:  # which Arrow does not know
+            texts, time_format = (
+                pc.replace_substring_regex(texts, r"(:\d\d)\.\d+", r"\1"),
+                time_format.replace(".%f", ""),
+            )
+        stamps = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
         unread = np.append(stamps.is_null().to_numpy(zero_copy_only=False), True)
         seconds = np.append(stamps.cast(pa.int64()).fill_null(0).to_numpy(), 0)
         return seconds[ids.codes] * 1000, unread[ids.codes]

@@ -120,8 +120,10 @@ def _check(cfg: EventsConfig) -> None:
             f"data.request={cfg.request} groups rows of one user: data.user must name the user column; without users, "
             f"let each request be one, data.user={cfg.request}"
         )
-    if cfg.time_format not in ("s", "ms") and "%" not in cfg.time_format:
-        raise ValueError(f"data.time_format={cfg.time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+    formats = {f"data.histories.{name}.time_format": history.time_format for name, history in cfg.histories.items()}
+    for key, time_format in {"data.time_format": cfg.time_format, **formats}.items():
+        if time_format not in (None, "s", "ms") and "%" not in time_format:
+            raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
     for task, text in cfg.labels.items():
         _, compared, threshold = text.partition(">=")
         if ("<" in text or ">" in text) and not (compared and re.match(NUMBER, threshold.strip())):
@@ -252,7 +254,7 @@ def _log_history(
     wanted = {*history.fields, *history.where, user_column, time_column}
     log = Rows(find_files(history.files, cfg.root), wanted, headed, cfg.bad_rows)
     log_user = log.required_ids(user_column)
-    log_time = log.milliseconds(time_column, cfg.time_format)
+    log_time = log.milliseconds(time_column, history.time_format or cfg.time_format)
     log.report()
     events = np.flatnonzero(_where(log, history) & ~log.bad)
     owner = log_user.recode(user.values)
@@ -272,7 +274,7 @@ def _list_history(
         rows.flag(np.diff(other.offsets) != lengths, name, aligned)
     times = None
     if history.times:
-        times = rows.time_lists(history.times, cfg.list_separator, cfg.time_format)
+        times = rows.time_lists(history.times, cfg.list_separator, history.time_format or cfg.time_format)
         values, offsets = times
         rows.flag(np.diff(offsets) != lengths, history.times, aligned)
         late = values // 1000 >= np.repeat(time // 1000, np.diff(offsets))

@@ -181,4 +181,4 @@ class Rows:
 def _expected_time(time_format: str) -> str:
     written = {"s": "seconds since 1970", "ms": "milliseconds since 1970"}.get(time_format, repr(time_format))
     other = "s, ms or a strptime pattern, e.g. '%Y-%m-%d %H:%M:%S'"
-    return f"expected a time as data.time_format says: {written} ({other})"
+    return f"expected a time as data.time_format (or that of its history) says: {written} ({other})"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import dispatch
 from kernels.mxfp8.reference import BLOCK
@@ -31,6 +30,12 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a, b)
 
 
+def refuse_second_derivatives() -> None:
+    """RuntimeError in a backward that is recorded: what reads codes as bytes would be missing in its own derivative."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("MXFP8 products have no second derivative: use create_graph=False, or recipe 'none'")
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, group: int) -> Tensor:
@@ -42,8 +47,8 @@ class _Linear(torch.autograd.Function):
         return (y if bias is None else y + bias).to(out_dtype)
 
     @staticmethod
-    @once_differentiable  # autograd does not follow what reads codes as bytes
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        refuse_second_derivatives()
         x, weight = ctx.saved_tensors
         group = ctx.group
         dx = dw = db = None
@@ -72,8 +77,8 @@ class _GroupedMM(torch.autograd.Function):
             return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, weight=True), offsets).to(out_dtype)
 
     @staticmethod
-    @once_differentiable  # autograd does not follow what reads codes as bytes
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        refuse_second_derivatives()
         x, weight, offsets = ctx.saved_tensors
         group = ctx.group
         dx = dw = None

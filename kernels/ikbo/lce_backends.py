@@ -73,9 +73,9 @@ def _gluon_supports(
 
 
 # By name: it loses to torch's products everywhere.
-triton_compression = dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
+dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
     compression_operator("triton", _triton_forward, _triton_backward)
 )
-gluon_compression = dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=20)(
+dispatch.register("linear_compression", "gluon", supports=_gluon_supports, priority=20)(
     compression_operator("gluon", _gluon_forward, _gluon_backward)
 )

@@ -61,6 +61,6 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mm(grad.transpose(0, 1).flatten(1), x.transpose(0, 1).flatten(1).mT)
 
 
-torch_compression = dispatch.register("linear_compression", "torch", priority=10)(
+dispatch.register("linear_compression", "torch", priority=10)(
     compression_operator("torch", forward, gradients_with(batched, weight_gradient))
 )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.jagged import jagged_dense_elementwise, segment_sum
 
@@ -27,7 +26,6 @@ class _Expand(torch.autograd.Function):
         return x.index_select(0, owner)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (offsets,) = ctx.saved_tensors
         return segment_sum(grad, offsets), None, None

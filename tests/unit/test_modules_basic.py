@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
 from modules.interaction import DHENLayer
@@ -84,6 +84,12 @@ def test_expand_repeats_rows_and_sums_their_gradients(counts):
     (actual,) = torch.autograd.grad((rows.expand(x) * weight).sum(), x)
     (expected,) = torch.autograd.grad((x[owner] * weight).sum(), x)
     torch.testing.assert_close(actual, expected)
+
+
+def test_expand_can_be_differentiated_twice():
+    rows = CandidateRows.of_offsets(torch.tensor([0, 2, 2, 5]), 5)
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert gradgradcheck(lambda x: rows.expand(x).pow(3), x)
 
 
 def test_expand_sums_bf16_gradients_in_fp32():

@@ -6,16 +6,18 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Table = TypeVar("Table")
 
 
 class _Kept(NamedTuple):
     versions: tuple[int, int]
     others: weakref.ref[Tensor]
-    table: Tensor
+    table: Any
 
     def is_of(self, offsets: Tensor, others: Tensor | None) -> bool:
         return others is not None and self.others() is others and self.versions == (offsets._version, others._version)
@@ -26,7 +28,7 @@ _tables: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, _Kept]]] = {}
 _thread = threading.local()
 
 
-def remembered(make: Callable[[], Tensor], key: Hashable, offsets: Tensor, others: Tensor) -> Tensor:
+def remembered(make: Callable[[], Table], key: Hashable, offsets: Tensor, others: Tensor) -> Table:
     """`make()`, or what it returned for this key and these very tensors, if neither was written to since.
 
     PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of one's own, by

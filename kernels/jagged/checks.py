@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.remember import remembered
+
 
 def check_offsets(total: int, offsets: Tensor) -> None:
     """ValueError unless offsets run from 0 to `total`. On a GPU looking would be a sync, so only the CPU looks."""
@@ -40,14 +42,15 @@ def check_not_negative(numbers: Tensor, name: str) -> None:
 
 
 def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
-    """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion."""
+    """ValueError when a row is longer than `maximum`; on a GPU an asynchronous device assertion, once for a batch."""
     if offsets.shape[0] < 2:
         return
     real = type(offsets) is Tensor and not torch.compiler.is_compiling()  # and not the fake of a trace
     if real and _runs_triton(offsets.device):
         from kernels.jagged.triton_checks import assert_lengths
 
-        assert_lengths(offsets, maximum)
+        longest = int(maximum)
+        remembered(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets, offsets)
         return
     longest = offsets.diff().max()
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():

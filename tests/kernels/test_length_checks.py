@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
-from kernels.jagged import triton_checks
+from kernels.jagged import checks, triton_checks
 from kernels.testing import compile_ahead
 from tests.kernels.interpreting import interpret
 
@@ -42,6 +42,19 @@ def test_lengths_are_compared_with_the_maximum(monkeypatch: pytest.MonkeyPatch, 
     triton_checks.assert_lengths(offsets, 2**40)
     with pytest.raises(InterpreterError, match="longer than"):
         triton_checks.assert_lengths(offsets, 6)
+
+
+def test_layers_with_the_same_offsets_check_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(checks, "_runs_triton", lambda device: True)
+    monkeypatch.setattr(triton_checks, "assert_lengths", lambda offsets, maximum: checked.append(maximum))
+    offsets = torch.tensor([0, 3])
+    for maximum in (3, 3, 4, 3):
+        checks.check_lengths(offsets, maximum, "max_length")
+    assert checked == [3, 4]
+    offsets[1] = 2
+    checks.check_lengths(offsets, 3, "max_length")
+    assert checked == [3, 4, 3]
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])

@@ -165,8 +165,8 @@ class Trainer:
             )
         if optimizer.warmup_steps > steps // optimizer.accumulate:
             log.warning(
-                "the run ends after %s dense steps, before the learning rate has risen to its full height; for that "
-                "lower optimizer.warmup_steps=%s",
+                "the run ends at dense step %s, before the learning rate has risen to its full height; for that lower "
+                "optimizer.warmup_steps=%s",
                 steps // optimizer.accumulate,
                 optimizer.warmup_steps,
             )

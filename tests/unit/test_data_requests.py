@@ -67,10 +67,11 @@ def test_one_row_is_one_request():
     assert members(group([3], [5])) == [[0]]
 
 
-def test_request_column_groups_and_long_requests_are_cut():
+def test_request_column_groups_and_long_requests_are_cut(caplog):
     user = np.zeros(7, int)
     requests = group(user, np.arange(7) * 10**6, request=np.array([0, 1, 0, 1, 0, 0, 0]), max_candidates=3)
     assert members(requests) == [[0, 2, 4], [1, 3], [5, 6]]
+    assert "1 of 2 requests have more than data.max_candidates=3 rows, up to 5" in caplog.text
 
 
 def test_equal_request_ids_of_two_users_are_two_requests():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from train.data.batch import ranges
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
 
@@ -57,6 +60,15 @@ def group_requests(
         same &= key[order[1:]] == key[order[:-1]]
     run = np.append(0, np.cumsum(~same))[: len(order)]
     run_ends = np.append(np.flatnonzero(~same) + 1, len(order))
+    sizes = np.diff(run_ends, prepend=0)
+    if request is not None and sizes.max(initial=0) > max_candidates:
+        logger.warning(
+            "%d of %d requests have more than data.max_candidates=%d rows, up to %d, and count as several requests",
+            (sizes > max_candidates).sum(),
+            len(sizes),
+            max_candidates,
+            sizes.max(),
+        )
     limit = np.minimum(run_ends[run], np.arange(len(order)) + max_candidates)
     if request is None:
         second = time[order] // 1000

@@ -320,6 +320,7 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
             {"request_categorical": [], "candidate_categorical": [], "histories": {}},
             r"e\.g\. data\.candidate_categorical=\[item_id\]",
         ),
+        ({"files": []}, "data.files is empty"),
         ({"files": ["events.csv", "*.csv"]}, r"events\.csv twice"),
         ({"test_files": ["."]}, r"events\.csv twice"),
     ],

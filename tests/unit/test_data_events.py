@@ -228,6 +228,23 @@ def test_log_history_and_joins(tmp_path):
     assert batch.candidate_dense[:, 0].tolist() == [0, 0]
 
 
+def test_a_log_takes_columns_that_it_lacks_from_joins_too(tmp_path):
+    table = {"user": [1], "time": [100], "item": [5], "click": [1]}
+    pq.write_table(pa.table({"user": [1, 1, 1], "time": [1, 2, 3], "item": [6, 7, 6]}), tmp_path / "log.parquet")
+    pq.write_table(pa.table({"item": [5, 6], "brand": ["x", "y"]}), tmp_path / "items.parquet")
+    config = make_config(
+        tmp_path,
+        table,
+        split=[1.0, 0.0, 0.0],
+        joins=[JoinConfig(["items.parquet"], column="item")],
+        candidate_categorical=["brand"],
+        histories={"seen": HistoryConfig(["item", "brand"], files=["log.parquet"])},
+    )
+    source = build_source(config)
+    brands = words(source, "brand")
+    assert [[brands[i] for i in row] for row in rows_of(whole(source).histories, "seen.brand")] == [["y", None, "y"]]
+
+
 def test_a_log_may_write_its_times_otherwise(tmp_path):
     table = {"user": [1], "time": ["1970-01-01 00:01"], "item": [5], "click": [1]}
     log = {"user": [1, 1], "time": [59_000, 61_000], "brand": ["before", "after"]}

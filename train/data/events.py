@@ -49,7 +49,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     numeric = {name: _scale(rows.numbers(name), name in cfg.log_numeric) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
-    builders = {name: _history(cfg, headed, rows, user, time, history) for name, history in cfg.histories.items()}
+    builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}
     rows.report()
 
     requests = group_requests(
@@ -101,6 +101,8 @@ def feature_spec(cfg: EventsConfig) -> FeatureSpec:
 
 
 def _check(cfg: EventsConfig) -> None:
+    if not cfg.files:
+        raise ValueError("data.files is empty; name the files of labelled rows, e.g. data.files=[log.parquet]")
     for name, history in cfg.histories.items():
         key = f"data.histories.{name}"
         if not history.fields:
@@ -219,13 +221,13 @@ def _dense(cfg: EventsConfig, numeric: Mapping[str, np.ndarray], requests: Reque
 
 
 def _history(
-    cfg: EventsConfig, headed: Layout, rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
+    cfg: EventsConfig, joins: list[Join], rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
     """Read the columns of an event type and flag what is wrong in them; the rest needs to know the requests."""
     if history.lists:
         return _list_history(cfg, rows, time, history)
     if history.files:
-        return _log_history(cfg, headed, user, time, history)
+        return _log_history(cfg, joins, user, time, history)
     chosen = _where(rows, history)
     return lambda requests: from_rows(np.flatnonzero(chosen & ~rows.bad), user.codes, time, requests)
 
@@ -246,13 +248,13 @@ def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
 
 
 def _log_history(
-    cfg: EventsConfig, headed: Layout, user: Coded, time: np.ndarray, history: HistoryConfig
+    cfg: EventsConfig, joins: list[Join], user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
     assert cfg.user
     assert cfg.time
     user_column, time_column = history.user or cfg.user, history.time or cfg.time
     wanted = {*history.fields, *history.where, user_column, time_column}
-    log = Rows(find_files(history.files, cfg.root), wanted, headed, cfg.bad_rows)
+    log = Rows(find_files(history.files, cfg.root), wanted, Layout(cfg.csv_separator), cfg.bad_rows, joins)
     log_user = log.required_ids(user_column)
     log_time = log.milliseconds(time_column, history.time_format or cfg.time_format)
     log.report()

@@ -163,7 +163,7 @@ class Trainer:
                 f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
                 "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
             )
-        if optimizer.warmup_steps > steps // optimizer.accumulate:
+        if self.world.is_first and optimizer.warmup_steps > steps // optimizer.accumulate:
             log.warning(
                 "the run ends at dense step %s, before the learning rate has risen to its full height; for that lower "
                 "optimizer.warmup_steps=%s",

@@ -43,6 +43,10 @@ LAYOUT = (
 )
 
 
+# Where operators that depend on the mode of training have it among their arguments.
+MODES = {aten.dropout.default: 2, aten.batch_norm.default: 5}
+
+
 @dataclass(frozen=True)
 class Swap:
     """An operator of the model and what it became; `requests` and `candidates` are its numbers of rows, with ranges."""
@@ -113,10 +117,11 @@ def ikbo_rewrite(
             request that has them all.
     Returns:
         A graph module that shares the model's parameters. Its results differ by rounding: sums are taken in another
-        order. It was exported in the model's mode, so dropout is what it was then.
+        order. It was exported in the model's mode: with dropout or batch norm a call in the other one is an error.
     Raises:
         ValueError: a module without example inputs, or an unknown name in `owners`.
     """
+    mode = None if isinstance(model, ExportedProgram) else model.training
     if not isinstance(model, ExportedProgram):
         if not args and not kwargs:
             raise ValueError("a module needs example inputs: ikbo_rewrite(model, (user, candidate, offsets))")
@@ -130,7 +135,33 @@ def ikbo_rewrite(
     write_elsewhere(module.graph)
     merge_equal(module.graph)
     report = _Rewriter(module.graph, owners, max_candidates, model.range_constraints).run()
+    module.training = _hold_mode(module.graph, mode)
     return fx.GraphModule(module, module.graph), report
+
+
+def _hold_mode(graph: fx.Graph, mode: bool | None) -> bool:
+    """The mode, of training if true, in which the graph was exported; its operators tell if `mode` does not.
+
+    Export has made it part of operators that depend on it. Where there are any, calls in the other mode are refused.
+    """
+    depend = [node for node in graph.nodes if node.target in MODES and node.args[1] != 0]  # dropout of nothing does not
+    flags = {node.args[MODES[node.target]] for node in depend}
+    if mode is None:
+        mode = True in flags or not flags
+    if mode in flags:
+        with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+            now = graph.create_node("get_attr", "training")
+            graph.call_function(_check_mode, (now, mode))
+    return mode
+
+
+def _check_mode(training: bool, exported: bool) -> None:
+    if training != exported:
+        now, then = ("training" if mode else "evaluation" for mode in (training, exported))
+        raise RuntimeError(
+            f"a model that was rewritten in {then} mode is called in {now} mode; rewrite it in each mode that it is "
+            f"used in, ikbo_rewrite(model.{'train' if training else 'eval'}(), ...)"
+        )
 
 
 def _offsets_of(counts: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -208,6 +209,30 @@ def test_training_the_rewritten_model_trains_the_model() -> None:
     graph(*inputs()).square().sum().backward()
     torch.optim.SGD(graph.parameters(), lr=0.1).step()
     assert not torch.equal(model.mix.weight, weight)
+
+
+@pytest.mark.parametrize("as_program", [False, True])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(8)])
+@pytest.mark.parametrize("mode", [False, True])
+def test_the_other_mode_than_that_of_the_export_is_refused(mode: bool, layer: nn.Module, as_program: bool) -> None:
+    class Moody(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:
+            return self.layer(candidate) * user[owner_of(offsets, candidate)]
+
+    arguments = torch.randn(2, 8), torch.randn(3, 8), torch.tensor([0, 1, 3])
+    model = Moody(layer).train(mode)
+    graph, _ = ikbo_rewrite(export(model, arguments)) if as_program else ikbo_rewrite(model, arguments)
+    assert graph.training is mode
+    for same in (graph, copy.deepcopy(graph)):
+        same(*arguments)
+        with pytest.raises(RuntimeError, match="is called in (training|evaluation) mode; rewrite it in each mode"):
+            same.train(not mode)(*arguments)
+    indifferent, _ = ikbo_rewrite(Moody(nn.Dropout(0.0)).train(mode), arguments)
+    indifferent.train(not mode)(*arguments)
 
 
 def masked(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:

@@ -131,7 +131,10 @@ def _decode(codes: Tensor) -> Tensor:
 
 
 def _power_of_two(scales: Tensor) -> Tensor:
-    return scales.view(torch.float8_e8m0fnu).float()
+    """2^(b - 127) in float32, made of its bits: compilers do not know E8M0 everywhere."""
+    exponents = scales.int()
+    bits = (exponents << 23).masked_fill(exponents == 0, 1 << 22).masked_fill(exponents == SCALE_NAN, 0x7FC00000)
+    return bits.view(torch.float32)
 
 
 def _blocks(x: Tensor, axis: int, size: int = BLOCK) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import dispatch, mxfp8
 from kernels.mxfp8 import matmul, operands
@@ -267,6 +268,16 @@ def test_compiles_into_one_graph() -> None:
     assert torch.equal(y, again)
     for gradient, same in zip(*(torch.autograd.grad(o.sum(), (x, weight, bias)) for o in (y, again)), strict=True):
         assert torch.equal(gradient, same)
+
+
+def test_compilers_see_no_type_that_some_do_not_know() -> None:
+    def step(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(mxfp8.linear(x, weight, recipe="mxfp8").sum(), (x, weight))
+
+    graph = make_fx(step)(random(4, 32).requires_grad_(), random(8, 32).requires_grad_())
+    dtypes = {node.meta["tensor_meta"].dtype for node in graph.graph.nodes if "tensor_meta" in node.meta}
+    assert torch.float8_e4m3fn in dtypes
+    assert torch.float8_e8m0fnu not in dtypes  # Inductor for the CPU
 
 
 def test_bad_inputs_are_named() -> None:

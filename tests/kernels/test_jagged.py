@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import jagged
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
@@ -234,6 +235,14 @@ def test_compiles_into_one_graph() -> None:
     x, offsets = random(6, 2, 4), torch.tensor([0, 3, 4, 6])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(x, offsets), model(x, offsets), rtol=1e-12)  # float64, another order of additions
+
+
+def test_fake_tensors_are_not_looked_at() -> None:
+    with FakeTensorMode() as mode:
+        q, offsets = mode.from_tensor(torch.zeros(5, 2, 8)), mode.from_tensor(torch.tensor([0, 2, 5]))
+        attended = jagged.jagged_attention(q, q, q, offsets, offsets, max_q=3, max_k=3)
+        assert attended.shape == (5, 2, 8)
+        assert jagged.jagged_index_select(q, offsets, offsets[:2], 3)[0].shape == (3, 2, 8)
 
 
 def test_autocast_gives_its_dtype() -> None:

@@ -1,10 +1,10 @@
-"""Tables that depend on offsets alone, made once for all layers that share these offsets."""
+"""What depends on offsets alone, made once for all layers that share these offsets."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,12 +15,19 @@ Table = TypeVar("Table")
 
 
 class _Kept(NamedTuple):
-    versions: tuple[int, int]
-    others: weakref.ref[Tensor]
+    versions: tuple[int, ...]
+    others: tuple[weakref.ref[Tensor], ...]
     table: Any
 
-    def is_of(self, offsets: Tensor, others: Tensor | None) -> bool:
-        return others is not None and self.others() is others and self.versions == (offsets._version, others._version)
+    def is_of(self, offsets: Sequence[Tensor | None]) -> bool:
+        return self.versions == _versions(offsets) and all(
+            ref() is other for ref, other in zip(self.others, offsets[1:], strict=True)
+        )
+
+
+def _versions(offsets: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Of what there still is."""
+    return tuple([x._version for x in offsets if x is not None])
 
 
 # By the identity of the first offsets: a reference to them, and their tables by key. An entry goes with its offsets.
@@ -28,8 +35,8 @@ _tables: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, _Kept]]] = {}
 _thread = threading.local()
 
 
-def remembered(make: Callable[[], Table], key: Hashable, offsets: Tensor, others: Tensor) -> Table:
-    """`make()`, or what it returned for this key and these very tensors, if neither was written to since.
+def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Table:
+    """`make()`, or what it returned for this key and these very tensors, if none was written to since.
 
     PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of one's own, by
     some collectives (`all_to_all_single` into offsets) or by a CUDA graph that is replayed: who writes so to offsets
@@ -37,26 +44,29 @@ def remembered(make: Callable[[], Table], key: Hashable, offsets: Tensor, others
     streams. While a CUDA graph is captured none is taken and none kept: replays have to make theirs anew.
     """
     # No writes to inference tensors are counted, nor all of those that compiled code does.
-    if offsets.is_inference() or others.is_inference() or getattr(_thread, "forgets", False):
+    if any(x.is_inference() for x in offsets) or getattr(_thread, "forgets", False):
         return make()
+    first = offsets[0]
     stream = None
-    if offsets.device.type == "cuda":
+    if first.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return make()
-        stream = torch._C._cuda_getCurrentRawStream(offsets.device.index)
-    number = id(offsets)
+        stream = torch._C._cuda_getCurrentRawStream(first.device.index)
+    number = id(first)
     entry = _tables.get(number)
-    if entry is None or entry[0]() is not offsets:
-        entry = _tables[number] = weakref.ref(offsets, lambda gone: _forget(number, gone)), {}
+    if entry is None or entry[0]() is not first:
+        entry = _tables[number] = weakref.ref(first, lambda gone: _forget(number, gone)), {}
     tables = entry[1]
-    kept = tables.get((key, stream))
-    if kept is None or not kept.is_of(offsets, others):
+    # Some kernels take so many offsets, and others more.
+    place = key, stream, len(offsets)
+    kept = tables.get(place)
+    if kept is None or not kept.is_of(offsets):
         # Keys differ from batch to batch: what offsets that live on had before would never be asked for again.
         for old, other in list(tables.items()):
-            if not other.is_of(offsets, other.others()):
+            if not other.is_of((first, *(ref() for ref in other.others))):
                 tables.pop(old, None)
-        kept = _Kept((offsets._version, others._version), weakref.ref(others), make())
-        tables[key, stream] = kept
+        kept = _Kept(_versions(offsets), tuple([weakref.ref(x) for x in offsets[1:]]), make())
+        tables[place] = kept
     return kept.table
 
 

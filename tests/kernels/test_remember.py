@@ -45,6 +45,18 @@ def test_a_table_is_made_anew_for_what_was_written_to() -> None:
     assert make.times == 5
 
 
+def test_a_table_may_be_of_any_number_of_offsets() -> None:
+    make, offsets = Maker(), [torch.tensor([0, length]) for length in range(3)]
+    for count in (1, 2, 3):
+        first = remembered(make, "key", *offsets[:count])
+        assert remembered(make, "key", *offsets[:count]) is first
+    assert make.times == 3
+    for written in offsets:
+        written.zero_()
+        remembered(make, "key", *offsets)
+    assert make.times == 6
+
+
 def test_nothing_is_kept_longer_than_the_offsets() -> None:
     make, offsets = Maker(), torch.tensor([0, 3])
     before = len(remember._tables)

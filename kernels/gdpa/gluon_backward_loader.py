@@ -94,8 +94,10 @@ def keep_order(
     oldest = -1
     item = tile_of(table_ptr, 0, num_items, HEADS)
     for turn in range(turns_of(num_items)):
-        _q_start, _q_length, _k_start, _k_length, first_tile, j, head = item
-        key_tiles, low, high = steps_of(item, left, right, LEFT, RIGHT)
+        keys, queries = item
+        _k_start, _k_length, j, head = keys
+        _q_start, _q_length, first_tile, _later = queries
+        key_tiles, low, high = steps_of(keys, queries, left, right, LEFT, RIGHT)
         following = tile_of(table_ptr, turn + 1, num_items, HEADS)
         tile += (high > low).to(gl.int32)
         for member in range(GROUP):
@@ -147,8 +149,10 @@ def load_tiles(
     step = 0
     item = tile_of(table_ptr, 0, num_items, HEADS)
     for turn in range(turns_of(num_items)):
-        q_start, q_length, k_start, k_length, first_tile, j, head = item
-        key_tiles, low, high = steps_of(item, left, right, LEFT, RIGHT)
+        keys, queries = item
+        k_start, k_length, j, head = keys
+        q_start, q_length, first_tile, _later = queries
+        key_tiles, low, high = steps_of(keys, queries, left, right, LEFT, RIGHT)
         following = tile_of(table_ptr, turn + 1, num_items, HEADS)
         slot = tile & 1
         if high > low:

@@ -129,21 +129,30 @@ def joint_attention(
         raise ValueError(f"q must be [{sum(sizes)}, H, d], the groups of sizes {tuple(sizes)}; got {tuple(q.shape)}")
     check_heads(q, k, v)
     check_offsets(k.shape[0], k_offsets)
-    check_lengths(k_offsets, max_k, "max_k")
-    for group, (offsets, size, maximum) in enumerate(zip(q_offsets, sizes, max_q, strict=True)):
+    for group, (offsets, size) in enumerate(zip(q_offsets, sizes, strict=True)):
         if offsets.shape != k_offsets.shape or offsets.dtype != k_offsets.dtype:
             raise ValueError(
                 f"q_offsets[{group}] {tuple(offsets.shape)} {offsets.dtype} and k_offsets {tuple(k_offsets.shape)} "
                 f"{k_offsets.dtype} must have one shape and one dtype"
             )
         check_offsets(size, offsets)
-        check_lengths(offsets, maximum, f"max_q[{group}]")
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     attend = dispatch.choose(
-        "joint_attention", backend, q, head_dim=q.shape[2], value_dim=v.shape[2], positive_scale=scale > 0
+        "joint_attention",
+        backend,
+        q,
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        positive_scale=scale > 0,
+        few_queries=max(max_q) < 64,
+        one_tile=max_k <= 128,
     )
+    if not getattr(attend, "checks_lengths", False):
+        check_lengths(k_offsets, max_k, "max_k")
+        for group, (offsets, maximum) in enumerate(zip(q_offsets, max_q, strict=True)):
+            check_lengths(offsets, maximum, f"max_q[{group}]")
     return attend(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, list(sizes), scale)
 
 

@@ -1,12 +1,13 @@
 """`joint_attention` on Hopper: the Gluon kernels of jagged attention behind one operator.
 
-Forward is one launch: which queries meet which keys is a list of tiles, and it may name the keys of a request once for
-every group. Backward writes the gradients of a run of keys from one place, so it is a launch for each group, whose
-gradients of keys and values are summed; those of queries are written where they belong.
+Which queries meet which keys is a list of tiles, on either side. That of the forward names the keys of a request once
+for every group; that of the backward, which writes the gradients of a run of keys from one place, names the queries of
+every group for each tile of keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,10 +18,7 @@ from kernels.custom_op import custom_op
 from kernels.ikbo.attention import hopper_attention
 
 _UNLIMITED = (-1, -1)
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor[] q_offsets, Tensor k_offsets, SymInt[] max_q, SymInt max_k, SymInt[] sizes, "
-    "float scale"
-)
+_CALL = "Tensor q, Tensor k, Tensor v, Tensor[] q_offsets, Tensor k_offsets, SymInt[] max_q, SymInt max_k, float scale"
 
 
 @custom_op("gemsmith::joint_attention_gluon", schema=f"({_CALL}) -> (Tensor, Tensor)")
@@ -32,16 +30,15 @@ def _attend(
     k_offsets: Tensor,
     max_q: list[int],
     max_k: int,
-    sizes: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     from kernels.ikbo.triton_groups import joined_groups
     from kernels.jagged import gluon_attention_forward as gluon
 
+    queries, keys = joined_groups(q_offsets, k_offsets, max_q, max_k)
     if k.shape[0] == 0:  # the kernel then has no tiles
         schedule = None
     else:
-        queries, keys = joined_groups(q_offsets, k_offsets.contiguous(), sizes)
         block_k = gluon.block_of_keys(k.shape[0], k_offsets, max_k)
         paired = gluon.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
         schedule = gluon.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
@@ -71,25 +68,16 @@ def _differentiate(
     k_offsets: Tensor,
     max_q: list[int],
     max_k: int,
-    sizes: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from kernels.ikbo.triton_groups import joined_groups
     from kernels.jagged.gluon_attention_backward import attention_backward
 
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    of_groups = zip(*(x.split(sizes) for x in (grad, q, out, dq)), lse.split(sizes, 1), q_offsets, max_q, strict=True)
-    parts = [
-        attention_backward(
-            own_grad, own_q, k, v, own_out, own_lse.contiguous(), offsets, k_offsets, most, max_k, scale, False,
-            _UNLIMITED, own_dq,
-        )
-        for own_grad, own_q, own_out, own_dq, own_lse, offsets, most in of_groups
-    ]  # fmt: skip
-    dk, dv = parts[0][1:]
-    for _, more_dk, more_dv in parts[1:]:
-        dk += more_dk
-        dv += more_dv
-    return dq, dk, dv
+    queries, _ = joined_groups(q_offsets, k_offsets, max_q, max_k)
+    lengths = sum(max_q), max_k
+    return attention_backward(
+        grad, q, k, v, out, lse, queries, k_offsets.contiguous(), *lengths, scale, False, _UNLIMITED
+    )
 
 
 @_differentiate.register_fake
@@ -106,16 +94,38 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     if grad is None:  # of a function that gives its input none
-        return (None,) * 9
+        return (None,) * 8
     q, k, v, k_offsets, *q_offsets, out, lse = ctx.saved_tensors
     gradients = _differentiate(grad, out, lse, q, k, v, q_offsets, k_offsets, *ctx.constants)
-    return *gradients, None, None, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-# By name: it is within 2 % of a launch for each group, on either side.
-@dispatch.register("joint_attention", "gluon", supports=hopper_attention, priority=-1)
-def _gluon(*arguments: Any) -> Tensor:
-    return _attend(*arguments)[0]
+def _supports(*, few_queries: bool, one_tile: bool, **facts: Hashable) -> str | None:
+    if few_queries and not one_tile:
+        return (
+            "needs a group with max_q of at least 64, or max_k of at most 128: it pads rows of queries to tiles of 64, "
+            "in memory for their gradients too if their keys are several tiles"
+        )
+    return hopper_attention(**facts)  # type: ignore[arg-type]
+
+
+@dispatch.register("joint_attention", "gluon", supports=_supports, priority=10)
+def _gluon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: list[Tensor],
+    k_offsets: Tensor,
+    max_q: list[int],
+    max_k: int,
+    sizes: list[int],
+    scale: float,
+) -> Tensor:
+    return _attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale)[0]
+
+
+# The list of groups looks at all lengths anyway.
+_gluon.checks_lengths = True  # type: ignore[attr-defined]

@@ -13,13 +13,15 @@ from torch import Tensor
 from kernels.launch import Launcher, aligned
 
 # Columns of both tables: where a row's queries and keys start and how many there are, where it begins on the axis of
-# query tiles; of a tile its number within the row, and of a row the tiles of queries and of keys of those before it.
+# query tiles; of a tile its number within the row, and the tiles of queries of the row's later runs; of a row the tiles
+# of queries and of keys of those before it.
 Q_START = tl.constexpr(0)
 Q_LENGTH = tl.constexpr(1)
 K_START = tl.constexpr(2)
 K_LENGTH = tl.constexpr(3)
 FIRST_TILE = tl.constexpr(4)
 NUMBER = tl.constexpr(5)
+LATER = tl.constexpr(6)
 Q_TILES_BEFORE = tl.constexpr(6)
 K_TILES_BEFORE = tl.constexpr(7)
 COLUMNS = tl.constexpr(8)
@@ -37,61 +39,72 @@ def _tiles(length, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
+def _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr):
     inside = rows < num_rows
     q = tl.load(q_offsets_ptr + rows + 1, inside, 0) - tl.load(q_offsets_ptr + rows, inside, 0)
+    for run in tl.static_range(1, RUNS):
+        own = q_offsets_ptr + run * (num_rows + 1) + rows
+        q += tl.load(own + 1, inside, 0) - tl.load(own, inside, 0)
     k = tl.load(k_offsets_ptr + rows + 1, inside, 0) - tl.load(k_offsets_ptr + rows, inside, 0)
     return q, k
 
 
 @triton.jit
-def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows):
+def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr):
     """What rows are sorted by: those without queries or keys still have outputs to write; padding comes behind them."""
-    q, k = _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows)
+    q, k = _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
     return tl.where(rows < num_rows, (q.to(tl.int64) + TILE) * (k.to(tl.int64) + TILE), -1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _row_table_kernel(q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+def _row_table_kernel(
+    q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, RUNS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr
+):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows)
+    own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
     rank = tl.zeros([BLOCK], tl.int32)
     q_before = tl.zeros([BLOCK], tl.int32)
     k_before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_rows, OTHERS):
         others = start + tl.arange(0, OTHERS)
-        work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows)
+        work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS)
         before = (work[None, :] > own[:, None]) | ((work[None, :] == own[:, None]) & (others[None, :] < rows[:, None]))
         rank += tl.sum(before.to(tl.int32), 1)
-        q_length, k_length = _lengths(q_offsets_ptr, k_offsets_ptr, others, num_rows)
-        q_before += tl.sum(tl.where(before, _tiles(q_length, TILE)[None, :], 0), 1)
+        q_length, k_length = _lengths(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS)
+        if RUNS == 1:
+            q_before += tl.sum(tl.where(before, _tiles(q_length, TILE)[None, :], 0), 1)
         k_before += tl.sum(tl.where(before, _tiles(k_length, KEY_TILE)[None, :], 0), 1)
     inside = rows < num_rows
-    q_start = tl.load(q_offsets_ptr + rows, inside, 0).to(tl.int32)
-    q_end = tl.load(q_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
     k_start = tl.load(k_offsets_ptr + rows, inside, 0).to(tl.int32)
     k_end = tl.load(k_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
-    entry = table_ptr + rank.to(tl.int64) * COLUMNS
-    tl.store(entry + Q_START, q_start, inside)
-    tl.store(entry + Q_LENGTH, q_end - q_start, inside)
-    tl.store(entry + K_START, k_start, inside)
-    tl.store(entry + K_LENGTH, k_end - k_start, inside)
-    tl.store(entry + FIRST_TILE, q_start // TILE + rows, inside)
-    tl.store(entry + Q_TILES_BEFORE, q_before, inside)
-    tl.store(entry + K_TILES_BEFORE, k_before, inside)
+    for run in tl.static_range(RUNS):
+        own_row = run * (num_rows + 1) + rows
+        q_start = tl.load(q_offsets_ptr + own_row, inside, 0).to(tl.int32)
+        q_end = tl.load(q_offsets_ptr + own_row + 1, inside, 0).to(tl.int32)
+        entry = table_ptr + (rank.to(tl.int64) * RUNS + run) * COLUMNS
+        tl.store(entry + Q_START, q_start, inside)
+        tl.store(entry + Q_LENGTH, q_end - q_start, inside)
+        tl.store(entry + K_START, k_start, inside)
+        tl.store(entry + K_LENGTH, k_end - k_start, inside)
+        tl.store(entry + FIRST_TILE, q_start // TILE + own_row, inside)
+        if RUNS == 1:
+            tl.store(entry + Q_TILES_BEFORE, q_before, inside)
+        tl.store(entry + K_TILES_BEFORE, k_before, inside)
 
 
-def row_table(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
-    """int32 [B, COLUMNS] without NUMBER: the rows with the most scores first, ties in their own order.
+def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1) -> Tensor:
+    """int32 [B * runs, COLUMNS] without NUMBER: the rows with the most scores first, ties in their own order.
 
-    Ranks come from comparing all pairs of rows, which spares the many launches of a sort.
+    q_offsets are [runs * (B + 1)], those of each run of queries of all rows in turn. Row r has an entry for each of its
+    runs; Q_TILES_BEFORE is there if that is one. Ranks come from comparing all pairs of rows, which spares the many
+    launches of a sort.
     """
-    num_rows = q_offsets.shape[0] - 1
-    table = torch.empty(num_rows, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
+    num_rows = k_offsets.shape[0] - 1
+    table = torch.empty(num_rows * runs, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
     block = 16
-    key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets))
+    key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets), runs)
     grid = (-(-num_rows // block), 1, 1)
-    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, block, 256)
+    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, block, 256)
     return table
 
 
@@ -105,30 +118,38 @@ def _store_tile(table_ptr, place, fields, number, chosen):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _tile_table_kernel(rows_ptr, table_ptr, num_rows, MEMBERS: tl.constexpr, SCAN: tl.constexpr):
+def _tile_table_kernel(rows_ptr, table_ptr, num_rows, RUNS: tl.constexpr, MEMBERS: tl.constexpr, SCAN: tl.constexpr):
     first = tl.program_id(0) * MEMBERS
     earlier = tl.zeros([SCAN], tl.int32)
     for start in range(0, first, SCAN):
         rows = start + tl.arange(0, SCAN)
-        k_length = tl.load(rows_ptr + rows * COLUMNS + K_LENGTH, rows < first, 0)
+        k_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + K_LENGTH, rows < first, 0)
         earlier += tl.where(rows < first, _tiles(k_length, KEY_TILE), 0)
-    place = 1 + tl.sum(earlier)
+    place = tl.sum(earlier)
     rows = first + tl.arange(0, MEMBERS)
     inside = rows < num_rows
-    entry = rows_ptr + rows * COLUMNS
-    q_start = tl.load(entry + Q_START, inside, 0)
-    q_length = tl.load(entry + Q_LENGTH, inside, 0)
-    k_start = tl.load(entry + K_START, inside, 0)
-    k_length = tl.load(entry + K_LENGTH, inside, 0)
-    first_tile = tl.load(entry + FIRST_TILE, inside, 0)
+    k_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + K_LENGTH, inside, 0)
     tiles = tl.where(inside, _tiles(k_length, KEY_TILE), 0)
-    for j in range(tl.max(tiles)):
-        has = tiles > j
-        count = tl.cumsum(has.to(tl.int32), 0)
-        _store_tile(table_ptr, place + count - 1, (q_start, q_length, k_start, k_length, first_tile), rows * 0 + j, has)
-        place += tl.sum(has.to(tl.int32))
+    later = tl.zeros([MEMBERS], tl.int32)
+    for run in tl.static_range(RUNS - 1, -1, -1):
+        entry = rows_ptr + (rows * RUNS + run) * COLUMNS
+        q_start = tl.load(entry + Q_START, inside, 0)
+        q_length = tl.load(entry + Q_LENGTH, inside, 0)
+        k_start = tl.load(entry + K_START, inside, 0)
+        first_tile = tl.load(entry + FIRST_TILE, inside, 0)
+        fields = (q_start, q_length, k_start, k_length, first_tile)
+        next_place = place
+        for j in range(tl.max(tiles)):
+            has = tiles > j
+            count = tl.cumsum(has.to(tl.int32), 0)
+            own = 1 + (next_place + count - 1) * RUNS + run
+            _store_tile(table_ptr, own, fields, rows * 0 + j, has)
+            if RUNS > 1:
+                tl.store(table_ptr + own.to(tl.int64) * COLUMNS + LATER, later, has)
+            next_place += tl.sum(has.to(tl.int32))
+        later += (q_length + TILE - 1) // TILE
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(table_ptr, place - 1)
+        tl.store(table_ptr, place + tl.sum(tiles))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -165,28 +186,29 @@ def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: in
     """
     rows = row_table(q_offsets, k_offsets)
     num_rows = rows.shape[0]
-    table = _empty_tiles(rows, num_keys)
+    table = _empty_tiles(rows, num_rows, num_keys)
     _launch_wave_table((num_rows, 1, 1), (rows.device, together), rows, table, num_rows, together)
     return table
 
 
-def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int) -> Tensor:
-    """int32 [1 + capacity, COLUMNS] up to NUMBER: element [0, 0] is the number of key tiles, tile t is row 1 + t.
+def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int, runs: int = 1) -> Tensor:
+    """int32 [1 + capacity * runs, COLUMNS] up to LATER: element [0, 0] is the number of key tiles; those of tile t and
+    run g of the row's queries are in row 1 + t * runs + g, LATER only of several runs.
 
     The rows of `row_table` are taken `members` (a power of two) at a time: first the first key tile of each, then the
     second, and so on, so that tile j of a row comes some time after its tile j - 1, and not too long. A row without
     keys has one tile.
     """
-    rows = row_table(q_offsets, k_offsets)
-    num_rows = rows.shape[0]
-    table = _empty_tiles(rows, num_keys)
+    rows = row_table(q_offsets, k_offsets, runs)
+    num_rows = k_offsets.shape[0] - 1
+    table = _empty_tiles(rows, num_rows, num_keys, runs)
     grid = (-(-num_rows // members), 1, 1)
-    _launch_tile_table(grid, (rows.device, members), rows, table, num_rows, members, 1024)
+    _launch_tile_table(grid, (rows.device, runs, members), rows, table, num_rows, runs, members, 1024)
     return table
 
 
-def _empty_tiles(rows: Tensor, num_keys: int) -> Tensor:
-    return rows.new_empty(1 + num_keys // KEY_TILE.value + rows.shape[0], COLUMNS.value)
+def _empty_tiles(rows: Tensor, num_rows: int, num_keys: int, runs: int = 1) -> Tensor:
+    return rows.new_empty(1 + (num_keys // KEY_TILE.value + num_rows) * runs, COLUMNS.value)
 
 
 @triton.jit(do_not_specialize=["num_queries", "stride"])

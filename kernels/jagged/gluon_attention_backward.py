@@ -49,7 +49,8 @@ def _backward(
     q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table_ptr, flags_ptr, tiles_stride,
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LATE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -92,11 +93,11 @@ def _backward(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, LATE, 0)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, LEFT, RIGHT, LATE, 1)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
-                          Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
+                          Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, RUNS, LEFT, RIGHT)),
         ],
         [4, 1],
         [240, 24],
@@ -117,7 +118,6 @@ def attention_backward(
     scale: float,
     causal: bool,
     window: tuple[int, int],
-    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
 
@@ -125,8 +125,11 @@ def attention_backward(
     and any strides, those of out but for the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm
     of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
-    j <= i if `causal`. dq is written to `dq`, contiguous, if that is given. Runs give equal bits. Values must be
-    finite: a NaN reaches gradients of the rows beside it.
+    j <= i if `causal`. Calls give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
+
+    Without a mask, several groups of queries may see the same keys. q_offsets are [G * (B + 1)] then, those of each
+    group in turn, all counted from the start of q; row b of every group sees row b of the keys, and max_q limits a
+    row's queries of all groups together.
 
     The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
     within one tile of keys.
@@ -147,23 +150,22 @@ def attention_backward(
     # Of a sum, whose gradient is one number expanded, or with all rows of a head together, see `head_descriptor`.
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
-    if dq is None:
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # max_q may be far above most rows, but those come first that are not.
-    length = min(max_q, max(2 * num_queries // (q_offsets.shape[0] - 1), (max_q + 1) // 2))
+    length = min(max_q, max(2 * num_queries // (k_offsets.shape[0] - 1), (max_q + 1) // 2))
     rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (length * num_heads)))
     members = 1 << (rows_in_flight.bit_length() - 1)
+    runs = q_offsets.shape[0] // k_offsets.shape[0]
     table = remembered(
-        lambda: tile_table(q_offsets, k_offsets, num_keys, members),
+        lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs),
         ("tiles of keys", num_keys, members),
         q_offsets,
         k_offsets,
     )
     statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
-    items = (table.shape[0] - 1) * kv_heads
+    items = (table.shape[0] - 1) // runs * kv_heads
     programs = min(items, processors(q.device))
     sums = flags.numel() * QUERIES * head_dim if max_k > KEYS else 4
     scratch = torch.empty(sums, dtype=torch.float32, device=q.device)
@@ -174,7 +176,7 @@ def attention_backward(
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
     late = max_q >= LATE_FROM * max_k
-    constants = (q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0, late)
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0, late)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.jagged.gluon_backward_steps import STAGES, key_tiles_of, query_tiles_of, tile_of, turns_of
+from kernels.jagged.gluon_backward_steps import STAGES, has_steps, key_tiles_of, keys_of, queries_of, steps_of, turns_of
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 
@@ -164,8 +164,8 @@ def store_dq(dq, pointer, rows, scale, STRIDE: gl.constexpr):
 def differentiate(
     buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
     left, right,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LATE: gl.constexpr,
-    C: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    LATE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq, which it adds to the others' late if LATE.
 
@@ -195,99 +195,103 @@ def differentiate(
     mbarrier.wait(kv_full.index(0), 0)
     s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    q_start, q_length, k_start, k_length, first_tile, j, head = tile_of(table_ptr, 0, num_items, HEADS)
+    keys = keys_of(table_ptr, 0, num_items, HEADS, RUNS)
+    queries = queries_of(table_ptr, 0, num_items, HEADS, RUNS)
     for turn in range(turns_of(num_items)):
-        query_tiles = (q_length + 63) // 64
-        key_tiles = gl.maximum((k_length + 127) // 128, 1)
-        low, high = query_tiles_of(j, key_tiles, query_tiles, left, right, LEFT, RIGHT)
-        keys = k_length - j * 128 - C * 64
+        k_start, k_length, j, head = keys
+        own_keys = k_length - j * 128 - C * 64
         dk = gl.zeros((64, D), gl.float32, WIDE)
         dv = gl.zeros((64, D), gl.float32, WIDE)
-        steps = (high - low) * GROUP
+        busy = has_steps(keys, queries, left, right, LEFT, RIGHT)
         kv = tile & 1
-        tile += (steps > 0).to(gl.int32)
-        i = low
-        member = 0
-        for n in range(steps):
-            stage = step % STAGES
-            buffer = step & 1
-            g = g_s.index(stage)
-            mbarrier.wait(g_full.index(stage), step // STAGES & 1)
-            dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = _masked(s, keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
-            lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-            p = _rounded(gl.exp2(s * exponent - lse), dtype)
-            p_left = gl.convert_layout(p, LEFT_OPERAND)
-            dv = warpgroup_mma(p_left, g, dv, is_async=True)
-            old = buffer ^ 1
-            # The last key tile starts from the sum of the others; these need their turn only when they add to it.
-            mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=last & (step > 0))
-            dq = load_dq(place, last and not first, HALF)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-            ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
-            mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
-            ds_s.index(buffer * 2 + C).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(buffer), count=1)
+        tile += busy.to(gl.int32)
+        for run in range(RUNS):
+            q_start, q_length, first_tile, later = queries
+            key_tiles, low, high = steps_of(keys, queries, left, right, LEFT, RIGHT)
+            steps = (high - low) * GROUP
+            i = low
+            member = 0
+            for n in range(steps):
+                stage = step % STAGES
+                buffer = step & 1
+                g = g_s.index(stage)
+                mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+                dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = _masked(s, own_keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
+                lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+                p = _rounded(gl.exp2(s * exponent - lse), dtype)
+                p_left = gl.convert_layout(p, LEFT_OPERAND)
+                dv = warpgroup_mma(p_left, g, dv, is_async=True)
+                old = buffer ^ 1
+                # The last key tile starts from the sum of the others; these need their turn only when they add to it.
+                mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=last & (step > 0))
+                dq = load_dq(place, last and not first, HALF)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+                ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
+                mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+                ds_s.index(buffer * 2 + C).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(buffer), count=1)
 
-            mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
-            for c in gl.static_range(2):
-                k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
-                dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-            ds_left = gl.convert_layout(ds, LEFT_OPERAND)
-            dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
-            dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
-            if not LATE:
-                if not last:
-                    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1)
+                mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+                for c in gl.static_range(2):
+                    k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
+                    dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+                ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+                dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
+                dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
+                if not LATE:
+                    if not last:
+                        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1)
+                        add_dq(dq, place, first)
+                    mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+                if left_tile:
+                    # The place of that tile's values also held its dv.
+                    tma.store_wait(0)
+                    mbarrier.arrive(kv_empty.index(old_slot), count=1)
+
+                left_tile = (n == steps - 1) & (later == 0)
+                step += 1
+                after = step % STAGES
+                new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
+                mbarrier.wait(q_full.index(after), step // STAGES & 1)
+                mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
+                s = warpgroup_mma(
+                    k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                # Here, where the tensor cores have dk and the next scores to make: it takes a while.
+                if LATE:
+                    mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=(not last) & (step > 1))
+                if last:
+                    store_dq(dq, out, rows, scale, HEADS * GROUP * D)
+                elif LATE:
                     add_dq(dq, place, first)
-                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
-            if left_tile:
-                # The place of that tile's values also held its dv.
-                tma.store_wait(0)
-                mbarrier.arrive(kv_empty.index(old_slot), count=1)
-
-            left_tile = n == steps - 1
-            step += 1
-            after = step % STAGES
-            new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
-            mbarrier.wait(q_full.index(after), step // STAGES & 1)
-            mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
-            s = warpgroup_mma(
-                k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            # Here, where the tensor cores have dk and the next scores to make: it takes a while.
-            if LATE:
-                mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=(not last) & (step > 1))
-            if last:
-                store_dq(dq, out, rows, scale, HEADS * GROUP * D)
-            elif LATE:
-                add_dq(dq, place, first)
-            if LATE:
-                mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 1)
-            first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
-            first = j == first_key_tile
-            last = j == last_key_tile
-            place = scratch + ((head * GROUP + member) * tiles_stride + first_tile + i).to(gl.int64) * (64 * D)
-            out = dq_ptr + (
-                (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
-            )
-            rows = q_length - i * 64
-            old_slot = kv
-            i += 1
-            if i == high:
-                i = low
-                member += 1
-            s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
-            mbarrier.arrive(stage_empty.index(stage), count=1)
-        # The answer takes a while, but there are no registers for it before.
-        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
+                if LATE:
+                    mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 1)
+                first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
+                first = j == first_key_tile
+                last = j == last_key_tile
+                place = scratch + ((head * GROUP + member) * tiles_stride + first_tile + i).to(gl.int64) * (64 * D)
+                out = dq_ptr + (
+                    (q_start + i * 64).to(gl.int64) * (HEADS * GROUP * D) + (head * GROUP + member) * D + C * HALF
+                )
+                rows = q_length - i * 64
+                old_slot = kv
+                i += 1
+                if i == high:
+                    i = low
+                    member += 1
+                s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
+                mbarrier.arrive(stage_empty.index(stage), count=1)
+            # The answer takes a while, but there are no registers for it before.
+            queries = queries_of(table_ptr, turn * RUNS + run + 1, num_items, HEADS, RUNS)
+        following = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
         row = k_start + j * 128 + C * 64
         position = row.to(gl.int64) * (HEADS * D) + head * D
         # The values of this tile have had their last use.
         buffer = v_s.index(kv * 2 + C)
-        if (steps > 0) & (keys >= 64):
+        if busy & (own_keys >= 64):
             buffer.store((dk * scale).to(dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(dk_desc, [row, head * D], buffer)
@@ -296,14 +300,14 @@ def differentiate(
             buffer.store(rounded)
             fence_async_shared()
             tma.async_copy_shared_to_global(dv_desc, [row, head * D], buffer)
-        elif steps > 0:
-            store_rows(through_shared(buffer, dk * scale), dk_ptr + position, keys, HEADS * D)
-            store_rows(through_shared(buffer, dv), dv_ptr + position, keys, HEADS * D)
+        elif busy:
+            store_rows(through_shared(buffer, dk * scale), dk_ptr + position, own_keys, HEADS * D)
+            store_rows(through_shared(buffer, dv), dv_ptr + position, own_keys, HEADS * D)
             fence_async_shared()
         else:
-            store_rows(dk, dk_ptr + position, keys, HEADS * D)
-            store_rows(dv, dv_ptr + position, keys, HEADS * D)
-        q_start, q_length, k_start, k_length, first_tile, j, head = following
+            store_rows(dk, dk_ptr + position, own_keys, HEADS * D)
+            store_rows(dv, dv_ptr + position, own_keys, HEADS * D)
+        keys = following
     # dq of the last step.
     old = (step & 1) ^ 1
     mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)

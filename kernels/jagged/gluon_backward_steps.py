@@ -1,7 +1,8 @@
 """Device functions of the attention backward in `gluon_attention_backward`: what its warpgroups share, and the loader.
 
 A tile of queries has 64 of them, a tile of keys 128. An item is a tile of keys of one key head; a step is one tile of
-queries of one query head against it. Key tiles that no query sees have no steps and are not loaded.
+queries of one query head against it. An item meets its runs of queries one after the other. Key tiles that no query
+sees have no steps and are not loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.jagged.attention_rows import COLUMNS, FIRST_TILE, K_LENGTH, K_START, NUMBER, Q_LENGTH, Q_START
+from kernels.jagged.attention_rows import COLUMNS, FIRST_TILE, K_LENGTH, K_START, LATER, NUMBER, Q_LENGTH, Q_START
 
 # Tiles of queries (q, g and their numbers) in flight; tiles of keys (k and v); and ds of steps.
 STAGES = gl.constexpr(2)
@@ -25,17 +26,37 @@ def turns_of(num_items):
 
 
 @gluon.jit
+def _item_of(turn, num_items):
+    """After the last item that one."""
+    return gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
+
+
+@gluon.jit
+def keys_of(table_ptr, turn, num_items, HEADS: gl.constexpr, RUNS: gl.constexpr):
+    """What `attention_rows.tile_table` has of the keys of an item, its number in the row, and which key head it is."""
+    item = _item_of(turn, num_items)
+    entry = table_ptr + (1 + item // HEADS * RUNS).to(gl.int64) * COLUMNS
+    return gl.load(entry + K_START), gl.load(entry + K_LENGTH), gl.load(entry + NUMBER), item % HEADS
+
+
+@gluon.jit
+def queries_of(table_ptr, turn, num_items, HEADS: gl.constexpr, RUNS: gl.constexpr):
+    """What it has of a run of queries: where and how many they are, their first tile, and how many tiles come later.
+
+    `turn` counts runs, RUNS to an item.
+    """
+    item = _item_of(turn // RUNS, num_items)
+    entry = table_ptr + (1 + item // HEADS * RUNS + turn % RUNS).to(gl.int64) * COLUMNS
+    later = 0
+    if RUNS > 1:
+        later = gl.load(entry + LATER)
+    return gl.load(entry + Q_START), gl.load(entry + Q_LENGTH), gl.load(entry + FIRST_TILE), later
+
+
+@gluon.jit
 def tile_of(table_ptr, turn, num_items, HEADS: gl.constexpr):
-    """What `attention_rows.tile_table` has of an item, and which key head it is; after the last item that one's."""
-    item = gl.minimum(turn * gl.num_programs(0) + gl.program_id(0), num_items - 1)
-    entry = table_ptr + (1 + item // HEADS).to(gl.int64) * COLUMNS
-    q_start = gl.load(entry + Q_START)
-    q_length = gl.load(entry + Q_LENGTH)
-    k_start = gl.load(entry + K_START)
-    k_length = gl.load(entry + K_LENGTH)
-    first_tile = gl.load(entry + FIRST_TILE)
-    j = gl.load(entry + NUMBER)
-    return q_start, q_length, k_start, k_length, first_tile, j, item % HEADS
+    """(`keys_of`, `queries_of`) an item of a table of one run of queries a row."""
+    return keys_of(table_ptr, turn, num_items, HEADS, 1), queries_of(table_ptr, turn, num_items, HEADS, 1)
 
 
 @gluon.jit
@@ -88,21 +109,30 @@ def await_flag(flags_ptr, index, height, ds_empty, step, b):
 
 
 @gluon.jit
-def steps_of(item, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """How many key tiles the row of an item has, and the query tiles [low, high) that see the item's keys."""
-    _q_start, q_length, _k_start, k_length, _first_tile, j, _head = item
+def steps_of(keys, queries, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """How many key tiles the row of an item has, and which tiles [low, high) of a run of queries see the item's."""
+    _k_start, k_length, j, _head = keys
+    _q_start, q_length, _first_tile, _later = queries
     key_tiles = gl.maximum((k_length + 127) // 128, 1)
     low, high = query_tiles_of(j, key_tiles, (q_length + 63) // 64, left, right, LEFT, RIGHT)
     return key_tiles, low, high
 
 
 @gluon.jit
-def _load_keys(descs, buffers, bars, item, tile, K_STEP: gl.constexpr, V_STEP: gl.constexpr):
+def has_steps(keys, queries, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Of an item, by its first run of queries."""
+    _q_start, _q_length, _first_tile, later = queries
+    _key_tiles, low, high = steps_of(keys, queries, left, right, LEFT, RIGHT)
+    return high - low + later > 0
+
+
+@gluon.jit
+def _load_keys(descs, buffers, bars, keys, tile, K_STEP: gl.constexpr, V_STEP: gl.constexpr):
     """Keys and values of an item, which is number `tile` of those that have steps."""
     _q_desc, k_desc, v_desc, _g_desc, _statistics_desc = descs
     k_s, v_s, _q_s, _g_s, _ds_s, _lse_s, _delta_s = buffers
     _q_full, _g_full, _stage_empty, kv_full, kv_empty, _ds_full, _ds_empty, _dq_turn, _done = bars
-    _q_start, _q_length, k_start, _k_length, _first_tile, j, head = item
+    k_start, _k_length, j, head = keys
     slot = tile & 1
     full = kv_full.index(slot)
     mbarrier.wait(kv_empty.index(slot), (tile // 2 & 1) ^ 1)
@@ -117,7 +147,7 @@ def _load_keys(descs, buffers, bars, item, tile, K_STEP: gl.constexpr, V_STEP: g
 def load_tiles(
     descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The TMA warp. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
 
@@ -140,52 +170,58 @@ def load_tiles(
     height = 0
     deltas = HEADS * GROUP * tiles_stride * 64
     turns = turns_of(num_items)
-    item = tile_of(table_ptr, 0, num_items, HEADS)
+    keys = keys_of(table_ptr, 0, num_items, HEADS, RUNS)
+    queries = queries_of(table_ptr, 0, num_items, HEADS, RUNS)
     loaded = False
     for turn in range(turns):
-        q_start, _q_length, _k_start, _k_length, first_tile, j, head = item
-        key_tiles, low, high = steps_of(item, left, right, LEFT, RIGHT)
+        _k_start, _k_length, j, head = keys
         # Asked for here, because the answer takes a while.
-        following = tile_of(table_ptr, turn + 1, num_items, HEADS)
-        if (high > low) & (loaded == 0):
-            _load_keys(descs, buffers, bars, item, tile, K_STEP, V_STEP)
+        next_keys = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
+        if has_steps(keys, queries, left, right, LEFT, RIGHT) & (loaded == 0):
+            _load_keys(descs, buffers, bars, keys, tile, K_STEP, V_STEP)
             tile += 1
         loaded = False
-        # The place of the next item's keys is free once the consumers have done this item's first step.
-        countdown = gl.minimum((high - low) * GROUP - 1, 2)
-        for member in range(GROUP):
-            q_head = head * GROUP + member
-            for i in range(low, high):
-                stage = step % STAGES
-                mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
-                query = q_start + i * 64
-                statistic = (q_head * tiles_stride + first_tile + i) * 64
-                full = q_full.index(stage)
-                mbarrier.expect(full, q_desc.block_type.nbytes + 64 * 4)
-                tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
-                tma.async_copy_global_to_shared(statistics_desc, [statistic], full, lse_s.index(stage))
-                full = g_full.index(stage)
-                mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
-                tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
-                tma.async_copy_global_to_shared(statistics_desc, [deltas + statistic], full, delta_s.index(stage))
-                raise_flag(flags_ptr, c)
-                b = await_flag(flags_ptr, index, height, ds_empty, step, b)
-                mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
-                first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
-                index = q_head * tiles_stride + first_tile + i
-                height = j - first
-                c = b
-                b = a
-                a = index if j < last else -1
-                step += 1
-                if countdown == 0:
-                    _key_tiles, next_low, next_high = steps_of(following, left, right, LEFT, RIGHT)
-                    if (turn + 1 < turns) & (next_high > next_low):
-                        _load_keys(descs, buffers, bars, following, tile, K_STEP, V_STEP)
-                        tile += 1
-                        loaded = True
-                countdown -= 1
-        item = following
+        for run in range(RUNS):
+            q_start, _q_length, first_tile, _later = queries
+            key_tiles, low, high = steps_of(keys, queries, left, right, LEFT, RIGHT)
+            following = queries_of(table_ptr, turn * RUNS + run + 1, num_items, HEADS, RUNS)
+            # In the last run, behind which `following` is of the next item. The place of its keys is free once the
+            # consumers have done this item's first step.
+            countdown = gl.where(run == RUNS - 1, gl.minimum((high - low) * GROUP - 1, 2), -1)
+            for member in range(GROUP):
+                q_head = head * GROUP + member
+                for i in range(low, high):
+                    stage = step % STAGES
+                    mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
+                    query = q_start + i * 64
+                    statistic = (q_head * tiles_stride + first_tile + i) * 64
+                    full = q_full.index(stage)
+                    mbarrier.expect(full, q_desc.block_type.nbytes + 64 * 4)
+                    tma.async_copy_global_to_shared(q_desc, [query, q_head * Q_STEP], full, q_s.index(stage))
+                    tma.async_copy_global_to_shared(statistics_desc, [statistic], full, lse_s.index(stage))
+                    full = g_full.index(stage)
+                    mbarrier.expect(full, g_desc.block_type.nbytes + 64 * 4)
+                    tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
+                    tma.async_copy_global_to_shared(statistics_desc, [deltas + statistic], full, delta_s.index(stage))
+                    raise_flag(flags_ptr, c)
+                    b = await_flag(flags_ptr, index, height, ds_empty, step, b)
+                    mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
+                    first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
+                    index = q_head * tiles_stride + first_tile + i
+                    height = j - first
+                    c = b
+                    b = a
+                    a = index if j < last else -1
+                    step += 1
+                    if countdown == 0:
+                        wanted = has_steps(next_keys, following, left, right, LEFT, RIGHT)
+                        if (turn + 1 < turns) & wanted:
+                            _load_keys(descs, buffers, bars, next_keys, tile, K_STEP, V_STEP)
+                            tile += 1
+                            loaded = True
+                    countdown -= 1
+            queries = following
+        keys = next_keys
     stage = step % STAGES
     mbarrier.wait(stage_empty.index(stage), (step // STAGES & 1) ^ 1)
     mbarrier.arrive(q_full.index(stage), count=1)

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-Row = tuple[int, int]  # queries, keys
+Row = tuple[tuple[int, ...], int]  # queries of each run, keys
+Window = tuple[int, int]
 Event = Callable[[], bool] | None
 
 
@@ -46,10 +47,18 @@ def count(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def steps_of(item: tuple[int, Row, int, int], group: int, window: Row) -> list[tuple[int, int]]:
-    _, (queries, keys), j, _ = item
-    low, high = query_tiles(j, max(count(keys, 128), 1), count(queries, 64), *window)
-    return [(member, i) for member in range(group) for i in range(low, high)]
+def runs_of(item: tuple[int, Row, int, int], group: int, window: Window) -> list[list[tuple[int, int, int]]]:
+    """(run, member, tile of queries) of each step, run by run."""
+    _, (runs, keys), j, _ = item
+    steps = []
+    for run, queries in enumerate(runs):
+        low, high = query_tiles(j, max(count(keys, 128), 1), count(queries, 64), *window)
+        steps.append([(run, member, i) for member in range(group) for i in range(low, high)])
+    return steps
+
+
+def steps_of(item: tuple[int, Row, int, int], group: int, window: Window) -> list[tuple[int, int, int]]:
+    return [step for steps in runs_of(item, group, window) for step in steps]
 
 
 def walk(
@@ -59,11 +68,11 @@ def walk(
     heads: int,
     group: int,
     programs: int,
-    window: Row,
+    window: Window,
     chance: random.Random,
 ) -> None:
     """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
-    ordered = sorted(rows, key=lambda row: -(row[0] + 64) * (row[1] + 64))
+    ordered = sorted(rows, key=lambda row: -(sum(row[0]) + 64) * (row[1] + 64))
     items = []
     for start in range(0, len(rows), members):
         taken = list(enumerate(ordered))[start : start + members]
@@ -83,8 +92,8 @@ def walk(
                 flow[1] = next(flow[0])
             except StopIteration:
                 running.remove(flow)
-    for r, (queries, keys) in enumerate(ordered):
-        for i in range(count(queries, 64)):
+    for r, (runs, keys) in enumerate(ordered):
+        for run, i in ((run, i) for run, queries in enumerate(runs) for i in range(count(queries, 64))):
             first, last = key_tiles_of(i, max(count(keys, 128), 1), *window)
             for h, member, c in ((h, m, c) for h in range(heads) for m in range(group) for c in range(2)):
-                assert sums[c, r, h, member, i] == list(range(first, last + 1))
+                assert sums[c, r, h, run, member, i] == list(range(first, last + 1))

@@ -24,7 +24,7 @@ from tests.kernels.interpreting import interpret  # noqa: E402
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def compiled(head_dim: int, window: bool, dtype: str, late: bool) -> object:
+def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> object:
     def tile(swizzle: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
         return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
@@ -39,7 +39,7 @@ def compiled(head_dim: int, window: bool, dtype: str, late: bool) -> object:
     return compile_ahead(
         gluon_attention_backward._backward,
         signature,
-        constants | {"LEFT": window, "RIGHT": window, "LATE": late},
+        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window, "LATE": late},
         target="sm_90",
         gluon=True,
         maxnreg=gluon_attention_backward.MAX_REGISTERS,
@@ -47,11 +47,13 @@ def compiled(head_dim: int, window: bool, dtype: str, late: bool) -> object:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "dtype", "late"),
-    [(64, False, "bf16", True), (128, False, "fp16", True), (128, True, "bf16", False)],
+    ("head_dim", "window", "dtype", "late", "runs"),
+    [(64, False, "bf16", True, 1), (128, False, "fp16", True, 2), (128, True, "bf16", False, 1)],
 )
-def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: bool, dtype: str, late: bool) -> None:
-    built = compiled(head_dim, window, dtype, late)
+def test_compiles_to_asynchronous_hopper_instructions(
+    head_dim: int, window: bool, dtype: str, late: bool, runs: int
+) -> None:
+    built = compiled(head_dim, window, dtype, late, runs)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
         assert built.contains(instruction), instruction
     # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
@@ -67,7 +69,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     table = compile_ahead(
         attention_rows._row_table_kernel,
         {"q_offsets_ptr": offsets, "k_offsets_ptr": offsets, "table_ptr": "*i32", "num_rows": "i32"},
-        {"BLOCK": 16, "OTHERS": 256},
+        {"RUNS": 2, "BLOCK": 16, "OTHERS": 256},
         target=target,
     )
     pointers = {"out_ptr": "*bf16", "grad_ptr": "*bf16", "lse_ptr": "*fp32", "offsets_ptr": offsets}
@@ -82,7 +84,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     tiles = compile_ahead(
         attention_rows._tile_table_kernel,
         {"rows_ptr": "*i32", "table_ptr": "*i32", "num_rows": "i32"},
-        {"MEMBERS": 8, "SCAN": 1024},
+        {"RUNS": 2, "MEMBERS": 8, "SCAN": 1024},
         target=target,
     )
     waves = compile_ahead(
@@ -113,6 +115,24 @@ def test_key_tiles_come_in_order_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
         first_tile = int(q_offsets[row]) // 64 + row
         where = [int(q_offsets[row]), q_lengths[row], int(k_offsets[row]), k_lengths[row], first_tile, j]
         assert entry[:6] == where
+
+
+def test_key_tiles_name_all_runs_of_queries_of_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, attention_rows)
+    # By its first run alone the last row would come first.
+    runs, k_lengths = ([10, 0, 300], [200, 0, 64], [0, 3, 1]), [300, 5, 129]
+    q_offsets = torch.tensor([[0, *lengths] for lengths in runs]).flatten().cumsum(0)
+    k_offsets = torch.tensor([0, *k_lengths]).cumsum(0)
+    expected = []
+    for row, j in [(0, 0), (2, 0), (0, 1), (2, 1), (0, 2), (1, 0)]:
+        for run, lengths in enumerate(runs):
+            start = int(q_offsets[4 * run + row])
+            later = sum(math.ceil(others[row] / 64) for others in runs[run + 1 :])
+            where = [start, lengths[row], int(k_offsets[row]), k_lengths[row], start // 64 + 4 * run + row]
+            expected.append([*where, j, later])
+    table = attention_rows.tile_table(q_offsets, k_offsets, sum(k_lengths), 2, 3).tolist()
+    assert table[0][0] == 6
+    assert [entry[:7] for entry in table[1 : 1 + len(expected)]] == expected
 
 
 @pytest.mark.parametrize("together", [2, 16])

@@ -48,9 +48,8 @@ def product() -> tuple[Any, ...]:
 
 def joint() -> tuple[Any, ...]:
     offsets, candidates = offsets_of(LENGTHS), offsets_of([2, 1, 0]) * 64
-    sizes = [TOTAL, 3 * 64]
-    q, k, v = leaf(sum(sizes), 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
-    return q, k, v, [offsets, candidates], offsets, [LONGEST, 128], LONGEST, sizes, 0.1
+    q, k, v = leaf(TOTAL + 3 * 64, 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
+    return q, k, v, [offsets, candidates], offsets, [LONGEST, 128], LONGEST, 0.1
 
 
 def tree() -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from kernels import dispatch
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.attention_cases import gradients, outputs
@@ -160,10 +161,30 @@ def test_groups_are_listed_one_behind_the_other(index_dtype: torch.dtype, monkey
     keys = offsets_of([4, 0, 9], index_dtype)
     groups = [keys, offsets_of([0, 6, 2], index_dtype), offsets_of([1, 1, 1], index_dtype)]
     with poisoned_empty():
-        queries, repeated = triton_groups.joined_groups(groups, keys, [13, 8, 3])
+        queries, repeated = triton_groups.joined_groups(groups, keys, [9, 6, 1], 9)
     assert queries.tolist() == [0, 4, 4, 13, 13, 13, 19, 21, 21, 22, 23, 24]
     assert repeated.tolist() == 3 * [0, 4, 4, 13]
     assert queries.dtype is repeated.dtype is index_dtype
+
+
+@pytest.mark.parametrize("op", ["joint_attention"])
+def test_hopper_serves_what_its_kernels_take(op: str) -> None:
+    facts = {"head_dim": 128, "value_dim": 128, "positive_scale": True}
+    if op == "joint_attention":
+        facts |= {"few_queries": False, "one_tile": False}
+
+    def chosen(**change: object) -> str:
+        hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
+        text = dispatch.explain(op, **hopper | facts | change)
+        return next(line.split()[0] for line in text.splitlines() if "chosen" in line)
+
+    pytest.importorskip("triton")
+    assert chosen() == chosen(head_dim=64, value_dim=64) == "gluon"
+    for change in ({"capability": (10, 0)}, {"dtype": torch.float32}, {"head_dim": 96}, {"positive_scale": False}):
+        assert chosen(**change) == "reference"
+    if op == "joint_attention":
+        assert chosen(few_queries=True) == "reference"
+        assert chosen(few_queries=True, one_tile=True) == "gluon"
 
 
 GPU_COUNTS = {
@@ -207,23 +228,36 @@ def test_hopper_matches_every_candidate_by_itself(case: str, seeds: int, index_d
 @pytest.mark.parametrize("case", GPU_COUNTS)
 def test_hopper_joint_attention_matches_each_group(case: str, head_dim: int) -> None:
     counts, lengths = GPU_COUNTS[case]
-    seeds, sizes = 64, (sum(lengths), 64 * sum(counts))
-    inputs = gpu_operands((sum(sizes), 2, head_dim), (sum(lengths), 2, head_dim), (sum(lengths), 2, head_dim))
-    candidates, keys = (offsets_of(x).cuda() for x in (counts, lengths))
+    compare_joint([lengths, [64 * count for count in counts]], lengths, 2, head_dim)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", ["odd", "uneven", "huge among empties"])
+def test_hopper_joint_attention_of_groups_that_lack_requests(case: str) -> None:
+    counts, lengths = GPU_COUNTS[case]
+    backwards, one = [70 * count for count in reversed(counts)], [0] * (len(counts) - 1) + [5]
+    compare_joint([counts, backwards, one], lengths, 4, 128)
+
+
+def compare_joint(groups: list[list[int]], lengths: list[int], heads: int, head_dim: int) -> None:
+    """Queries of each request in each group over the keys of 2 heads."""
+    sizes = [sum(counts) for counts in groups]
+    inputs = gpu_operands((sum(sizes), heads, head_dim), (sum(lengths), 2, head_dim), (sum(lengths), 2, head_dim))
+    *queries, keys = (offsets_of(x).cuda() for x in (*groups, lengths))
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return joint_attention(
-            *(q, k, v, [keys, candidates * seeds], keys),
-            max_q=(max(*lengths, 1), seeds * max(*counts, 1)),
+            *(q, k, v, queries, keys),
+            max_q=[max(*counts, 1) for counts in groups],
             max_k=max(*lengths, 1),
             sizes=sizes,
             backend="gluon",
         )
 
     def separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own, target = q.split(sizes)
-        target = oracle(target.view(-1, seeds, 2, head_dim), k, v, counts, lengths, None).flatten(0, 1)
-        return torch.cat([oracle(own[:, None], k, v, lengths, lengths, None)[:, 0], target])
+        parts = zip(q.split(sizes), groups, strict=True)
+        return torch.cat([oracle(part[:, None], k, v, counts, lengths, None)[:, 0] for part, counts in parts])
 
     compare(ours, separate, inputs)
 

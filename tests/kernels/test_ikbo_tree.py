@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -143,18 +144,19 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, k_offsets: Tensor,
-        max_q: int, max_k: int, scale: float, causal: bool, window: tuple[int, int], place: Tensor | None = None,
+        max_q: int, max_k: int, scale: float, causal: bool, window: tuple[int, int],
     ) -> Any:  # fmt: skip
-        dq = torch.empty_like(q) if place is None else place
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        dq.zero_()
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         delta = (out * grad).sum(-1)
-        for row in range(len(q_offsets) - 1):
-            i, j = (slice(int(x[row]), int(x[row + 1])) for x in (q_offsets, k_offsets))
+        groups = q_offsets.view(-1, len(k_offsets))
+        assert int(sum(group.diff() for group in groups).max()) <= max_q
+        for group, row in itertools.product(groups, range(len(k_offsets) - 1)):
+            i, j = (slice(int(x[row]), int(x[row + 1])) for x in (group, k_offsets))
             weights = (torch.einsum("ihd,jhd->hij", q[i], k[j]) * scale - lse[:, i, None]).exp()
-            dv[j] = torch.einsum("hij,ihd->jhd", weights, grad[i])
+            dv[j] += torch.einsum("hij,ihd->jhd", weights, grad[i])
             change = weights * (torch.einsum("ihd,jhd->hij", grad[i], v[j]) - delta[i].mT[..., None]) * scale
-            dq[i], dk[j] = torch.einsum("hij,jhd->ihd", change, k[j]), torch.einsum("hij,ihd->jhd", change, q[i])
+            dq[i] = torch.einsum("hij,jhd->ihd", change, k[j])
+            dk[j] += torch.einsum("hij,ihd->jhd", change, q[i])
         return dq, dk, dv
 
     monkeypatch.setattr(gluon_attention_forward, "attention_forward", forward)

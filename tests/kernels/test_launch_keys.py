@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
 from kernels.gdpa import gluon_backward, gluon_forward
-from kernels.ikbo import gluon_lce_weight
+from kernels.ikbo import gluon_lce_weight, triton_groups
 from kernels.jagged import (
     attention_rows,
     gluon_attention_backward,
@@ -58,6 +58,7 @@ LAUNCHERS = (
     attention_rows._launch_tile_table,
     attention_rows._launch_wave_table,
     attention_rows._launch_statistics,
+    triton_groups._launch_join,
     gluon_attention_forward._launch_forward,
     gluon_attention_backward._launch_backward,
     gluon_forward._launch_forward,
@@ -276,6 +277,16 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
             arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
             out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
             gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+            for groups in (1, 2, 3):
+                for most in (1, 3, 16, 300, 2**40):
+                    limits = [most] * groups, most
+                    joined, _ = triton_groups.joined_groups([offsets] * groups, offsets, *limits)
+                sums = (torch.cat([x] * groups, dim) for x, dim in ((grad, 0), (q, 0), (out, 0), (lse, 1)))
+                own_grad, own_q, own_out, own_lse = sums
+                gluon_attention_backward.attention_backward(
+                    own_grad, own_q, k, v, own_out, own_lse, joined, offsets, groups * max(rows), max(rows), scale,
+                    False, (-1, -1),
+                )  # fmt: skip
             activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
             gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
             gluon_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)

@@ -1,4 +1,4 @@
-"""Row lengths are checked on the device: in one launch, or by the schedules of the Hopper attention and GDPA."""
+"""Row lengths are checked on the device: in one launch, or by the schedules of the Hopper attentions and GDPA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
+from kernels.ikbo import triton_groups
 from kernels.jagged import checks, triton_checks
 from kernels.testing import compile_ahead
 from tests.kernels.interpreting import interpret
@@ -22,6 +23,7 @@ TOO_LONG = """
 import torch
 from kernels import jagged
 from kernels.gdpa import gdpa
+from kernels.ikbo import joint_attention
 from kernels.jagged.checks import check_lengths
 
 offsets = torch.tensor([0, 200, 500], device="cuda")
@@ -57,6 +59,16 @@ def test_layers_with_the_same_offsets_check_them_once(monkeypatch: pytest.Monkey
     assert checked == [3, 4, 3]
 
 
+def test_lengths_of_all_groups_are_compared_with_their_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, triton_groups)
+    monkeypatch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, debug=True))
+    offsets, others = torch.tensor([0, 3, 7]), torch.tensor([0, 9, 9])
+    triton_groups.joined_groups([offsets, others], offsets, (4, 9), 4)
+    for most, longest in (((3, 9), 4), ((4, 8), 4), ((4, 9), 3)):
+        with pytest.raises(InterpreterError, match="longer than"):
+            triton_groups.joined_groups([offsets, others], offsets, most, longest)
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
@@ -74,6 +86,8 @@ def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
         'check_lengths(offsets, 299, "max_length")',
         "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=299, max_k=300)",
         "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=300, max_k=299)",
+        "joint_attention(x, x, x, [offsets], offsets, max_q=[299], max_k=300, sizes=[500])",
+        "joint_attention(x, x, x, [offsets], offsets, max_q=[300], max_k=299, sizes=[500])",
         "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, score_scale=1.0)",
         "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, score_scale=1.0)",
     ],

@@ -15,14 +15,14 @@ from kernels.remember import remembered
 
 
 def derived(make: Callable[[], Tensor], key: Hashable, *sources: Tensor) -> Tensor:
-    """`make()`, a new tensor that depends on `key` and one or two tensors of offsets or indices alone.
+    """`make()`, a new tensor that depends on `key` and the tensors of offsets or indices alone.
 
     Made anew where a compiler, a mode or a transform is to see how, and in inference mode, whose tensors no later
     backward may keep. Nobody may write to the result.
     """
     if watched(sources) or torch.is_inference_mode_enabled():
         return make()
-    return remembered(make, key, sources[0], sources[-1])
+    return remembered(make, key, *sources)
 
 
 def scaled_offsets(offsets: Tensor, count: int) -> Tensor:

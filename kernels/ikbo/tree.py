@@ -71,9 +71,10 @@ def tree_attention(
             )
         leaves = nested_offsets(*offsets[level:])
         check_offsets(num_candidates, leaves)
-        check_lengths(leaves, max_candidates[level], f"max_candidates[{level}]")
         check_offsets(keys.shape[0], k_offsets[level])
-        check_lengths(k_offsets[level], max_k[level], f"max_k[{level}]")
+        if leaves.device.type == "cpu":  # elsewhere every backend checks them, and once is enough
+            check_lengths(leaves, max_candidates[level], f"max_candidates[{level}]")
+            check_lengths(k_offsets[level], max_k[level], f"max_k[{level}]")
         if leaves.shape != k_offsets[level].shape:
             raise ValueError(
                 f"level {level} has {len(leaves) - 1} rows and its keys have {len(k_offsets[level]) - 1}; they must "
@@ -133,6 +134,9 @@ def _reference(
     """The specification: all scores of a query side by side, level after level."""
     total, num_heads = q.shape[:2]
     wide = torch.promote_types(q.dtype, torch.float32)
+    for query_rows, key_rows, most, length in zip(q_offsets, k_offsets, max_q, max_k, strict=True):
+        check_lengths(query_rows, most, "max_candidates times S")
+        check_lengths(key_rows, length, "max_k")
 
     def padded(values: Tensor, offsets: Tensor, maximum: int) -> Tensor:
         return jagged_to_padded(values, offsets, maximum, 0.0, "first").transpose(1, 2)  # [R, H, L, d]
@@ -168,20 +172,14 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse [H, N]): attention to each level by itself, weighted by the levels' shares of all weights."""
+    from kernels.ikbo.triton_levels import join_levels
     from kernels.jagged.gluon_attention_forward import attention_forward
 
     results = [
         forgetting(attention_forward)(q, *level, scale, False, (-1, -1))
         for level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
     ]
-    # A level without keys has +inf, as the backward takes it; among levels it weighs nothing.
-    lse = torch.stack([torch.where(lse == torch.inf, -torch.inf, lse) for _, lse in results])
-    total = lse.logsumexp(0)
-    total = torch.where(total == -torch.inf, torch.inf, total)
-    shares = (lse - total).exp()  # [levels, H, N]
-    out = sum(out.float() * share.mT[..., None] for (out, _), share in zip(results, shares, strict=True))
-    assert isinstance(out, Tensor)
-    return out.to(q.dtype), total
+    return join_levels(*zip(*results, strict=True))
 
 
 @_attend.register_fake
@@ -204,6 +202,7 @@ def _differentiate(
     max_k: list[int],
     scale: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    from kernels.ikbo.triton_levels import sum_of
     from kernels.jagged.gluon_attention_backward import attention_backward
 
     # With the statistics of all levels, a level's weights are its part of the softmax, and so are its gradients.
@@ -211,8 +210,7 @@ def _differentiate(
         forgetting(attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
         for keys, values, *level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
     ]
-    dq = torch.stack([dq for dq, _, _ in results]).sum(0, dtype=torch.float32).to(q.dtype)
-    return dq, [dk for _, dk, _ in results], [dv for _, _, dv in results]
+    return sum_of([dq for dq, _, _ in results]), [dk for _, dk, _ in results], [dv for _, _, dv in results]
 
 
 @_differentiate.register_fake
@@ -244,7 +242,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-# Below the reference, so only by name, until it has passed its tests on a GPU.
-@dispatch.register("tree_attention", "gluon", supports=hopper_attention, priority=-1)
+@dispatch.register("tree_attention", "gluon", supports=hopper_attention, priority=10)
 def _gluon(*arguments: Any) -> Tensor:
     return _attend(*arguments)[0]

@@ -167,7 +167,7 @@ def test_groups_are_listed_one_behind_the_other(index_dtype: torch.dtype, monkey
     assert queries.dtype is repeated.dtype is index_dtype
 
 
-@pytest.mark.parametrize("op", ["joint_attention"])
+@pytest.mark.parametrize("op", ["joint_attention", "tree_attention"])
 def test_hopper_serves_what_its_kernels_take(op: str) -> None:
     facts = {"head_dim": 128, "value_dim": 128, "positive_scale": True}
     if op == "joint_attention":

@@ -131,11 +131,11 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two Hopper kernels by their contracts, for tensors of any device and dtype."""
     pytest.importorskip("triton")
     from kernels import scheduling
-    from kernels.ikbo import triton_groups
+    from kernels.ikbo import triton_groups, triton_levels
     from kernels.jagged import gluon_attention_backward, gluon_attention_forward
     from tests.kernels.interpreting import interpret
 
-    interpret(monkeypatch, triton_groups)
+    interpret(monkeypatch, triton_groups, triton_levels)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> Any:
         _, _, scale, _, _, schedule = (*rest, None)[:6]

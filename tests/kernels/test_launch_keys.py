@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
 from kernels.gdpa import gluon_backward, gluon_forward
-from kernels.ikbo import gluon_lce_weight, triton_groups
+from kernels.ikbo import gluon_lce_weight, triton_groups, triton_levels
 from kernels.jagged import (
     attention_rows,
     gluon_attention_backward,
@@ -59,6 +59,8 @@ LAUNCHERS = (
     attention_rows._launch_wave_table,
     attention_rows._launch_statistics,
     triton_groups._launch_join,
+    triton_levels._launch_join,
+    triton_levels._launch_sum,
     gluon_attention_forward._launch_forward,
     gluon_attention_backward._launch_backward,
     gluon_forward._launch_forward,
@@ -278,6 +280,8 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
             out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
             gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
             for groups in (1, 2, 3):
+                triton_levels.join_levels([out] * groups, [lse] * groups)
+                triton_levels.sum_of([out] * groups)
                 for most in (1, 3, 16, 300, 2**40):
                     limits = [most] * groups, most
                     joined, _ = triton_groups.joined_groups([offsets] * groups, offsets, *limits)

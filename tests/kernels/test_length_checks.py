@@ -23,7 +23,7 @@ TOO_LONG = """
 import torch
 from kernels import jagged
 from kernels.gdpa import gdpa
-from kernels.ikbo import joint_attention
+from kernels.ikbo import joint_attention, tree_attention
 from kernels.jagged.checks import check_lengths
 
 offsets = torch.tensor([0, 200, 500], device="cuda")
@@ -88,6 +88,10 @@ def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
         "jagged.jagged_attention(x, x, x, offsets, offsets, max_q=300, max_k=299)",
         "joint_attention(x, x, x, [offsets], offsets, max_q=[299], max_k=300, sizes=[500])",
         "joint_attention(x, x, x, [offsets], offsets, max_q=[300], max_k=299, sizes=[500])",
+        "tree_attention(x[:, None], [x], [x], [offsets], [offsets], max_candidates=[299], max_k=[300])",
+        "tree_attention(x[:, None], [x], [x], [offsets], [offsets], max_candidates=[300], max_k=[299])",
+        "tree_attention(x[:, None], [x], [x], [offsets], [offsets], max_candidates=[300], max_k=[299], "
+        "backend='reference')",
         "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, score_scale=1.0)",
         "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, score_scale=1.0)",
     ],

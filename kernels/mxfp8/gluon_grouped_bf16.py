@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.counters import counter
 from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
@@ -110,7 +111,7 @@ def _multiplied(
         b,
         descriptor(rows, ROWS.value, COLUMNS.value),
         out,
-        torch.zeros(1, dtype=torch.int32, device=out.device),
+        counter(out.device),
         ends,
         *sizes,
         wgrad,

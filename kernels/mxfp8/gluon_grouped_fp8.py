@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.counters import counter
 from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
@@ -111,20 +112,18 @@ def grouped_wgrad(
     return out
 
 
-def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(BYTES of a, VALUES of b, what is 0 if b's squares share their scales, the 0 that tiles are counted from)."""
+def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(BYTES of a, VALUES of b, what is 0 if b's squares share their scales, where that is known)."""
     if in_table(rows) and in_table(columns):
-        ticket = torch.zeros(1, dtype=torch.int32, device=rows.device)
-        return rows.view(torch.uint8), columns, ticket if differ is None else differ, ticket
-    row_table, column_table, numbers = transposed_scales(
+        return rows.view(torch.uint8), columns, differ
+    row_table, column_table, found = transposed_scales(
         rows.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(rows) else rows,
         columns.new_empty(0, 4 * columns.shape[0], dtype=torch.uint8) if in_table(columns) else columns,
     )
     return (
         rows.view(torch.uint8) if in_table(rows) else row_table,
         columns if in_table(columns) else column_table,
-        numbers if differ is None else differ,
-        numbers[1:],
+        found if differ is None else differ,
     )
 
 
@@ -133,14 +132,15 @@ def _multiplied(
     b: Tensor,
     out: Tensor,
     rows: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor | None],
     ends: Tensor,
     sizes: tuple[int, ...],
     form: int,
     *,
     wgrad: bool,
 ) -> None:
-    row_scales, column_scales, differ, ticket = tables
+    row_scales, column_scales, differ = tables
+    ticket = counter(a.device)
     _launch(
         (processors(a.device), 1, 1),
         (a.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, form),
@@ -150,7 +150,7 @@ def _multiplied(
         table_descriptor(column_scales, _TILE_N.value),
         descriptor(rows, ROWS.value, COLUMNS.value),
         out,
-        differ,
+        ticket if differ is None else differ,  # weight gradients read none
         ticket,
         ends,
         *sizes,

@@ -45,6 +45,20 @@ def seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.const
 
 
 @gluon.jit
+def take(ticket, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
+    """(the next free tile, its group, number of that group's first tile), from the last two of an earlier tile.
+
+    Programs start with the tiles of their own numbers and take one after each that they have, so they take as often as
+    there are tiles, which is `base` behind the last group: the last to take clears the ticket for the next kernel.
+    """
+    taken = gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+    tile = gl.num_programs(0) + taken
+    group, base = seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+    gl.store(ticket, 0, (group == num_groups) & (taken + 1 == base))
+    return tile, group, base
+
+
+@gluon.jit
 def order_of_groups(ends, num_groups, tiles, LONGEST_FIRST: gl.constexpr):
     """How many groups are worked on before the group of each thread's number.
 

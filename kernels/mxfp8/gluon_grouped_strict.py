@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.counters import counter
 from kernels.launch import Launcher, aligned, processors
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
@@ -301,7 +302,7 @@ def _multiplied(
         table_descriptor(scales if in_table(scales) else transposed_words(scales), _TILE_M.value),
         descriptor(rows, ROWS.value, COLUMNS.value),
         out,
-        torch.zeros(1, dtype=torch.int32, device=codes.device),
+        counter(codes.device),
         ends,
         *sizes,
         wgrad,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper import UncheckedDescriptor, barrier, halves, operand_layout, swizzled_layout
-from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek
+from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek, take
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
@@ -200,8 +200,7 @@ def load_tiles(
             else:
                 _block(b_desc, position, r, bar, b_smem.index(stage), B_FORM)
             loaded += 1
-        tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
-        turn, base = seek(tile, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
+        tile, turn, base = take(ticket, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     _announce(places, written, read, announced, zero, zero, zero, zero)
 
 

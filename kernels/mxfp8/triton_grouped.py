@@ -13,16 +13,16 @@ from kernels.launch import Launcher, aligned
 
 def transposed_scales(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of scales uint8 [R, L / 32] and [C, L / 32], constant over four: (uint8 [L / 128, R], bfloat16 [L / 128, C] with
-    the values of the second, int32 [2]). Rows of the first begin at multiples of 16 bytes, as TMA wants.
+    the values of the second, int32 [1]). Rows of the first begin at multiples of 16 bytes, as TMA wants.
 
-    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity. Of the last, the first is 0 if in every
-    square of 128 x 128 elements of the second operand all rows share their scales, and 1 otherwise; the other is 0.
+    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity. The last is 0 if in every square of 128 by
+    128 elements of the second operand all rows share their scales, and 1 otherwise.
     """
     length = rows.shape[1] // 4
     stride = 16 * cdiv(rows.shape[0], 16)
     row_table = torch.empty(length, stride, dtype=torch.uint8, device=rows.device)[:, : rows.shape[0]]
     column_table = torch.empty(length, columns.shape[0], dtype=torch.bfloat16, device=rows.device)
-    differ = torch.zeros(2, dtype=torch.int32, device=rows.device)
+    differ = torch.zeros(1, dtype=torch.int32, device=rows.device)
     width = 16 if length > 8 else 8
     across, row_tiles, column_tiles = cdiv(length, width), cdiv(rows.shape[0], 128), cdiv(columns.shape[0], 128)
     _launch(

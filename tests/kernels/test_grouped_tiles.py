@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -25,6 +26,14 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.position + offset)
 
+    def store(self, value: int, mask: bool = True) -> None:
+        if mask:
+            self.values[self.position] = value
+
+    def atomic_add(self, value: int, sem: str, scope: str) -> int:
+        self.values[self.position] += value
+        return self.values[self.position] - value
+
     def load(self, mask: Any = True, other: int = 0) -> Any:
         if isinstance(mask, bool):
             return Loaded(self.values[self.position])
@@ -45,12 +54,14 @@ def plain_tiles(programs: int = 1) -> SimpleNamespace:
         maximum=max,
         where=lambda condition, a, b: torch.where(condition, a, b) if torch.is_tensor(a) else (a if condition else b),
         load=Pointer.load,
+        store=Pointer.store,
+        atomic_add=Pointer.atomic_add,
         arange=lambda first, last, layout: torch.arange(first, last),
         sum=lambda values, axis: int(values.sum(axis)),
         num_programs=lambda axis: programs,
     )
     names: dict[str, Any] = {"gl": language, "_FEW": gluon_grouped_order._FEW.value, "_THREADS": None}
-    for name in ("bounds", "_count", "seek", "locate", "order_of_groups", "group_at"):
+    for name in ("bounds", "_count", "seek", "take", "locate", "order_of_groups", "group_at"):
         function = getattr(gluon_grouped_order, name).fn
         names[name] = FunctionType(function.__code__, names, name)
     return SimpleNamespace(**names)
@@ -78,6 +89,20 @@ def test_programs_share_the_tiles_of_all_groups(sizes: list[int]) -> None:
         shares = [list(walk(sizes, 0, 5, program, programs, False)) for program in range(programs)]
         assert sorted(itertools.chain.from_iterable(shares)) == sorted(expected)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize("sizes", [*ALIGNED.values(), *RAGGED.values()], ids=str)
+def test_each_tile_is_taken_once_and_the_ticket_cleared(sizes: list[int], programs: int) -> None:
+    tiles, ends = plain_tiles(programs), Pointer(torch.tensor(sizes).cumsum(0).tolist())
+    ticket, order, taken = Pointer([0]), random.Random(sum(sizes)), []
+    busy = [(program, *tiles.seek(program, 0, 0, ends, len(sizes), 0, 5, 192, False)) for program in range(programs)]
+    while busy := [place for place in busy if place[1] < len(sizes)]:
+        tile, group, base = busy.pop(order.randrange(len(busy)))
+        taken.append(tile)
+        busy.append(tiles.take(ticket, group, base, ends, len(sizes), 0, 5, 192, False))
+    assert sorted(taken) == list(range(5 * sum(-(-size // 192) for size in sizes)))
+    assert ticket.values == [0]
 
 
 @pytest.mark.parametrize("sizes", [*ALIGNED.values()], ids=str)

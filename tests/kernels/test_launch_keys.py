@@ -130,6 +130,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
     products = (gluon_grouped_bf16, gluon_grouped_fp8, gluon_grouped_strict)
     for module in products:
         monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
 
     def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
         codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)

@@ -35,6 +35,8 @@ KEYS = 128
 # Tokens times heads of the rows that are worked on at a time. Each takes 1 kB of L2 at dimension 128, and these are
 # enough for the few steps that a key tile runs behind the one before to cost no time.
 TOKENS_IN_FLIGHT = 32768
+# Of rows that several groups of queries see: the few rows that are under way are too few with as many as above.
+JOINT_TOKENS_IN_FLIGHT = 49152
 MAX_ROWS_IN_FLIGHT = 128
 # With that many times as many queries as keys the key tiles of a row are few, and seldom wait for each other.
 LATE_FROM = 2
@@ -155,9 +157,10 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     # max_q may be far above most rows, but those come first that are not.
     length = min(max_q, max(2 * num_queries // (k_offsets.shape[0] - 1), (max_q + 1) // 2))
-    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, TOKENS_IN_FLIGHT // (length * num_heads)))
-    members = 1 << (rows_in_flight.bit_length() - 1)
     runs = q_offsets.shape[0] // k_offsets.shape[0]
+    tokens = TOKENS_IN_FLIGHT if runs == 1 else JOINT_TOKENS_IN_FLIGHT
+    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, tokens // (length * num_heads)))
+    members = 1 << (rows_in_flight.bit_length() - 1)
     table = remembered(
         lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs),
         ("tiles of keys", num_keys, members),

@@ -2,7 +2,7 @@
 
 The shapes are those of the published benchmark of FBGEMM's kernels: 2048 candidates, 64 a user, 64 query rows each, 2
 heads of 128; `odd` gives half of the users one more, `seeds32` halves the query rows. `joint` adds the user's own
-queries, one a key.
+queries, one a key; `tree` deals the candidates out over 4 vendors a user, with a quarter of its keys each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from kernels import dispatch
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.ikbo.attention import joint_attention, target_attention
+from kernels.ikbo.tree import tree_attention
 from kernels.jagged import jagged_attention
 
 HEADS, HEAD_DIM = 2, 128
@@ -42,7 +43,12 @@ def cases(device: torch.device) -> list[Case]:
         for length in lengths
         for direction in ("fwd", "bwd")
     ]
-    return target + joint
+    tree = [
+        Case(f"tree_{direction}_K{length}", partial(_tree, direction, length))
+        for length in lengths[:2]  # the specification keeps all scores
+        for direction in ("fwd", "bwd")
+    ]
+    return target + joint + tree
 
 
 def _operands(device: torch.device, backward: bool, *rows: tuple[int, ...]) -> list[Tensor]:
@@ -165,5 +171,39 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
         | {"separate": partial(prepare, "reference")},
         check=check_relative_error(_wide(partial(attend, backend="reference"), inputs, grad, backward), LIMIT),
         flops=4.0 * queries * length * HEADS * HEAD_DIM * (2.5 if backward else 1),
+        bytes=float(elements * HEADS * HEAD_DIM * inputs[0].element_size()),
+    )
+
+
+def _tree(direction: str, length: int, device: torch.device) -> Problem:
+    users, seeds, backward = USERS[device.type], 64, direction == "bwd"
+    vendors = 4 if device.type == "cuda" else 2
+    ads, lengths = -(-CANDIDATES[device.type] // vendors), (length, length // 4)
+    user_to_vendor = torch.arange(users + 1, device=device) * vendors
+    vendor_to_ad = torch.arange(users * vendors + 1, device=device) * ads
+    owners = users, users * vendors
+    k_offsets = [torch.arange(n + 1, device=device) * own for n, own in zip(owners, lengths, strict=True)]
+    total = users * vendors * ads
+    keys = [(n * own,) for n, own in zip(owners, lengths, strict=True)]
+    inputs = _operands(device, backward, (total, seeds), *keys, *keys)
+    grad = _operands(device, False, (total, seeds))[0]
+
+    def attend(q: Tensor, *levels: Tensor, backend: str) -> Tensor:
+        return tree_attention(
+            *(q, levels[:2], levels[2:], (user_to_vendor, vendor_to_ad), k_offsets),
+            max_candidates=(vendors * ads, ads),
+            max_k=lengths,
+            backend=backend,
+        )
+
+    def prepare(backend: str) -> Runner:
+        return runner_of(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
+
+    queries = total * seeds
+    elements = (3 if backward else 2) * queries + (4 if backward else 2) * sum(n for (n,) in keys)
+    return Problem(
+        contenders=backends_of("tree_attention", prepare),
+        check=check_relative_error(_wide(partial(attend, backend="reference"), inputs, grad, backward), LIMIT),
+        flops=4.0 * queries * sum(lengths) * HEADS * HEAD_DIM * (2.5 if backward else 1),
         bytes=float(elements * HEADS * HEAD_DIM * inputs[0].element_size()),
     )

@@ -41,6 +41,8 @@ from train.files import write_json
 
 TIMED_CANDIDATES = 1000
 """Of the request that an export is made from: Inductor chooses kernels by timing them on it."""
+LOOKED_AT = 1000
+"""Requests at a time, of which the best is the one that an export is made from."""
 
 
 def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
@@ -129,23 +131,26 @@ def main(arguments: list[str]) -> Path:
 def example(source: Source) -> RequestBatch:
     """The training request with the most events of its rarest type, with two candidates or more.
 
-    An export is for sizes of 0 and 1 what it is for others, but has to be made from larger ones.
+    An export is for sizes of 0 and 1 what it is for others, but has to be made from larger ones. Requests are looked at
+    from the newest on, since the oldest hardly have a history yet, until one will do.
     """
-    best, most = None, -1
-    count = source.num_requests("train")
-    newest = range(max(0, count - 1000), count)  # the oldest hardly have a history yet
-    for number in newest:
-        request = source.batch("train", np.array([number]))
-        lengths = request.histories.lengths()
-        least = int(lengths.min()) if lengths.numel() else 2
-        if request.num_candidates and least > most:
-            best, most = request, least
-    if best is None or most < 2:
+    best, most, end = 0, -1, source.num_requests("train")
+    while end and most < 2:
+        numbers = np.arange(max(0, end - LOOKED_AT), end)
+        batch = source.batch("train", numbers)
+        lengths = batch.histories.lengths().view(-1, len(numbers))
+        least = lengths.amin(0) if len(lengths) else torch.full((len(numbers),), 2)
+        least = torch.where(batch.candidate_offsets.diff() > 0, least, -1)
+        if int(least.max()) > most:
+            best, most = int(numbers[least.argmax()]), int(least.max())
+        end = int(numbers[0])
+    if most < 2:
         raise ValueError(
-            "an export is made from a training request with a candidate and two events of every type; the last "
-            f"{len(newest)} are none (the closest: {max(most, 0)} events of its rarest type)"
+            "an export is made from a training request with a candidate and two events of every type; no request is "
+            f"one (the closest: {max(most, 0)} events of its rarest type)"
         )
-    return with_candidates(best, max(2, best.num_candidates))
+    request = source.batch("train", np.array([best]))
+    return with_candidates(request, max(2, request.num_candidates))
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def repeated(features: KeyedJaggedTensor, times: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), copies.values(), lengths=copies.lengths().view(-1, times).sum(1))
 
 
-class Growing:
-    """A source whose every thousandth request has one event more of a type."""
+class Rising:
+    """A source whose requests have more events the later they come, but for the last thousand, which have one."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -111,13 +111,16 @@ class Growing:
         return self.count
 
     def batch(self, split: str, requests: np.ndarray) -> SimpleNamespace:
-        histories = SimpleNamespace(lengths=lambda: torch.tensor([4, 1 + int(requests[0]) // 1000]))
-        return SimpleNamespace(histories=histories, num_candidates=2, number=int(requests[0]))
+        rare = np.where(requests < self.count - 1000, 1 + requests // 500, 1)
+        lengths = torch.from_numpy(np.concatenate([np.full(len(requests), 4), rare]))
+        offsets = torch.arange(len(requests) + 1)
+        histories = SimpleNamespace(lengths=lambda: lengths)
+        return SimpleNamespace(histories=histories, candidate_offsets=offsets, num_candidates=2, numbers=requests)
 
 
 def test_export_names_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"the last 3 are none \(the closest: 1 events"):
-        export.example(cast(Any, Growing(3)))
+    with pytest.raises(ValueError, match=r"two events of every type; no request is one \(the closest: 1 events"):
+        export.example(cast(Any, Rising(3)))
     for arguments, message in (
         (["out=x"], "name a run or one of its checkpoints"),
         (["run_dir=nowhere"], "holds no whole checkpoint"),
@@ -131,9 +134,10 @@ def test_export_names_what_is_wrong() -> None:
         score.main(["run_dir=x"])
 
 
-def test_an_export_is_made_from_a_late_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_made_from_the_newest_requests_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "with_candidates", lambda request, count: request)
-    assert cast(Any, export.example(cast(Any, Growing(2500)))).number == 2000
+    request = export.example(cast(Any, Rising(2500)))  # its last thousand and the thousand before
+    assert cast(Any, request).numbers.tolist() == [1000]
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from train.doctor import ROOT
         ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
         ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
         ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
+        ("data=synthetic data.num_categories=0", "data.num_categories=0 must be at least 1"),
         ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),
         ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
         ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
@@ -27,6 +28,6 @@ from train.doctor import ROOT
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        composed = compose("train", overrides=[override])
+        composed = compose("train", overrides=override.split())
     with pytest.raises(ValueError, match=re.escape(message)):
         to_config(composed)

@@ -73,6 +73,9 @@ class CandidateRows:
         return jagged_dense_elementwise(x.to(dtype), self.offsets, shared.to(dtype), op)
 
 
+torch.export.register_dataclass(CandidateRows)  # a layer that takes them can be exported by itself
+
+
 def shared_part(
     expected: int, shared: Tensor | None, rows: CandidateRows | None, name: str
 ) -> tuple[Tensor, CandidateRows] | None:

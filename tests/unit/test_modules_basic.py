@@ -149,6 +149,12 @@ def test_lce_of_candidate_tokens_alone():
     assert lce(tokens[:0]).shape == (0, 2, 5)
 
 
+def test_a_layer_over_rows_is_exported_with_them():
+    layer, rows = LCE(2, 3, 4), CandidateRows.of_offsets(torch.tensor([0, 2, 5]), 5)
+    inputs = torch.randn(5, 2, 6), torch.randn(2, 4, 6), rows
+    torch.testing.assert_close(torch.export.export(layer, inputs).module()(*inputs), layer(*inputs))
+
+
 def test_what_a_request_shares_is_neither_ignored_nor_missing():
     rows, options = CandidateRows.of_offsets(torch.tensor([0, 2, 3]), 3), {"rank": 2, "hidden": [4], "dropout": 0.0}
     layers = [

@@ -46,6 +46,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
 _stacked_linear.register_autograd(_backward, setup_context=_save)
 
 
+def _transformed() -> bool:
+    """Whether derivatives are asked for that the operator has not: forward mode would take them for zero."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """cat([x @ weight^T for each pair]) without the copy: inputs [N_i, D_i] and weights [E, D_i] -> [sum N_i, E].
 
@@ -62,7 +67,6 @@ def stacked_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     named = {f"{name}[{i}]": x for name, xs in pairs for i, x in enumerate(xs)}
     operands = dispatch.autocast_operands(**named)
     inputs, weights = list(operands[: len(inputs)]), list(operands[len(inputs) :])
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        # Of the operator function transforms cannot differentiate, and forward mode would take the derivative for zero.
+    if not torch.compiler.is_compiling() and _transformed():
         return torch.cat([x @ weight.mT for x, weight in zip(inputs, weights, strict=True)])
     return _stacked_linear(inputs, weights)

@@ -64,6 +64,8 @@ def symbols(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: str) -> None:
+    if page == "docs/kernels.md":
+        pytest.importorskip("triton", reason="what the page prints is of an installation that has it")
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "page"}
     for left_out, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):

@@ -3,8 +3,9 @@
     outer:  a[b] = x[row b] @ y[row b]^T                    [N, D], [N, D] -> [sum of L_b^2]
     inner:  out[row b] = a[b] @ y[row b], or a[b]^T          [sum of L_b^2], [N, D] -> [N, D]
 
-Each is the other's gradient. The matrices begin at any place and their rows are of any length, so their elements are
-loaded and stored one by one; x, y and out are read and written in whole vectors.
+Each is the other's gradient; in half precision one kernel makes both of inner's. The matrices begin at any place and
+their rows are of any length, so their elements are loaded and stored one by one; x, y and out are read and written in
+whole vectors.
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
+
+MAX_WIDTH = 256  # of both gradients at once
 
 
 @triton.jit
@@ -109,6 +112,65 @@ def _inner_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=(i < tall)[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def _gradients_kernel(
+    grad,
+    a,
+    y,
+    offsets,
+    squares,
+    da,
+    dy,
+    num_rows,
+    D,
+    grad_stride,
+    y_stride,
+    TRANSPOSE: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Both gradients of `inner`: blocks of grad pass a tile of y, for da and dy at once."""
+    row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_M, STEPS)
+    if start >= end:
+        return
+    count = (end - begin).to(tl.int32)
+    tall = (end - start).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    # 64-bit arithmetic for the corner of a tile, 32-bit within it. A tile's lines are columns of the matrix, or rows.
+    corner = tl.load(squares + row).to(tl.int64)
+    if TRANSPOSE:
+        corner += (start - begin) * count
+        tile = m[:, None] * count + n[None, :]
+        step = (end - begin) * 0 + BLOCK_N
+    else:
+        corner += start - begin
+        tile = n[None, :] * count + m[:, None]
+        step = BLOCK_N * (end - begin)
+    y_tile = m[:, None] * y_stride + d[None, :]
+    own = tl.load(y + start * y_stride + y_tile, mask=(m < tall)[:, None] & (d < D)[None, :], other=0)
+    grad_tile = n[:, None] * grad_stride + d[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    left = tl.load(a + corner + tile, mask=(m < tall)[:, None] & (n < count)[None, :], other=0)
+    for k in range(0, count, BLOCK_N):
+        mask = (m < tall)[:, None] & (n < count - k)[None, :]
+        right_mask = (n < count - k)[:, None] & (d < D)[None, :]
+        right = tl.load(grad + (begin + k) * grad_stride + grad_tile, mask=right_mask, other=0)
+        left_mask = (m < tall)[:, None] & (n < count - k - BLOCK_N)[None, :]
+        ahead = tl.load(a + corner + step + tile, mask=left_mask, other=0)  # as in `_inner_kernel`
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        product = tl.dot(own, tl.trans(right), input_precision=PRECISION)
+        tl.store(da + corner + tile, product.to(da.dtype.element_ty), mask=mask)
+        left = ahead
+        corner += step
+    at = dy + start * D + m[:, None] * D + d[None, :]
+    tl.store(at, total.to(dy.dtype.element_ty), mask=(m < tall)[:, None] & (d < D)[None, :])
+
+
 def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
     precision = precision_of(dtype)
     single = dtype is torch.float32
@@ -133,6 +195,10 @@ def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
         "num_warps": 4 if single else 8,
         "num_stages": 3,
     }
+
+
+def _gradients_config(width: int) -> dict[str, int]:
+    return {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_D": block_width(width), "num_warps": 4, "num_stages": 3}
 
 
 @custom_op("gemsmith::jagged_outer")
@@ -198,6 +264,42 @@ def _(a, y, offsets, squares, transpose):
     return y.new_empty(y.shape)
 
 
+@custom_op("gemsmith::jagged_inner_gradients")
+def inner_gradients(
+    grad: Tensor, a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    """(da, dy) of `inner`, in half precision for D of up to 256."""
+    da, dy = a.new_empty(a.shape), y.new_empty(y.shape)
+    if dy.numel() == 0:
+        return da.zero_(), dy
+    grad, y = flat(grad), flat(y)
+    num_rows, width = offsets.shape[0] - 1, y.shape[1]
+    config = _gradients_config(width)
+    _gradients_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]),)](
+        grad,
+        a.contiguous(),
+        y,
+        offsets.contiguous(),
+        squares.contiguous(),
+        da,
+        dy,
+        num_rows,
+        width,
+        grad.stride(0),
+        y.stride(0),
+        TRANSPOSE=transpose,
+        STEPS=steps_of(num_rows),
+        PRECISION=precision_of(y.dtype),
+        **config,
+    )
+    return da, dy
+
+
+@inner_gradients.register_fake
+def _(grad, a, y, offsets, squares, transpose):
+    return a.new_empty(a.shape), y.new_empty(y.shape)
+
+
 def _save_outer(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
 
@@ -217,6 +319,10 @@ def _save_inner(ctx, inputs, output):
 def _inner_gradient(ctx, grad):
     a, y, offsets, squares = ctx.saved_tensors
     da = dy = None
+    # A tile of float32 values has no room beside its sums.
+    if all(ctx.needs_input_grad[:2]) and y.dtype is not torch.float32 and y.shape[1] <= MAX_WIDTH:
+        da, dy = inner_gradients(grad, a, y, offsets, squares, ctx.transpose)
+        return da, dy, None, None, None
     if ctx.needs_input_grad[0]:
         x, y_of_a = (y, grad) if ctx.transpose else (grad, y)
         da = outer(x, y_of_a, offsets, squares, a.shape[0])

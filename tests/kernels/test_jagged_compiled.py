@@ -39,7 +39,7 @@ INDICES = {
 }
 SUMS = {"parts", "sums"}
 COUNTS = {"ties", "counts"}
-POINTERS = {*"x y a b both out source grad largest dx dy weight bias row_bias for_backward".split()}
+POINTERS = {*"x y a da dy b both out source grad largest dx dy weight bias row_bias for_backward".split()}
 POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out of_rows of_chunks".split()}
 FLOATS = {"fill"}
 OPTIONS = ("num_warps", "num_stages")
@@ -152,6 +152,14 @@ def products(dtype: str) -> dict[str, tuple[Any, dict[str, Any]]]:
         )
         for transpose in (False, True)
     }
+    if dtype == "bf16":
+        result |= {
+            f"inner gradients {transpose}": (
+                triton_square._gradients_kernel,
+                {**by_row, "TRANSPOSE": transpose, **triton_square._gradients_config(256)},
+            )
+            for transpose in (False, True)
+        }
     epilogue = {"ACTIVATION": "gelu", "BIAS": True, "ROW_BIAS": True, "KEEP": True}
     result["linear"] = (triton_linear._linear_kernel, {**common, **epilogue, **triton_linear._config(kind, 256, 256)})
     return result

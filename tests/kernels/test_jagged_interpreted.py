@@ -97,6 +97,37 @@ def test_a_matrix_row_longer_than_a_tile() -> None:
         )
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("lengths", [[0, 5, 0, 70, 1, 0], [64, 33], []], ids=str)
+def test_both_gradients_of_a_square_product(lengths: list[int], transpose: bool) -> None:
+    from kernels.jagged import triton_square
+
+    offsets = offsets_of(lengths)
+    squares, longest = jagged.squared_offsets(offsets), max([0, *lengths])
+
+    # The operator asks for both at once in half precision only, which the interpreter multiplies wrong.
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, y):
+            ctx.save_for_backward(a, y)
+            return triton_square.inner(a, y, offsets, squares, transpose)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return triton_square.inner_gradients(grad, *ctx.saved_tensors, offsets, squares, transpose)
+
+    inputs = {"a": torch.randn(int(squares[-1])), "y": torch.randn(sum(lengths), 5)}
+    with poisoned_empty():
+        check_gradients(
+            lambda a, y: Product.apply(a, y),
+            lambda a, y: jagged.array_jagged_bmm_jagged_out(
+                a, y, offsets, squares, longest, transpose, backend="reference"
+            ),
+            inputs,
+            TOLERANCE,
+        )
+
+
 def test_places_behind_the_last_row_are_taken_for_its_own() -> None:
     from kernels.jagged import triton_linear
 
@@ -203,6 +234,10 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
         ),
         "outer": (triton_square.outer, (x, y, offsets, squares, 13)),
         "inner": (triton_square.inner, (a, x, offsets, squares, True)),
+        "inner_gradients": (
+            triton_square.inner_gradients,
+            (y.detach(), a.detach(), x.detach(), offsets, squares, True),
+        ),
         "softmax": (triton_softmax.softmax, (x, offsets)),
         "softmax_gradient": (triton_softmax.softmax_gradient, (x.detach(), y.detach(), offsets)),
         "matrix_softmax": (triton_softmax.matrix_softmax, (a, offsets, squares, 5)),

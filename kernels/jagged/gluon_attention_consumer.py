@@ -25,6 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
+from kernels.jagged.gluon_attention_softmax import (
+    masked_at_edges,
+    normalization,
+    rounded,
+    softmax,
+    sums,
+    times,
+)
 from kernels.scheduling import (
     FIRST_BLOCK,
     MAIN_BEGIN,
@@ -35,8 +43,6 @@ from kernels.scheduling import (
     dealt_item,
     num_rounds,
 )
-
-_LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -74,90 +80,6 @@ def _tile(
         first_block = gl.load(entry + FIRST_BLOCK)
     length = gl.load(entry + OTHER_LENGTH)
     return begin, count, position, length, first_block, gl.maximum(gl.load(entry + NUM_BLOCKS), 1) - 1, head, stride
-
-
-@gluon.jit
-def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores with -inf where a query may not look; `position` is that of the first row within its row."""
-    RS: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    columns = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    positions = position + gl.arange(0, s.shape[0], RS)
-    if RIGHT:
-        end = gl.minimum(positions + (right + 1), k_length) - block_start
-        s = gl.where(columns < gl.expand_dims(end, 1), s, -float("inf"))
-    else:
-        s = gl.where(columns < k_length - block_start, s, -float("inf"))
-    if LEFT:
-        s = gl.where(columns >= gl.expand_dims(positions - left - block_start, 1), s, -float("inf"))
-    return s
-
-
-@gluon.jit
-def _masked_at_edges(
-    s, start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, FIRST: gl.constexpr
-):
-    """`_masked` if the edge of what some query sees crosses the block; the row's end lies in the FIRST one taken."""
-    crossed = False
-    if FIRST:
-        crossed |= start + s.shape[1] > k_length
-    if RIGHT:
-        crossed |= start + s.shape[1] - 1 > position + right
-    if LEFT:
-        crossed |= start < position + (ROWS - 1) - left
-    if crossed:
-        s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
-    return s
-
-
-@gluon.jit
-def _softmax(s, m, scale, MASKED: gl.constexpr):
-    """(probabilities relative to the new maximum, new maximum in units of log 2, correction of older sums)."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    if MASKED:  # a query that has seen no key yet has maximum -inf, and -inf - -inf is not a number
-        reference = gl.where(new == -float("inf"), 0.0, new)
-    else:
-        reference = new
-    p = gl.exp2(s * scale - gl.expand_dims(reference, 1))
-    return p, new, gl.exp2(m - reference)
-
-
-@gluon.jit
-def _times(x, factors):
-    """x [rows, n] times a factor for each row."""
-    return x * gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout)), 1)
-
-
-@gluon.jit
-def _sums(p):
-    """[rows], the sums of the rows; of short blocks [rows, 4], what each of the four threads of a row has of it.
-
-    Those meet once a tile: where a block takes little else, it pays to put off the exchange between threads.
-    """
-    if p.shape[1] < 128:
-        p = gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3)
-    return gl.sum(p, 1)
-
-
-@gluon.jit
-def _rounded(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """p as a left operand, two neighbours to a register at once: the product needs no more instructions for them."""
-    if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
-    else:
-        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
-    return gl.convert_layout(y, gl.DotOperandLayout(0, LAYOUT, 2))
-
-
-@gluon.jit
-def _normalization(total, m):
-    """(1 / total, natural logarithm of the sum of which `total` is relative to 2^m); 0 and +inf for no sum at all.
-
-    Of approximate instructions, whose errors of 2^-22 or so are below those of a float32 sum.
-    """
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
-    log_total = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
-    empty = total == 0.0
-    return gl.where(empty, 0.0, inverse), gl.where(empty, float("inf"), (m + log_total) * _LN_2)
 
 
 @gluon.jit
@@ -213,18 +135,18 @@ def _advance(
     if EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    s = _masked_at_edges(s, block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, False)
-    p_next, m, correction = _softmax(s, m, scale, LEFT or RIGHT)
+    s = masked_at_edges(s, block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, False)
+    p_next, m, correction = softmax(s, m, scale, LEFT or RIGHT)
     if BLOCK_K < 128:
-        total = _times(total, correction) + _sums(p_next)
+        total = times(total, correction) + sums(p_next)
     else:
-        total = total * correction + _sums(p_next)
+        total = total * correction + sums(p_next)
     # The probabilities are an operand in registers of the product in flight: they live until it is complete.
     acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
     if not EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    return _times(acc, correction), _rounded(p_next, v_smem.dtype, LO), m, total
+    return times(acc, correction), rounded(p_next, v_smem.dtype, LO), m, total
 
 
 @gluon.jit
@@ -304,10 +226,10 @@ def attend(
     )
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(k_empty.index(slot), count=1, pred=some)
-    s = _masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
-    p_next, m, _ = _softmax(s, nothing_seen, scale, True)
-    total = _sums(p_next)
-    p = _rounded(p_next, v_smem.dtype, LO)
+    s = masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
+    p_next, m, _ = softmax(s, nothing_seen, scale, True)
+    total = sums(p_next)
+    p = rounded(p_next, v_smem.dtype, LO)
     acc = gl.zeros((ROWS, DV), gl.float32, LO)
     turns = 0
     for turn in range(rounds):
@@ -351,24 +273,24 @@ def attend(
         if EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more)
-        s = _masked_at_edges(
+        s = masked_at_edges(
             s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT, True
         )
-        p_next, m_next, _ = _softmax(s, nothing_seen, scale, True)
-        next_total = _sums(p_next)
+        p_next, m_next, _ = softmax(s, nothing_seen, scale, True)
+        next_total = sums(p_next)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         if not EARLY:
             mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        p = _rounded(p_next, v_smem.dtype, LO)
+        p = rounded(p_next, v_smem.dtype, LO)
         turns += 1
         slot = k_slot
 
         if BLOCK_K < 128:
             total = gl.convert_layout(gl.sum(total, 1), RS)
-        inverse, log_total = _normalization(total, m)
+        inverse, log_total = normalization(total, m)
         rows = gl.arange(0, ROWS, RS)
-        outputs = _times(acc, inverse)
+        outputs = times(acc, inverse)
         buffer = o_smem.index(C)
         tma.store_wait(0)
         buffer.store(outputs.to(v_smem.dtype))

@@ -1,0 +1,94 @@
+"""The softmax of a block of scores in registers, for the Hopper attention forward (Gluon)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.jagged.gluon_attention_items import ROWS
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _masked(s, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores with -inf where a query may not look; `position` is that of the first row within its row."""
+    RS: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    columns = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    positions = position + gl.arange(0, s.shape[0], RS)
+    if RIGHT:
+        end = gl.minimum(positions + (right + 1), k_length) - block_start
+        s = gl.where(columns < gl.expand_dims(end, 1), s, -float("inf"))
+    else:
+        s = gl.where(columns < k_length - block_start, s, -float("inf"))
+    if LEFT:
+        s = gl.where(columns >= gl.expand_dims(positions - left - block_start, 1), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def masked_at_edges(
+    s, start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, FIRST: gl.constexpr
+):
+    """`_masked` if the edge of what some query sees crosses the block; the row's end lies in the FIRST one taken."""
+    crossed = False
+    if FIRST:
+        crossed |= start + s.shape[1] > k_length
+    if RIGHT:
+        crossed |= start + s.shape[1] - 1 > position + right
+    if LEFT:
+        crossed |= start < position + (ROWS - 1) - left
+    if crossed:
+        s = _masked(s, start, position, k_length, left, right, LEFT, RIGHT)
+    return s
+
+
+@gluon.jit
+def softmax(s, m, scale, MASKED: gl.constexpr):
+    """(probabilities relative to the new maximum, new maximum in units of log 2, correction of older sums)."""
+    new = gl.maximum(m, gl.max(s, 1) * scale)
+    if MASKED:  # a query that has seen no key yet has maximum -inf, and -inf - -inf is not a number
+        reference = gl.where(new == -float("inf"), 0.0, new)
+    else:
+        reference = new
+    p = gl.exp2(s * scale - gl.expand_dims(reference, 1))
+    return p, new, gl.exp2(m - reference)
+
+
+@gluon.jit
+def times(x, factors):
+    """x [rows, n] times a factor for each row."""
+    return x * gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout)), 1)
+
+
+@gluon.jit
+def sums(p):
+    """[rows], the sums of the rows; of short blocks [rows, 4], what each of the four threads of a row has of it.
+
+    Those meet once a tile: where a block takes little else, it pays to put off the exchange between threads.
+    """
+    if p.shape[1] < 128:
+        p = gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3)
+    return gl.sum(p, 1)
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """p as a left operand, two neighbours to a register at once: the product needs no more instructions for them."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
+    return gl.convert_layout(y, gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
+def normalization(total, m):
+    """(1 / total, natural logarithm of the sum of which `total` is relative to 2^m); 0 and +inf for no sum at all.
+
+    Of approximate instructions, whose errors of 2^-22 or so are below those of a float32 sum.
+    """
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
+    log_total = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], gl.float32, True, 1)
+    empty = total == 0.0
+    return gl.where(empty, 0.0, inverse), gl.where(empty, float("inf"), (m + log_total) * _LN_2)

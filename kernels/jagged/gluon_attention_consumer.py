@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
 from kernels.jagged.gluon_attention_softmax import (
+    corrected,
     masked_at_edges,
     normalization,
     rounded,
@@ -146,7 +147,7 @@ def _advance(
     if not EARLY:
         mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    return times(acc, correction), rounded(p_next, v_smem.dtype, LO), m, total
+    return corrected(acc, correction), rounded(p_next, v_smem.dtype, LO), m, total
 
 
 @gluon.jit

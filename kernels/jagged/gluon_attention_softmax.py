@@ -1,4 +1,9 @@
-"""The softmax of a block of scores in registers, for the Hopper attention forward (Gluon)."""
+"""The softmax of a block of scores in registers, for the Hopper attention forward (Gluon).
+
+Exponentials are taken relative to a reference of each row, in units of log 2. It need not be the maximum, and follows
+only when that is more than 8 beyond it: probabilities of up to 2^8 fit into float16, and sums of them into float32.
+Behind a tile's first block few references move, and where none does, sums of outputs need no correction.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from kernels.jagged.gluon_attention_items import ROWS
 
 _LN_2 = gl.constexpr(0.6931471805599453)
+_SLACK = gl.constexpr(8.0)  # log 2 of how far a maximum may be beyond the reference
 
 
 @gluon.jit
@@ -45,9 +51,13 @@ def masked_at_edges(
 
 @gluon.jit
 def softmax(s, m, scale, MASKED: gl.constexpr):
-    """(probabilities relative to the new maximum, new maximum in units of log 2, correction of older sums)."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    if MASKED:  # a query that has seen no key yet has maximum -inf, and -inf - -inf is not a number
+    """(probabilities relative to the new reference, the new reference, correction of older sums).
+
+    `m` is the old reference, -inf for a query that has seen no key yet.
+    """
+    new = gl.max(s, 1) * scale
+    new = gl.where(new > m + _SLACK, new, m)
+    if MASKED:  # a query that has still seen none has reference -inf, and -inf - -inf is not a number
         reference = gl.where(new == -float("inf"), 0.0, new)
     else:
         reference = new
@@ -59,6 +69,39 @@ def softmax(s, m, scale, MASKED: gl.constexpr):
 def times(x, factors):
     """x [rows, n] times a factor for each row."""
     return x * gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout)), 1)
+
+
+@gluon.constexpr_function
+def _correction(registers):
+    """PTX that multiplies $0, $1 .. of a thread by as many factors, unless those of all threads of its warp are 1.
+
+    An accumulator has two rows to a thread: two neighbours of the one, two of the other, and so on.
+    """
+    factor = 2 * registers
+    products = "".join(f"mul.f32 ${i}, ${i}, ${factor + i};\n" for i in range(registers))
+    return f"""{{
+    .reg .pred some;
+    setp.neu.f32 some, ${factor}, 0f3F800000;
+    setp.neu.or.f32 some, ${factor + 2}, 0f3F800000, some;
+    vote.sync.any.pred some, some, 0xffffffff;
+    @!some bra.uni DONE;
+    {products}DONE:
+    }}"""
+
+
+@gluon.constexpr_function
+def _correction_operands(registers):
+    return ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["f"] * registers)
+
+
+@gluon.jit
+def corrected(acc, factors):
+    """An accumulator [64, n] times a factor for each row, most of which are 1."""
+    REGISTERS: gl.constexpr = acc.shape[1] // 2
+    factors = gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, acc.type.layout)), 1)
+    return gl.inline_asm_elementwise(
+        _correction(REGISTERS), _correction_operands(REGISTERS), [acc, factors], gl.float32, False, REGISTERS
+    )
 
 
 @gluon.jit

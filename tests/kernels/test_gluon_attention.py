@@ -77,7 +77,8 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
 )
 def test_compiles_to_asynchronous_products_without_spills(options: dict, spill_bytes: int) -> None:
     compiled = _compiled(**options)
-    for instruction in ("wgmma.mma_async.sync.aligned", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
+    # The vote is on whether sums of outputs need a correction.
+    for instruction in ("wgmma.mma_async.sync.aligned", "cp.async.bulk.tensor.2d", "setmaxnreg.inc", "vote.sync.any"):
         assert instruction in compiled.ptx, instruction
     assert compiled.spill_bytes <= spill_bytes
     assert compiled.shared_bytes <= 227 * 1024
@@ -195,6 +196,12 @@ CASES = {
     "odd heads": ({"heads": (3, 3)}, ODD, ODD),
     "two heads": ({"heads": (2, 1)}, lengths_of(90, 0, 400, 12), lengths_of(90, 0, 400, 13)),
     "float16": ({"dtype": torch.float16}, ODD, ODD),
+    # Maxima that grow from block to block, by less and by more than sums have room for without correction.
+    "steep": ({"steepness": 4.0}, lengths_of(20, 200, 900, 14), lengths_of(20, 200, 900, 14)),
+    "steeper": ({"steepness": 16.0}, lengths_of(20, 200, 900, 15), lengths_of(20, 200, 900, 15)),
+    "steep float16": ({"steepness": 8.0, "dtype": torch.float16}, ODD, lengths_of(9, 200, 900, 16)),
+    "steep window": ({"steepness": 8.0, "window": (300, 10)}, ODD, ODD),
+    "steep, head dimension 64": ({"steepness": 16.0, "dims": (64, 64)}, ODD, lengths_of(9, 200, 900, 17)),
     "head dimension 64": ({"dims": (64, 64)}, ODD, ODD),
     "wide values": ({"dims": (64, 128)}, ODD, ODD),
     "narrow values": ({"dims": (128, 64)}, ODD, ODD),
@@ -233,6 +240,8 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
                 (sum(k_lengths), kv_heads, dv),
             )
         )
+    if "steepness" in options:
+        q = q * options["steepness"]
     q_offsets, k_offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
     arguments = (q_offsets, k_offsets, max(q_lengths), max(k_lengths), d**-0.5, False, window)
     with poisoned_empty():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, figure, report, summary
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, figure, report, tables
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.environment import slug
@@ -226,7 +226,20 @@ def test_committed_pages_are_made_from_the_committed_results() -> None:
         source = results.relative_to(root).as_posix()
         assert pages.pop(name) == report.page(json.loads(results.read_text()), source)
     assert not pages
-    assert summary.table() in (root / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_tables_of_documents_are_made_from_the_committed_results(page: str) -> None:
+    text = (tables.ROOT / page).read_text()
+    assert tables.rewritten(text, tables.PAGES[page]()) == text
+
+
+def test_a_row_that_a_page_has_not_once_is_an_error() -> None:
+    page = "| case | ms |\n|---|---|\n| a | 1 |\n| a, b | 2 |\n"
+    assert tables.rewritten(page, iter([("a", ["3"])])) == page.replace("| a | 1 |", "| a | 3 |")
+    for first, there in (("c", page), ("a", 2 * page)):
+        with pytest.raises(ValueError, match=f"rows begin with the cell '{first}'"):
+            tables.rewritten(there, iter([(first, ["3"])]))
 
 
 def test_slug() -> None:

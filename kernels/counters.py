@@ -7,6 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from kernels.remember import forgets
+
 _LINES = 4096  # for kernels in CUDA graphs
 _LINE = 32  # int32 in a line of the cache
 
@@ -18,12 +20,15 @@ def counter(device: torch.device) -> Tensor:
     """int32, at first 0, for a kernel that is launched on the current stream next and leaves a 0 there.
 
     Kernels of a stream follow one another and share one. Graphs may be replayed beside each other, so each kernel that
-    is captured has its own; if none has been cleared for it beforehand, that is a part of the graph.
+    is captured has its own; if none has been cleared for it beforehand, that is a part of the graph. Compiled code has
+    a new one each time: what is allocated while Inductor warms up for its CUDA graphs must not outlive the call.
     """
     if torch.cuda.is_current_stream_capturing():
         lines, numbers = _of_graphs.get(device.index, (None, None))
         number = _LINES if numbers is None else next(numbers)
         return _zeros(1, device) if lines is None or number >= _LINES else lines[number]
+    if forgets():
+        return _zeros(1, device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     found = _of_streams.get(key)
     if found is None:

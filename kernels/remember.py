@@ -44,7 +44,7 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     streams. While a CUDA graph is captured none is taken and none kept: replays have to make theirs anew.
     """
     # No writes to inference tensors are counted, nor all of those that compiled code does.
-    if any(x.is_inference() for x in offsets) or getattr(_thread, "forgets", False):
+    if any(x.is_inference() for x in offsets) or forgets():
         return make()
     first = offsets[0]
     stream = None
@@ -70,12 +70,17 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     return kept.table
 
 
+def forgets() -> bool:
+    """Whether this thread is in a function that `forgetting` made."""
+    return getattr(_thread, "forgets", False)
+
+
 def forgetting(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, in which nothing is remembered: for callers that write to tensors without counting it."""
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
-        before = getattr(_thread, "forgets", False)
+        before = forgets()
         _thread.forgets = True
         try:
             return function(*arguments)

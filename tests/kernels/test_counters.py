@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import counters
+from kernels.remember import forgetting
 
 DEVICE = SimpleNamespace(index=0)
 
@@ -56,3 +57,10 @@ def test_a_graph_that_comes_first_clears_its_own(gpu: SimpleNamespace) -> None:
     gpu.capturing = True
     counters.counter(DEVICE)
     assert gpu.cleared == 1
+
+
+def test_compiled_code_keeps_none(gpu: SimpleNamespace) -> None:
+    first, second = (forgetting(counters.counter)(DEVICE) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+    assert not counters._of_streams
+    assert not counters._of_graphs

@@ -158,6 +158,11 @@ def _reference(
     return out
 
 
+def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Kernels read neighbouring offsets; a view of every k-th one is as good an argument."""
+    return [[offsets.contiguous() for offsets in own] for own in lists]
+
+
 # Of `kernels.custom_op`s autograd sees no tensors inside lists. As there, nothing is remembered of offsets, which
 # compiled code may write over without counting it.
 @torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
@@ -177,7 +182,7 @@ def _attend(
 
     results = [
         forgetting(attention_forward)(q, *level, scale, False, (-1, -1))
-        for level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
+        for level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
     ]
     return join_levels(*zip(*results, strict=True))
 
@@ -208,7 +213,7 @@ def _differentiate(
     # With the statistics of all levels, a level's weights are its part of the softmax, and so are its gradients.
     results = [
         forgetting(attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
-        for keys, values, *level in zip(k, v, q_offsets, k_offsets, max_q, max_k, strict=True)
+        for keys, values, *level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
     ]
     return sum_of([dq for dq, _, _ in results]), [dk for _, dk, _ in results], [dv for _, _, dv in results]
 

@@ -139,6 +139,7 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> Any:
         _, _, scale, _, _, schedule = (*rest, None)[:6]
+        assert schedule or all(offsets.is_contiguous() for offsets in (q_offsets, k_offsets))
         queries, keys = schedule or (q_offsets, k_offsets)
         return row_by_row(q, k, v, queries, list(zip(keys[:-1].tolist(), keys[1:].tolist(), strict=True)), scale)
 
@@ -146,6 +147,7 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, k_offsets: Tensor,
         max_q: int, max_k: int, scale: float, causal: bool, window: tuple[int, int],
     ) -> Any:  # fmt: skip
+        assert all(offsets.is_contiguous() for offsets in (q_offsets, k_offsets))
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         delta = (out * grad).sum(-1)
         groups = q_offsets.view(-1, len(k_offsets))
@@ -176,10 +178,11 @@ def test_hopper_levels_are_joined_by_their_shares(case: str) -> None:
     q = torch.randn(2 * sum(tree_of[1]), 2, 8, dtype=torch.float64)
     names = {f"{x}{level}": torch.randn(sum(tree_of[2 + level]), 2, 8).double() for x in "kv" for level in (0, 1)}
     vendors, ads = offsets_of(tree_of[0]), offsets_of(tree_of[1])
-    keys = [offsets_of(tree_of[2]), offsets_of(tree_of[3])]
+    keys = [offsets_of(lengths).repeat_interleave(2)[::2] for lengths in tree_of[2:]]
 
     def ours(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
-        queries = [2 * ads[vendors], 2 * ads]
+        # Every other element of what they are views of.
+        queries = [x.repeat_interleave(2)[::2] for x in (2 * ads[vendors], 2 * ads)]
         return tree._gluon(q, [k0, k1], [v0, v1], queries, keys, [20, 20], [5, 5], 8**-0.5)
 
     def expected(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:

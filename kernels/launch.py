@@ -35,7 +35,10 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self.kernel[grid](*arguments, **self._options, **options)
-        elif self._runtime.launch_enter_hook.calls or self._runtime.launch_exit_hook.calls:
+            return
+        enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
+        # Chains of hooks, unless somebody has put a function or None in their place.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[grid](*arguments)
         else:
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())

@@ -77,6 +77,19 @@ def test_hooks_of_a_profiler_see_launches(name: str) -> None:
     assert launches[1] == ("with hooks", (2, 1, 1), (5,))
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize(("hook", "way"), [(None, "at once"), (print, "with hooks")])
+def test_a_hook_may_be_put_in_place_of_the_chain(
+    monkeypatch: pytest.MonkeyPatch, name: str, hook: Any, way: str
+) -> None:
+    launches: list[tuple[Any, ...]] = []
+    launch = Launcher(_Kernel(launches))
+    monkeypatch.setattr(knobs.runtime, name, hook)
+    for _ in range(2):
+        launch((1, 1, 1), "a")
+    assert [entry[0] for entry in launches] == ["compiled", way]
+
+
 def test_alignment_of_views() -> None:
     x = torch.zeros(64, dtype=torch.int64)
     start = x.data_ptr() // 8 % 2

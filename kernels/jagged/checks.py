@@ -50,7 +50,7 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
         from kernels.jagged.triton_checks import assert_lengths
 
         longest = int(maximum)
-        remembered(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets, offsets)
+        remembered(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets)
         return
     longest = offsets.diff().max()
     if not _readable(offsets):

@@ -319,8 +319,9 @@ def _save_inner(ctx, inputs, output):
 def _inner_gradient(ctx, grad):
     a, y, offsets, squares = ctx.saved_tensors
     da = dy = None
-    # A tile of float32 values has no room beside its sums.
-    if all(ctx.needs_input_grad[:2]) and y.dtype is not torch.float32 and y.shape[1] <= MAX_WIDTH:
+    # A tile of float32 values has no room beside its sums. The two below can be differentiated again.
+    fused = y.dtype is not torch.float32 and y.shape[1] <= MAX_WIDTH and not torch.is_grad_enabled()
+    if all(ctx.needs_input_grad[:2]) and fused:
         da, dy = inner_gradients(grad, a, y, offsets, squares, ctx.transpose)
         return da, dy, None, None, None
     if ctx.needs_input_grad[0]:

@@ -128,6 +128,17 @@ def test_both_gradients_of_a_square_product(lengths: list[int], transpose: bool)
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_square_product_can_be_differentiated_twice(dtype: torch.dtype) -> None:
+    from kernels.jagged import triton_square
+
+    offsets = offsets_of([3])
+    a, y = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((9,), (3, 5)))
+    out = triton_square.inner(a, y, offsets, jagged.squared_offsets(offsets), False)
+    firsts = torch.autograd.grad(out.sum(), (a, y), create_graph=True)
+    assert all(second is not None for second in torch.autograd.grad(sum(x.sum() for x in firsts), (y, a)))
+
+
 def test_places_behind_the_last_row_are_taken_for_its_own() -> None:
     from kernels.jagged import triton_linear
 

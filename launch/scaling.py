@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path, help="a folder of further configurations")
     parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks, fewest first")
     parser.add_argument("--out", type=Path, help="folder of the runs; default runs/scaling-<time>")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # overrides may stand before, between and behind the options
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]

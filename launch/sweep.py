@@ -93,9 +93,10 @@ class Runner:
         self._slots: SimpleQueue[dict[str, str]] = SimpleQueue()
         gpus = _visible_gpus()
         if gpus and parallel * nproc > len(gpus):
+            times = f" of --parallel {parallel} jobs" if parallel > 1 else ""
             raise ValueError(
-                f"--parallel {parallel} jobs of --nproc {nproc} need more than the {len(gpus)} GPUs here; small "
-                "jobs can share one that CUDA_VISIBLE_DEVICES names several times, e.g. CUDA_VISIBLE_DEVICES=0,0"
+                f"--nproc {nproc}{times} needs more than the {len(gpus)} GPUs here; small jobs of a sweep can share "
+                "one that CUDA_VISIBLE_DEVICES names several times, e.g. CUDA_VISIBLE_DEVICES=0,0"
             )
         for slot in range(parallel):
             own = ",".join(gpus[slot * nproc : (slot + 1) * nproc])

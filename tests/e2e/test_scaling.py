@@ -8,8 +8,23 @@ from pathlib import Path
 import pytest
 
 from launch import scaling
+from launch.sweep import Runner
 from tests.launching import TINY, train_here
 from train.speed import SpeedRun
+
+# Rank 0 records what it was given and writes what train.speed writes: two ranks have 1.5 times the speed, three fail.
+FAKE_SPEED = """
+import json, os, sys
+from pathlib import Path
+ranks, run_dir = int(os.environ["WORLD_SIZE"]), Path(os.environ["RUN_DIR"])
+if ranks == 3:
+    sys.exit("no third one")
+if os.environ["RANK"] == "0":
+    (run_dir / "given.json").write_text(json.dumps(sys.argv[1:]))
+    speed = {"ranks": ranks, "examples_per_s": 500.0 + 500 * ranks, "steps_per_s": 1.0, "data_wait_share": 0.0}
+    each = [{"peak_memory_bytes": 1, "breakdown": {}}] * ranks
+    (run_dir / "speed.json").write_text(json.dumps(speed | {"each_rank": each}))
+"""
 
 
 def test_a_speed_is_measured_without_checkpoints_and_test(tmp_path: Path) -> None:
@@ -29,15 +44,36 @@ def test_a_speed_needs_a_number_of_steps(tmp_path: Path) -> None:
         train_here(tmp_path / "run", trainer=SpeedRun)
 
 
-def test_scaling_runs_each_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaling_measures_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "out"
-    assert scaling.main([*TINY, "runtime.steps=20", "--nproc", "1,2", "--out", str(out)]) == 0
-    one, two = json.loads((out / "scaling.json").read_text())["runs"]
-    assert (one["ranks"], two["ranks"], len(two["each_rank"])) == (1, 2, 2)
+    assert scaling.main([*TINY, "runtime.steps=20", "--nproc", "2", "--out", str(out)]) == 0
+    (speed,) = json.loads((out / "scaling.json").read_text())["runs"]
+    assert (speed["ranks"], len(speed["each_rank"])) == (2, 2)
+
+
+def test_scaling_runs_each_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_speed.py").write_text(FAKE_SPEED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(scaling, "Runner", lambda shared, count, module: Runner(shared, count, module="fake_speed"))
+    out = tmp_path / "out"
+    arguments = ["first=1", "--nproc", "2,1,3", "between=2", "--out", str(out), "behind=3"]
+    assert scaling.main(arguments) == 1  # three ranks fail, which stops nobody
+    given = ["first=1", "between=2", "behind=3"]
+    assert json.loads((out / "scaling.json").read_text())["overrides"] == given
+    assert json.loads((out / "ranks-2" / "given.json").read_text()) == given
     rows = (out / "scaling.md").read_text().splitlines()
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["1", "2"]
     assert "100.0%" in rows[2]
+    assert "75.0%" in rows[3]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(SystemExit):
+        scaling.main(["+experiment=synthetic", "--nproc", "1,2"])
+    assert "--nproc 2 needs more than the 1 GPUs here" in capsys.readouterr().err
 
 
 def test_the_table_shows_the_first_ranks_times() -> None:

@@ -90,6 +90,9 @@ def _plan(
     types = parallel.sharding_types
     if world.size == 1 and "table_wise" in types:
         types = ["table_wise"]  # a rank on its own holds whole tables, and what they cost ties whatever they are called
+    elif config.optimizer.sparse == "rowwise_adagrad" and "row_wise" in types:
+        # It has a moment of each row and shard: split by columns they would fit no other plan's checkpoint.
+        types = [kind for kind in types if kind != "column_wise"]
     # By itself the planner takes a feature for one id, so that histories cost nothing, and splits no rows of up to 128
     # columns.
     constraints = {

@@ -65,5 +65,13 @@ def test_a_narrow_table_splits_by_columns(monkeypatch: pytest.MonkeyPatch) -> No
     assert [shard.shard_sizes[1] for shard in item.sharding_spec.shards] == [32, 32]  # type: ignore[union-attr]
 
 
+def test_tables_with_a_moment_a_row_split_by_columns_only_if_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ("model.dim=256", "data.num_users=10000000")
+    adam = planned(4, monkeypatch, *wide, "optimizer.sparse=adam")
+    assert "column_wise" in {table.sharding_type for table in adam.values()}  # what the planner likes best
+    adagrad = planned(4, monkeypatch, *wide, "optimizer.sparse=rowwise_adagrad")
+    assert "column_wise" not in {table.sharding_type for table in adagrad.values()}
+
+
 def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}

@@ -102,6 +102,8 @@ def test_lists_in_text_as_pandas_and_json_write_them():
     items = [ids.values[code].as_py() for code in ids.codes]
     assert items == ["1", "2", "a", "b", "a", "b", "[x]", "[y]"]
     assert np.diff(ids.offsets).tolist() == [2, 2, 0, 2, 2]
+    ids = read_lists(column(["[\"women's\", '5\" pipe']", "it's"]), ",")
+    assert [ids.values[code].as_py() for code in ids.codes] == ["women's", '5" pipe', "it's"]
     times, bad, offsets = read_time_lists(column(["[5, 7]", "6"]), ",", "s")
     assert (times.tolist(), bad.any(), offsets.tolist()) == ([5000, 7000, 6000], False, [0, 2, 3])
 

@@ -17,7 +17,9 @@ from train.data.batch import ranges
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 LIST = r"^\s*\[[^\[\]]*\]\s*$"
-"""A list as Python and JSON write it, e.g. in a CSV file of pandas: its brackets and quotes belong to no item."""
+"""A list as Python and JSON write it, e.g. in a CSV file of pandas: its brackets belong to no item."""
+QUOTED = r"""^(?:'(.*)'|"(.*)")$"""
+"""An item of such a list, without the quotes around it."""
 BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
 """Digits of truth values, and the texts that stand for them."""
 LATEST = 253_402_300_799_999
@@ -104,20 +106,22 @@ def read_time_lists(
 
 def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray | None]:
     """(items, offsets of lists, list of each row or None when they are one to one): equal texts are split once."""
-    rows = None
+    rows = bracketed = None
     if is_text(column.type):
         rows, values = _dictionary(column)
         texts = values.cast(pa.string())
-        bare = pc.replace_substring_regex(texts, r"""[\[\]'"]""", "")
-        texts = pc.if_else(pc.match_substring_regex(texts, LIST), bare, texts)
+        bracketed = pc.match_substring_regex(texts, LIST).fill_null(False)
+        texts = pc.if_else(bracketed, pc.replace_substring_regex(texts, r"[\[\]]", ""), texts)
         texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
         column = pa.chunked_array([pc.split_pattern(texts, separator)])
     elif not _is_list(column.type):
         raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     items = pc.list_flatten(column).combine_chunks()
-    if rows is not None:
+    if bracketed is not None:
         items = pc.utf8_trim_whitespace(items)
+        quoted = pa.array(np.repeat(bracketed.to_numpy(zero_copy_only=False), lengths))
+        items = pc.if_else(quoted, pc.replace_substring_regex(items, QUOTED, r"\1\2"), items)
     return items, np.append(0, np.cumsum(lengths)), rows
 
 

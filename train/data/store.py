@@ -17,7 +17,7 @@ import numpy as np
 
 from train.config import DataConfig
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ONLY_LOADING = (

@@ -344,10 +344,8 @@ def validate(config: Config) -> None:
         for name, value in vars(section).items():
             key = f"{group}.{name}"
             least = 1 if key in AT_LEAST_ONE else 0
-            numbers = [
-                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)
-            ]
-            if min(numbers, default=least) < least:
+            numbers = value if isinstance(value, list) and key in AT_LEAST_ONE else [value]
+            if min((each for each in numbers if isinstance(each, int | float)), default=least) < least:
                 example = [least] * len(numbers) if isinstance(value, list) else least
                 raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={example}")
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer

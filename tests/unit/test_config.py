@@ -21,6 +21,7 @@ from train.doctor import ROOT
         ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
         ("data=synthetic data.num_categories=0", "data.num_categories=0 must be at least 1"),
         ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),
+        ("data.split=[1.1,-0.1,0]", "must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]"),
         ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
         ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
     ],

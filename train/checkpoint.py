@@ -186,7 +186,8 @@ def check_data(path: Path, fingerprint: str) -> None:
     if saved != fingerprint:
         raise ValueError(
             f"{path} was trained on data with another vocabulary or other statistics (data_fingerprint {saved}, here "
-            f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count"
+            f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count, "
+            "or for data=synthetic its keys and the version of gemsmith that trained it"
         )
 
 

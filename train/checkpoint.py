@@ -7,7 +7,9 @@ number of ranks can go on from it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import math
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,11 +25,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from train.config import from_dict
 from train.distributed import World
 from train.files import write_json
 from train.optim import Optimizer
 
+log = logging.getLogger(__name__)
 META = "meta.json"
+FIXED = (("data", "name"), ("optimizer", "sparse"), ("optimizer", "accumulate"))  # besides model and precision
 
 
 @dataclass
@@ -189,6 +194,23 @@ def check_data(path: Path, fingerprint: str) -> None:
             f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count, "
             "or for data=synthetic its keys and the version of gemsmith that trained it"
         )
+
+
+def check_config(path: Path, current: dict[str, Any]) -> None:
+    """A resumed run keeps its model, data and optimiser; other differences are only worth a line."""
+    # Keys that are newer than the checkpoint have their defaults.
+    saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
+    for group, values in current.items():
+        for key, value in values.items():
+            before = saved.get(group, {}).get(key)
+            if before == value:
+                continue
+            if group in ("model", "precision") or (group, key) in FIXED:
+                raise ValueError(
+                    f"{path} was written with {group}.{key}={before}, this run has {value}; "
+                    f"resume with the same value or choose another runtime.run_dir"
+                )
+            log.warning("resuming with %s.%s=%s (was %s)", group, key, value, before)
 
 
 def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:

@@ -21,7 +21,7 @@ from modules.moe import Router, update_router_biases
 from train import checkpoint, versions
 from train.build import build
 from train.checkpoint import Checkpointer, Progress
-from train.config import Config, from_dict
+from train.config import Config
 from train.data.loader import build_loader
 from train.distributed import World
 from train.evaluate import evaluate_split
@@ -37,7 +37,6 @@ from train.tracing import StepTracer
 from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 
 log = logging.getLogger(__name__)
-FIXED = (("data", "name"), ("optimizer", "sparse"), ("optimizer", "accumulate"))  # besides model and precision
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
@@ -124,7 +123,7 @@ class Trainer:
         saved = checkpoint.of_first_rank(whole[-1] if whole else None, self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            _compare_configs(saved, self.about["config"])
+            checkpoint.check_config(saved, self.about["config"])
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
             # Another number of ranks or another batch size takes other steps to the same end.
             self.total_steps = self._last_step()
@@ -387,20 +386,3 @@ def _run_dir(config: Config, world: World) -> Path:
     path = Path(str(world.broadcast(str(path.absolute()))))
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _compare_configs(path: Path, current: dict[str, Any]) -> None:
-    """A resumed run keeps its model, data and optimiser; other differences are only worth a line."""
-    # Keys that are newer than the checkpoint have their defaults.
-    saved = dataclasses.asdict(from_dict(checkpoint.read_meta(path)["config"], []))
-    for group, values in current.items():
-        for key, value in values.items():
-            before = saved.get(group, {}).get(key)
-            if before == value:
-                continue
-            if group in ("model", "precision") or (group, key) in FIXED:
-                raise ValueError(
-                    f"{path} was written with {group}.{key}={before}, this run has {value}; "
-                    f"resume with the same value or choose another runtime.run_dir"
-                )
-            log.warning("resuming with %s.%s=%s (was %s)", group, key, value, before)

@@ -108,7 +108,7 @@ def measure(
     steps: dict[str, Callable[[], Any]] = {}
     memory: dict[str, dict[str, float | None]] = {}
     stream = torch.cuda.Stream() if options.graph else None
-    spent = (device, options.seconds, options.min_rounds)
+    budget = (device, options.seconds, options.min_rounds)
     for name, prepare in problem.contenders.items():
         try:
             if stream is not None:
@@ -131,9 +131,9 @@ def measure(
         for name, step in steps.items():  # not of the first call, in which peers try configurations
             with torch.cuda.stream(stream):
                 memory[name]["peak_mib"] = peak_memory(step, device)
-        timings, uncaptured = _time(steps, stream, *spent) if steps else ({}, {})
+        timings, uncaptured = _time(steps, stream, *budget) if steps else ({}, {})
         singly = steps if options.alone and not uncaptured else {}
-        alone = {name: _time({name: step}, stream, *spent)[0][name] for name, step in singly.items()}
+        alone = {name: _time({name: step}, stream, *budget)[0][name] for name, step in singly.items()}
     ours = next((timing.median for timing in timings.values()), None)
     for name, timing in timings.items():
         rows[name] = {f"{field}_ms" if field != "rounds" else field: value for field, value in asdict(timing).items()}

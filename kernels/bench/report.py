@@ -43,13 +43,13 @@ def _row(name: str, case: dict[str, Any]) -> str:
         return f"| {name}{mark} | | | | | | {'; '.join(others)} |"
     (first, ours), *peers = timed.items()
     others = [
-        f"{peer} {_number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x{_alone(row, ours)}"
+        f"{peer} {number(row['median_ms'])} ms, {_memory(row)}{row['time_over_ours']:.2f}x{_alone(row, ours)}"
         for peer, row in peers
     ] + others
-    speed = _number(ours["tflops"]) if case["flops"] else ""
-    memory = _number(ours["peak_mib"]) if ours.get("peak_mib") is not None else ""
+    speed = number(ours["tflops"]) if case["flops"] else ""
+    memory = number(ours["peak_mib"]) if ours.get("peak_mib") is not None else ""
     return (
-        f"| {name}{mark} | {first} | {_number(ours['median_ms'])} | {speed} | {_number(ours['tb_per_s'])} "
+        f"| {name}{mark} | {first} | {number(ours['median_ms'])} | {speed} | {number(ours['tb_per_s'])} "
         f"| {memory} | {'; '.join(others)} |"
     )
 
@@ -59,7 +59,7 @@ def _alone(row: dict[str, Any], ours: dict[str, Any]) -> str:
 
 
 def _memory(row: dict[str, Any]) -> str:
-    return f"{_number(row['peak_mib'])} MiB, " if row.get("peak_mib") is not None else ""
+    return f"{number(row['peak_mib'])} MiB, " if row.get("peak_mib") is not None else ""
 
 
 def _reason(row: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def _reason(row: dict[str, Any]) -> str:
     return f"{word} ({reason.splitlines()[0]})" if word == "wrong" else word
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 

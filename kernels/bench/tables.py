@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kernels.bench.report import number
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"
 VARLEN, CUDNN_FOLDED, BROADCAST = "varlen", "cudnn, candidates folded", "cudnn, keys broadcast"
@@ -42,10 +44,6 @@ class Result:
 @cache
 def _cases(family: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{family}.json").read_text())["cases"])
-
-
-def number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def readme() -> Iterator[Row]:

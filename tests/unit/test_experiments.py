@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from train import checkpoint
 from train.config import Config, InterFormerConfig, register_schema, to_config
 from train.doctor import ROOT
-from train.trainer import _compare_configs
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -29,7 +29,7 @@ def test_experiment_composes_and_resumes_as_it_is(name: str, tmp_path: Path, cap
     current = dataclasses.asdict(composed(name))
     (tmp_path / "meta.json").write_text(json.dumps({"config": current}))
     with caplog.at_level(logging.WARNING):
-        _compare_configs(tmp_path, current)
+        checkpoint.check_config(tmp_path, current)
     assert not caplog.records
 
 
@@ -38,10 +38,10 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
     current = json.loads(json.dumps(config))
     del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
     (tmp_path / "meta.json").write_text(json.dumps({"config": config}))
-    _compare_configs(tmp_path, current)
+    checkpoint.check_config(tmp_path, current)
     current["model"]["interaction"] = "wukong"
     with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
-        _compare_configs(tmp_path, current)
+        checkpoint.check_config(tmp_path, current)
 
 
 def test_gdpa_experiment_is_the_baseline_with_other_blocks() -> None:

@@ -47,34 +47,38 @@ def _cases(family: str) -> dict[str, Any]:
 
 
 def readme() -> Iterator[Row]:
-    expert_layer = "layer_fwd_bwd_N16384_D7168_F2048_E8_k8"
-    for what, family, case, ours, peer, name in (
-        ("Jagged attention, 512 rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "gluon",
-         VARLEN, "`torch.nn.attention.varlen`"),
-        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean1.0_d128", "gluon",
-         VARLEN, "`torch.nn.attention.varlen`"),
-        ("the same, lengths uniform in 1 to 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean0.5_d128", "gluon",
-         "sdpa on padded", "padded `scaled_dot_product_attention`"),
-        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "gluon",
-         "ads_model_kernel_library", "ads_model_kernel_library"),
-        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "gluon",
-         "ads_model_kernel_library", "ads_model_kernel_library"),
+    varlen = {VARLEN: "`torch.nn.attention.varlen`"}
+    ragged = varlen | {"sdpa on padded": "padded `scaled_dot_product_attention`"}
+    library = {"ads_model_kernel_library": "ads_model_kernel_library"}
+    copies = {BROADCAST: "cuDNN on copied keys"}
+    index = {"torch, @ and index": "PyTorch's `@` and index"}
+    expert_layer, compiled = "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "PyTorch's parts, compiled"
+    for what, family, case, ours, peers in (
+        ("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
+         "attention_fwd_B512_L1024_mean0.5_d128", "gluon", ragged),
+        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "gluon", ragged),
+        ("the same, all rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "gluon",
+         {"cudnn, nothing padded": "cuDNN"} | varlen),
+        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "gluon", library),
+        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "gluon", library),
         ("Target attention, 2,048 candidates of 32 users, 4,096 keys, forward", "ikbo", "target_fwd_K4096", "gluon",
-         BROADCAST, "cuDNN on broadcast keys"),
-        ("Linear compression, 1,024 candidates, 70 a request, forward", "ikbo", "lce_fwd_B1024_ratio70", "gluon",
-         "FBGEMM Triton", "FBGEMM's Triton kernel, untuned"),
+         {CUDNN_FOLDED: "cuDNN, if all have equally many"} | copies),
+        ("the same, uneven numbers of candidates, 1,024 keys", "ikbo", "target_odd_fwd_K1024", "gluon",
+         varlen | copies),
+        ("Linear compression, float16, 1,024 candidates, 70 a request, forward", "ikbo", "lce_fwd_B1024_ratio70",
+         "gluon", {"FBGEMM Triton": "FBGEMM's Triton kernel, untuned"} | index),
         ("the same compression, all gradients", "ikbo", "lce_bwd_B1024_ratio70", "gluon",
-         "torch, bmm and sum", "PyTorch's `bmm` and a segment sum"),
-        ("Routed experts, 16,384 x 7,168, 8 of 8, bf16, forward and backward", "moe", expert_layer, "bf16",
-         "torch bf16", "PyTorch's parts, compiled"),
-        ("the same experts, `mxfp8_g128`", "moe", expert_layer, "mxfp8_g128",
-         "torch bf16", "PyTorch's parts, compiled, bf16"),
+         {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
+        ("Routed experts, 16,384 x 7,168, 8 of 8, forward and backward", "moe", expert_layer, "bf16",
+         {"torch bf16": compiled}),
+        ("the same experts, `mxfp8_g128`", "moe", expert_layer, "mxfp8_g128", {"torch bf16": f"{compiled}, bf16"}),
         ("Grouped product, 131,072 x 7,168 x 2,048, `mxfp8_g128`", "mxfp8",
-         "grouped_mxfp8_g128_up_T131072_D7168_F2048_E8", "grouped_mm mxfp8_g128", GROUPED_MM,
-         "`torch._grouped_mm`, bf16"),
+         "grouped_mxfp8_g128_up_T131072_D7168_F2048_E8", "grouped_mm mxfp8_g128",
+         {GROUPED_MM: "`torch._grouped_mm`, bf16"}),
     ):  # fmt: skip
         result = Result(family, case)
-        yield what, [result.tflops(ours), f"{result.over(peer, ours)} {name}"]
+        nearest, *other = [f"{result.over(peer, ours)} {name}" for peer, name in peers.items()]
+        yield what, [result.tflops(ours), nearest, *(other or [""])]
 
 
 def jagged_attention() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Every `bash` block of README.md runs, in order, in a scratch copy of the repository.
+"""Every `bash` block of README.md runs, in order, in a scratch copy of the repository; `python` ones in test_docs.py.
 
 A comment `<!-- test: ... -->` above a block, which readers do not see, holds what is appended to each of its commands
 so that they end in seconds; nothing else is changed. A `yaml` block is saved under the path that its first line names.
@@ -66,7 +66,7 @@ def test_every_command_runs(clone: Path) -> None:
 
 
 def test_only_kinds_of_blocks_that_are_tested_appear() -> None:
-    assert {block["language"] for block in BLOCKS} == {"bash", "yaml"}
+    assert {block["language"] for block in BLOCKS} == {"bash", "yaml", "python"}
     assert README.count("```") == 2 * len(BLOCKS)
 
 

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(<!-- not run: .*?-->\n)?```python\n(.*?)```", re.DOTALL)
 OWN_TEST = "docs/training.md"  # test_own_model.py
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("kernels/*/README.md"))
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("kernels/*/README.md"))
     if "```python" in path.read_text(encoding="utf-8") and str(path.relative_to(ROOT)) != OWN_TEST
 )
 
@@ -86,7 +86,7 @@ def test_a_backend_that_is_added_as_the_page_says_is_asked() -> None:
 
 
 def test_pages_with_blocks_are_found() -> None:
-    assert {"docs/jagged.md", "docs/moe.md", "docs/kernels.md"} <= set(PAGES)
+    assert {"README.md", "docs/jagged.md", "docs/moe.md", "docs/kernels.md"} <= set(PAGES)
     assert Path(ROOT / OWN_TEST).exists()
 
 

@@ -153,16 +153,16 @@ def best_checkpoint(folder: Path) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def named(run_dir: str | None, path: str | None) -> Path:
+def named(run_dir: str, path: str) -> Path:
     """What a command's `checkpoint=` names, or the best checkpoint of its `run_dir=`, the newest if none was validated.
 
-    Raises ValueError unless one of the two is named, and when the run has no whole checkpoint.
+    Raises ValueError unless one of the two is named, the other empty, and when the run has no whole checkpoint.
     """
     if bool(run_dir) == bool(path):
         raise ValueError("name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH")
     if path:
         return Path(path)
-    folder = Path(str(run_dir)) / "checkpoints"
+    folder = Path(run_dir) / "checkpoints"
     newest = checkpoints(folder)[-1:]
     if not newest:
         raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")

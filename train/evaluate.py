@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +27,12 @@ from modules.batch import RequestBatch
 from modules.precision import in_high_precision
 from train import checkpoint, distributed
 from train.build import Job, build
-from train.config import Config, from_dict
+from train.config import from_dict
 from train.data.loader import build_loader
+from train.data.requests import SPLITS
 from train.files import write_json
 from train.metrics import MetricSet
+from train.overrides import split_options
 from train.tracking import setup_logging
 
 log = logging.getLogger(__name__)
@@ -119,9 +120,12 @@ def evaluate_split(
 
 
 def main(arguments: list[str]) -> dict[str, float]:
-    options = _options(arguments)
+    defaults = {"run_dir": "", "checkpoint": "", "split": "test", "out": ""}
+    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR split=test")
+    if options["split"] not in SPLITS:
+        raise ValueError(f"split={options['split']} is not known; choose {', '.join(SPLITS)}")
     path = checkpoint.named(options["run_dir"], options["checkpoint"])
-    config: Config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
+    config = from_dict(checkpoint.read_meta(path)["config"], overrides)
     out = Path(options["out"] or path.with_name(f"{path.name}-{options['split']}"))
     world = distributed.start(config.runtime)
     try:
@@ -139,21 +143,6 @@ def main(arguments: list[str]) -> dict[str, float]:
         return values
     finally:
         distributed.stop()
-
-
-def _options(arguments: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "split": "test", "out": None, "overrides": []}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ValueError(f"{argument!r} is not key=value; e.g. run_dir=RUN_DIR split=test")
-        if key in ("run_dir", "checkpoint", "split", "out"):
-            options[key] = value
-        else:
-            options["overrides"].append(argument)
-    if options["split"] not in ("train", "valid", "test"):
-        raise ValueError(f"split={options['split']} is not known; choose train, valid or test")
-    return options
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from train.config import Config, from_dict
 from train.data import build_source
 from train.data.source import Source
 from train.files import write_json
+from train.overrides import split_options
 
 TIMED_CANDIDATES = 1000
 """Of the request that an export is made from: Inductor chooses kernels by timing them on it."""
@@ -86,9 +86,16 @@ def operator_modules(program: ExportedProgram) -> list[str]:
 def main(arguments: list[str]) -> Path:
     from train.score import check  # which imports this module
 
-    options = _options(arguments)
+    defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000", "compile": "true"}
+    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR out=DIR")
+    most, compiling = options["max_candidates"], options["compile"]
+    if not most.isdecimal() or int(most) < 2:
+        raise ValueError(f"max_candidates={most} must be a number of at least 2, e.g. max_candidates=10000")
+    if compiling not in ("true", "false"):
+        raise ValueError(f"compile={compiling} must be true or false, e.g. compile=false")
+    max_candidates = int(most)
     path = checkpoint.named(options["run_dir"], options["checkpoint"])
-    config = from_dict(checkpoint.read_meta(path)["config"], options["overrides"])
+    config = from_dict(checkpoint.read_meta(path)["config"], overrides)
     dispatch.force(config.runtime.kernels)
     kind = (
         config.runtime.device if config.runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,11 +103,11 @@ def main(arguments: list[str]) -> Path:
     device, out = torch.device(kind), Path(options["out"] or path.parent.parent / "export")
     out.mkdir(parents=True, exist_ok=True)
     source = build_source(config.data)
-    model = load_model(path, config, source, options["max_candidates"], device)
-    request = with_candidates(example(source), min(TIMED_CANDIDATES, options["max_candidates"])).to(device)
+    model = load_model(path, config, source, max_candidates, device)
+    request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
-    program = export_arch(model, request, dtype, options["max_candidates"])
-    compiled = device.type == "cuda" and options["compile"] == "true"
+    program = export_arch(model, request, dtype, max_candidates)
+    compiled = device.type == "cuda" and compiling == "true"
     if compiled:
         # Inductor takes what held for the example's sizes, where it weighs the padding of a matrix product, to hold for
         # any: shown two candidates, for up to 97. Blocks over two dimensions were then more than the 65,535 that a
@@ -116,9 +123,9 @@ def main(arguments: list[str]) -> Path:
         "operators": operator_modules(program),
         "device": device.type,
         "checkpoint": str(path.resolve()),
-        "overrides": options["overrides"],
+        "overrides": overrides,
         "dim": config.model.dim,
-        "max_candidates": options["max_candidates"],
+        "max_candidates": max_candidates,
         "spec": dataclasses.asdict(model.embedding.assemble.spec),
     }
     write_json(out / "export.json", about)
@@ -151,26 +158,6 @@ def example(source: Source) -> RequestBatch:
         )
     request = source.batch("train", np.array([best]))
     return with_candidates(request, max(2, request.num_candidates))
-
-
-def _options(arguments: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {"run_dir": None, "checkpoint": None, "out": None}
-    options |= {"max_candidates": 10000, "compile": "true", "overrides": []}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ValueError(f"{argument!r} is not key=value; e.g. run_dir=RUN_DIR out=DIR")
-        if key == "max_candidates":
-            if not value.isdecimal() or int(value) < 2:
-                raise ValueError(f"{argument} must be a number of at least 2, e.g. {key}={options[key]}")
-            options[key] = int(value)
-        elif key == "compile" and value not in ("true", "false"):
-            raise ValueError(f"{argument} must be true or false, e.g. {key}=false")
-        elif key in ("run_dir", "checkpoint", "out", "compile"):
-            options[key] = value
-        else:
-            options["overrides"].append(argument)
-    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,25 @@
-"""Several values in one argument, as the arms of a comparison and the axes of a sweep have them."""
+"""`key=value` arguments: a command's own among overrides of the configuration, and several values in one of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_options(arguments: Sequence[str], defaults: dict[str, str], example: str) -> tuple[dict[str, str], list[str]]:
+    """A command's options, `defaults` but for what the arguments say, and the other arguments.
+
+    ValueError that names `example` for an argument that is not key=value, or gives an option no value.
+    """
+    options, others = dict(defaults), []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or (key in options and not value):
+            raise ValueError(f"{argument!r} is not key=value; e.g. {example}")
+        if key in options:
+            options[key] = value
+        else:
+            others.append(argument)
+    return options, others
 
 
 def split_values(text: str) -> list[str]:

@@ -33,6 +33,7 @@ from train.build import model_fields
 from train.config import InterFormerConfig, SyntheticConfig
 from train.data import SyntheticSource
 from train.files import write_json
+from train.overrides import split_options
 from train.plots import plot_ratios
 
 ROUNDS = 10
@@ -112,16 +113,11 @@ def _shown(row: dict[str, Any], part: str) -> str:
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
-    options = {"out": "", "candidates": "2048", "ratios": "1,8,64"}
-    overrides = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in options and value:
-            options[key] = value
-        elif value and key.partition(".")[0] in ("model", "data"):
-            overrides.append(argument)
-        else:
-            raise ValueError(f"{argument!r} is neither of {', '.join(options)} nor model.* or data.*; e.g. out=DIR")
+    defaults = {"out": "", "candidates": "2048", "ratios": "1,8,64"}
+    options, overrides = split_options(arguments, defaults, "out=DIR")
+    for override in overrides:
+        if not override.startswith(("model.", "data.")):
+            raise ValueError(f"{override!r} is neither of {', '.join(options)} nor model.* or data.*; e.g. out=DIR")
     if not options["out"]:
         raise ValueError("name a folder to write to, e.g. out=ratio")
     candidates, ratios = int(options["candidates"]), [int(ratio) for ratio in options["ratios"].split(",")]

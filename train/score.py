@@ -40,6 +40,7 @@ from train.data import build_source
 from train.data.source import spec_from_dict
 from train.export import load_model
 from train.files import write_json
+from train.overrides import split_options
 from train.replay import Replay
 
 ROUNDS = 20
@@ -220,12 +221,10 @@ def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
     from train.plots import plot_latency  # here, so that who scores needs no matplotlib
 
-    options = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000", "request": "0"}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options or not value:
-            raise ValueError(f"{argument!r} is not one of {', '.join(f'{name}=...' for name in options)}")
-        options[key] = value
+    defaults = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000", "request": "0"}
+    options, others = split_options(arguments, defaults, "export=DIR candidates=10,100")
+    if others:
+        raise ValueError(f"{others[0]!r} is not one of {', '.join(f'{name}=...' for name in options)}")
     folder = Path(options["export"])
     scorer = Scorer(folder)
     about = json.loads((folder / "export.json").read_text())

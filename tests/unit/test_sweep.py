@@ -10,7 +10,7 @@ import pytest
 
 from launch import sweep
 from launch.sweep import Job, Runner, grid, main, write_tables
-from train.overrides import split_values
+from train.overrides import split_options, split_values
 
 # Rank 0 records what it was given and writes results.json; model=broken fails.
 FAKE_JOB = """
@@ -41,6 +41,17 @@ def test_values_split_at_outer_commas_only() -> None:
     assert split_values("a,b") == ["a", "b"]
     assert split_values("[64,32],[128]") == ["[64,32]", "[128]"]
     assert split_values("'x,y',z") == ["'x,y'", "z"]
+
+
+def test_options_are_taken_out_of_overrides() -> None:
+    arguments = ["out=x=y", "model=din", "runtime.kernels="]
+    assert split_options(arguments, {"out": "", "split": "test"}, "out=DIR") == (
+        {"out": "x=y", "split": "test"},
+        ["model=din", "runtime.kernels="],
+    )
+    for wrong in ("out", "out="):
+        with pytest.raises(ValueError, match=f"'{wrong}' is not key=value; e.g. out=DIR"):
+            split_options([wrong], {"out": ""}, "out=DIR")
 
 
 def test_the_grid_is_every_combination_last_key_fastest() -> None:

@@ -1,0 +1,121 @@
+"""Grouped products compiled for GPUs that need not be there: instructions, spills, shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl
+
+from kernels.mxfp8 import (
+    gluon_dequantize,
+    gluon_grouped_bf16,
+    gluon_grouped_fp8,
+    gluon_grouped_strict,
+    triton_grouped_blackwell,
+)
+from kernels.mxfp8.gluon_grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
+from kernels.testing import Compiled, compile_ahead
+
+
+def _descriptor(dtype: str, *block: int) -> str:
+    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), types[dtype])
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {"ends": "*i32"} | types
+    return compile_ahead(
+        kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=["N", "K"]
+    )
+
+
+def _table(dtype: str, width: int, bits: int) -> str:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
+    return f"tensordesc<{dtype}[1, {width}],{layout!r}>"
+
+
+def _bf16() -> Compiled:
+    types = {
+        "a_desc": _descriptor("bf16", 64, 64),
+        "b_desc": _descriptor("bf16", 256, 64),
+        "out_desc": _descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "ticket": "*i32",
+    }
+    return _compiled(gluon_grouped_bf16._kernel, types, {"WGRAD": False, "B_T": False})
+
+
+def _strict(wgrad: bool) -> Compiled:
+    types = {
+        "a_desc": _descriptor("fp8e4nv", 64, 64),
+        "b_desc": _descriptor("bf16", 256, 64),
+        "words_desc": _table("i32", 128, 32),
+        "out_desc": _descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "ticket": "*i32",
+    }
+    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0})
+
+
+def _fp8(wgrad: bool) -> Compiled:
+    types = {
+        "a_desc": _descriptor("fp8e4nv", 64, 128),
+        "b_desc": _descriptor("fp8e4nv", 128, 128),
+        "rows_desc": _table("u8", 256, 8),
+        "columns_desc": _table("bf16", 128, 16),
+        "out_desc": _descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "differ": "*i32",
+        "ticket": "*i32",
+    }
+    form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
+    return _compiled(gluon_grouped_fp8._kernel, types, {"WGRAD": wgrad, "A_FORM": form})
+
+
+@pytest.mark.parametrize(
+    ("compiled", "products", "spill_bytes"),
+    [
+        (_bf16, "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
+        # Outside of the loops over the sums.
+        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
+        (lambda: _fp8(True), "m64n64k32.f32.e4m3", 64),
+    ],
+    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8_g128", "mxfp8_g128 wgrad"],
+)
+def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
+    kernel = compiled()
+    for instruction in (f"wgmma.mma_async.sync.aligned.{products}", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
+        assert instruction in kernel.ptx, instruction
+    assert not kernel.serialized
+    assert kernel.spill_bytes <= spill_bytes
+    assert kernel.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", ["_mm", "_wgrad"])
+def test_compiles_to_block_scaled_products_on_blackwell(name: str) -> None:
+    kernel = getattr(triton_grouped_blackwell, name)
+    constants = {"TILE": 128, "BLOCK_K": 128} | ({"BAND": 8} if name == "_mm" else {})
+    signature = {argument: "i32" for argument in kernel.arg_names if argument not in constants}
+    signature |= {argument: "*fp8e4nv" for argument in ("a", "b", "dy", "x") if argument in signature}
+    signature |= {argument: "*u8" for argument in signature if argument.endswith("scales")}
+    signature |= {"out": "*bf16", "ends": "*i32"}
+    compiled = compile_ahead(
+        kernel, signature, constants, target="sm_100", num_warps=8, num_stages=4, divisible_by_16=["m", "n", "k"]
+    )
+    assert compiled.contains("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X")
+    assert compiled.spill_bytes == 0
+
+
+def test_dequantises_two_elements_at_a_time() -> None:
+    types = {"codes": "*i16", "scales": "*i16", "values": "*i32", "num_lines": "i32"}
+    kernel = compile_ahead(gluon_dequantize.dequantize_kernel, types, {}, target="sm_90", gluon=True)
+    for instruction in ("mul.rn.bf16x2", "st.global.v4.b32"):
+        assert instruction in kernel.ptx, instruction
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes == 0

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.experimental.gluon import language as gl
 
 from kernels.gdpa import ACTIVATIONS, gdpa, gluon_backward, gluon_forward, reference
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backend import gluon_gdpa
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.descriptors import descriptor
 from tests.kernels.devices import HOPPER
 from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
 from tests.kernels.jagged_problems import offsets_of
@@ -22,11 +22,6 @@ from tests.kernels.jagged_problems import offsets_of
 SHARED_LIMIT = 227 * 1024
 UNLIMITED = (-1, -1)
 MIXED = ("gelu", "relu", "silu", "gelu")
-
-
-def descriptor(dtype: str, *block: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
-    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
 def compiled_forward(
@@ -83,15 +78,10 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
 def compiled_backward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16",
 ) -> Compiled:  # fmt: skip
-    def tile(swizzle: int) -> str:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
-        return f"tensordesc<{dtype}[64, {d}],{layout!r}>"
-
     kinds, heads = head_kinds(names)
     constants = {f"{name}_STEP": d for name in "QKVG"} | {"HEADS": 2, "GROUP": 2, "LEFT": window, "RIGHT": window}
-    signature = {f"{name}_desc": tile(d if name == "k" else 128) for name in "qkvg"}
-    lines = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    signature["sums_desc"] = f"tensordesc<fp32[{d}, 32],{lines!r}>"
+    signature = {f"{name}_desc": descriptor(dtype, 64, d, swizzle=d if name == "k" else 128) for name in "qkvg"}
+    signature["sums_desc"] = descriptor("fp32", d, 32, swizzle=128)
     signature |= {
         "table_ptr": "*i32",
         "flags_ptr": "*i32",

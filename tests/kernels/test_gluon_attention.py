@@ -12,12 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import triton
-from triton.experimental.gluon import language as gl
 
 from kernels.jagged import gluon_attention_forward
 from kernels.jagged.gluon_attention_forward import attention_forward, attention_schedule
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
+from tests.kernels.descriptors import descriptor
 from tests.kernels.devices import HOPPER
 from tests.kernels.jagged_problems import offsets_of
 
@@ -34,10 +34,6 @@ def lengths_of(rows: int, low: int, high: int, seed: int = 0) -> list[int]:
 def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int = 128, dtype: str = "bf16"):
     kernel = gluon_attention_forward._forward_kernel
 
-    def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
     constants = {
         "HEADS": 4,
         "GROUP": 1,
@@ -50,10 +46,10 @@ def _compiled(*, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int
         "STAGES": 256 // block_k,
     }
     signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
-        "q_desc": descriptor(64, d),
-        "k_desc": descriptor(block_k, d),
-        "v_desc": descriptor(block_k, d),
-        "out_desc": descriptor(64, d),
+        "q_desc": descriptor(dtype, 64, d),
+        "k_desc": descriptor(dtype, block_k, d),
+        "v_desc": descriptor(dtype, block_k, d),
+        "out_desc": descriptor(dtype, 64, d),
         "out": f"*{dtype}",
         "lse": "*fp32",
         "schedule": "*i32",

@@ -17,6 +17,7 @@ gl = pytest.importorskip("triton.experimental.gluon.language")
 
 from kernels.jagged import attention_rows, gluon_attention_backward  # noqa: E402
 from kernels.jagged.gluon_attention_backward import attention_backward  # noqa: E402
+from tests.kernels.descriptors import descriptor  # noqa: E402
 from tests.kernels.interpreting import interpret  # noqa: E402
 
 # p, ds, out (in delta) and the result are rounded once each, with errors of up to 2^-9 and 2^-12 of the value that add
@@ -25,13 +26,10 @@ LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> object:
-    def tile(swizzle: int) -> str:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
-        return f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>"
-
-    line = f"tensordesc<fp32[64],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
-    signature = {f"{name}_desc": tile(head_dim if name == "k" else 128) for name in "qkvg"}
-    signature |= {"statistics_desc": line, "dk_desc": tile(128), "dv_desc": tile(128)}
+    tile = descriptor(dtype, 64, head_dim, swizzle=128)
+    signature = {f"{name}_desc": tile for name in ("q", "v", "g", "dk", "dv")}
+    signature["k_desc"] = descriptor(dtype, 64, head_dim, swizzle=head_dim)
+    signature["statistics_desc"] = descriptor("fp32", 64, swizzle=0)
     signature |= {"table_ptr": "*i32", "flags_ptr": "*i32", "tiles_stride": "i32", "scratch_ptr": "*fp32"}
     signature |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}

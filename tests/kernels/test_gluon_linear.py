@@ -9,22 +9,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.experimental.gluon import language as gl
 
 from kernels import dispatch, jagged
 from kernels.jagged import gluon_linear, gluon_linear_backward
 from kernels.jagged.pointwise import ACTIVATIONS
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.descriptors import descriptor
 from tests.kernels.devices import HOPPER
 from tests.kernels.jagged_problems import offsets_of
 
 # Bytes of addresses and the like in the two consumers; one operand more in memory would be 64 bytes or more of each.
 FEW_WORDS = 64
-
-
-def descriptor(dtype: str, rows: int, columns: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == "bf16" else gl.float32)
-    return f"tensordesc<{dtype}{[rows, columns]},{layout!r}>"
 
 
 @pytest.mark.parametrize(("dtype", "block_e"), [("bf16", 256), ("fp32", 128)])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from triton.experimental.gluon import language as gl
 
 from kernels.mxfp8 import (
     gluon_dequantize,
@@ -18,12 +17,7 @@ from kernels.mxfp8 import (
 )
 from kernels.mxfp8.gluon_grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
 from kernels.testing import Compiled, compile_ahead
-
-
-def _descriptor(dtype: str, *block: int) -> str:
-    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), types[dtype])
-    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+from tests.kernels.descriptors import descriptor
 
 
 def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:
@@ -33,16 +27,11 @@ def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
     )
 
 
-def _table(dtype: str, width: int, bits: int) -> str:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
-    return f"tensordesc<{dtype}[1, {width}],{layout!r}>"
-
-
 def _bf16() -> Compiled:
     types = {
-        "a_desc": _descriptor("bf16", 64, 64),
-        "b_desc": _descriptor("bf16", 256, 64),
-        "out_desc": _descriptor("bf16", 64, 64),
+        "a_desc": descriptor("bf16", 64, 64),
+        "b_desc": descriptor("bf16", 256, 64),
+        "out_desc": descriptor("bf16", 64, 64),
         "out": "*bf16",
         "ticket": "*i32",
     }
@@ -51,10 +40,10 @@ def _bf16() -> Compiled:
 
 def _strict(wgrad: bool) -> Compiled:
     types = {
-        "a_desc": _descriptor("fp8e4nv", 64, 64),
-        "b_desc": _descriptor("bf16", 256, 64),
-        "words_desc": _table("i32", 128, 32),
-        "out_desc": _descriptor("bf16", 64, 64),
+        "a_desc": descriptor("fp8e4nv", 64, 64),
+        "b_desc": descriptor("bf16", 256, 64),
+        "words_desc": descriptor("i32", 1, 128, swizzle=0),
+        "out_desc": descriptor("bf16", 64, 64),
         "out": "*bf16",
         "ticket": "*i32",
     }
@@ -63,11 +52,11 @@ def _strict(wgrad: bool) -> Compiled:
 
 def _fp8(wgrad: bool) -> Compiled:
     types = {
-        "a_desc": _descriptor("fp8e4nv", 64, 128),
-        "b_desc": _descriptor("fp8e4nv", 128, 128),
-        "rows_desc": _table("u8", 256, 8),
-        "columns_desc": _table("bf16", 128, 16),
-        "out_desc": _descriptor("bf16", 64, 64),
+        "a_desc": descriptor("fp8e4nv", 64, 128),
+        "b_desc": descriptor("fp8e4nv", 128, 128),
+        "rows_desc": descriptor("u8", 1, 256, swizzle=0),
+        "columns_desc": descriptor("bf16", 1, 128, swizzle=0),
+        "out_desc": descriptor("bf16", 64, 64),
         "out": "*bf16",
         "differ": "*i32",
         "ticket": "*i32",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.experimental.gluon import language as gl
 
 from kernels.ikbo import gluon_lce_forward, gluon_lce_prepare, gluon_lce_weight
 from kernels.ikbo.gluon_lce_forward import compress, tiling
@@ -14,6 +13,7 @@ from kernels.ikbo.gluon_lce_tiles import CHUNK, num_tiles
 from kernels.ikbo.gluon_lce_weight import weight_gradient
 from kernels.jagged import triton_common
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.descriptors import descriptor
 from tests.kernels.devices import HOPPER
 from tests.kernels.interpreting import interpret
 from tests.kernels.lce_cases import Case, call
@@ -21,11 +21,6 @@ from tests.kernels.lce_cases import Case, call
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 SHARED_LIMIT = 227 * 1024
 INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc")
-
-
-def descriptor(dtype: str, *block: int) -> str:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=1024 // block[-1], rank=len(block))
-    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,10 @@ Offsets are int32 or int64 on the device of the values, start at 0, do not decre
 the device for a number (the one exception says so), so every size that is not a shape is an argument: maxima are
 configured constants that no row exceeds, never the maximum of a batch. Half-precision sums are accumulated in float32.
 `backend` forces one backend by name; see `kernels.dispatch`.
+
+A ValueError names shapes and dtypes that do not fit and, on the CPU, offsets that do not run from 0 to N, rows longer
+than their maximum, and negative row numbers, starts and lengths. On a GPU, where looking would be a wait, row lengths
+are device assertions and the others are not looked at.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Recipes: "none" multiplies in the operands' own dtype, "bf16" rounds them to bfloat16, "mxfp8" quantises the operands
 of all three products (forward, input gradient, weight gradient), "mxfp8_g128" does so with scales that 128 elements
-share (128 x 128 of a weight). All of them accumulate in float32 and return the
-autocast dtype in an autocast region and the dtype of x elsewhere; gradients have the dtype of what they belong to.
+share (128 x 128 of a weight). All of them accumulate in float32 and return the autocast dtype in an autocast region and
+the dtype of x elsewhere; gradients have the dtype of what they belong to. A ValueError names shapes that do not fit and
+recipes that are unknown.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def quantize(
     """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable.
 
     With group 128 four neighbouring blocks share a scale, and with `square` 128 x 128 elements of the last two axes.
+    ValueError for integers, scalars, other groups, and squares of anything but matrices in groups of 128.
     """
     if not x.is_floating_point() or x.dim() == 0:
         raise ValueError(f"quantize takes a floating tensor of at least one axis, got {x.dtype} {tuple(x.shape)}")
@@ -71,7 +73,7 @@ def dequantize(quantized: MXTensor, dtype: torch.dtype = torch.float32, *, backe
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str, backend: str | None = None) -> Tensor:
-    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
+    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]; weights are usually float32 masters, whatever x is."""
     check_recipe(recipe)
     _check_features(x, weight)
     out_dtype = dispatch.autocast_dtype(x)

@@ -153,7 +153,7 @@ def joint_attention(
         check_lengths(k_offsets, max_k, "max_k")
         for group, (offsets, maximum) in enumerate(zip(q_offsets, max_q, strict=True)):
             check_lengths(offsets, maximum, f"max_q[{group}]")
-    return attend(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, list(sizes), scale)
+    return attend(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, scale, list(sizes))
 
 
 def hopper_attention(
@@ -174,8 +174,8 @@ def _reference(
     k_offsets: Tensor,
     max_q: list[int],
     max_k: int,
-    sizes: list[int],
     scale: float,
+    sizes: list[int],
 ) -> Tensor:
     """The specification: every group by itself."""
     groups = zip(q.split(sizes), q_offsets, max_q, strict=True)

@@ -113,18 +113,9 @@ def _supports(*, few_queries: bool, one_tile: bool, **facts: Hashable) -> str | 
 
 
 @dispatch.register("joint_attention", "gluon", supports=_supports, priority=10)
-def _gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: list[Tensor],
-    k_offsets: Tensor,
-    max_q: list[int],
-    max_k: int,
-    sizes: list[int],
-    scale: float,
-) -> Tensor:
-    return _attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale)[0]
+def _gluon(*arguments: Any) -> Tensor:
+    *call, _ = arguments  # where groups end, their offsets say
+    return _attend(*call)[0]
 
 
 # The list of groups looks at all lengths anyway.

@@ -199,7 +199,7 @@ def test_hopper_groups_meet_the_keys_of_their_request() -> None:
     k, v = torch.randn(2, 5, 2, 8, dtype=torch.float64)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_gluon._gluon(q, k, v, [own, target], keys, [3, 4], 3, sizes, 0.3)
+        return attention_gluon._gluon(q, k, v, [own, target], keys, [3, 4], 3, 0.3, sizes)
 
     def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return joint_attention(q, k, v, [own, target], keys, max_q=(3, 4), max_k=3, sizes=sizes, scale=0.3)

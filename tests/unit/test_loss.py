@@ -21,3 +21,11 @@ def test_a_task_that_no_candidate_was_observed_for_has_no_gradient(ranks: int, m
     assert weight == 1  # of two candidates, the mean over tasks
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.125, 0.0], [0.125, 0.0]]) * ranks)
+
+
+def test_weights_that_sum_to_less_than_one_are_divided_by_their_sum() -> None:
+    logits, labels = torch.tensor([[0.3], [-1.2]]), torch.tensor([[1.0], [0.0]])
+    whole, _ = ranking_loss(logits, labels, torch.tensor([[3.0], [1.0]]))
+    small, weight = ranking_loss(logits, labels, torch.tensor([[0.03], [0.01]]))
+    torch.testing.assert_close(small, whole)
+    torch.testing.assert_close(weight, torch.tensor(0.04))

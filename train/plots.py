@@ -84,8 +84,8 @@ def plot_scores(histograms: Mapping[str, ScoreHistogram], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path, *, quantity: str = "loss") -> None:
-    """Curves of several arms over the same steps, and below them the gap of each to the baseline in percent.
+def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path) -> None:
+    """Training loss of several arms over the same steps, and below them the gap of each to the baseline in percent.
 
     An arm is one curve for each seed: drawn are the mean, smoothed, and the range over seeds. The band in the lower
     panel is what the baseline differs from its own mean. Raises ValueError when the curves' steps differ.
@@ -113,8 +113,8 @@ def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path, *,
         if name != baseline:
             gap_axes.plot(steps, percent.mean(0), color=color, label=f"{name} - {baseline}")
     gap_axes.axhline(0, color="grey", linestyle=":", linewidth=1)
-    _label(curves_axes, f"Training {quantity} by arm, smoothed", "", quantity)
-    _label(gap_axes, f"Gap to {baseline}", "step", f"{quantity} gap (%)")
+    _label(curves_axes, "Training loss by arm, smoothed", "", "loss")
+    _label(gap_axes, f"Gap to {baseline}", "step", "loss gap (%)")
     _save(figure, path)
 
 

@@ -20,20 +20,14 @@ class MetricSet:
     """Log loss, NE, AUC, GAUC and calibration per task, equal on every rank and equal to one process seeing all rows.
 
     `update` never syncs with the host. `compute` and `histograms` are collectives once `torch.distributed` is
-    initialised: all ranks of `process_group` call them, ranks that saw no row too.
+    initialised: all ranks call them, ranks that saw no row too.
 
     With `exact_auc` the rows are kept (12 bytes a task and 8) and gathered onto every rank, which makes AUC exact and
     GAUC possible: for evaluation. Without, memory is constant and AUC comes from a histogram: for training.
     """
 
     def __init__(
-        self,
-        tasks: Sequence[str],
-        base_rates: Mapping[str, float],
-        device: torch.device,
-        *,
-        exact_auc: bool,
-        process_group: dist.ProcessGroup | None = None,
+        self, tasks: Sequence[str], base_rates: Mapping[str, float], device: torch.device, *, exact_auc: bool
     ) -> None:
         """`base_rates`: positive rate of the training data by task, which NE is normalised by."""
         missing = [task for task in tasks if task not in base_rates]
@@ -45,7 +39,7 @@ class MetricSet:
             if not 0 <= base_rates[task] <= 1:
                 raise ValueError(f"base_rates[{task!r}] is {base_rates[task]}, expected a share of rows such as 0.1")
         self.tasks, self.base_rates = list(tasks), {task: float(base_rates[task]) for task in tasks}
-        self.device, self.exact_auc, self.process_group = device, exact_auc, process_group
+        self.device, self.exact_auc = device, exact_auc
         # Sums and histograms share one buffer, so that one all-reduce carries them.
         self._state = torch.zeros(len(tasks) * (NUM_SUMS + 2 * NUM_BINS), dtype=torch.float64, device=device)
         self._values: list[Tensor] = []  # [C, 3 * tasks] float32: logits, labels, weights
@@ -119,7 +113,7 @@ class MetricSet:
     def _reduced(self) -> Tensor:
         state = self._state.clone()
         if dist.is_initialized():
-            dist.all_reduce(state, group=self.process_group)
+            dist.all_reduce(state)
         return state
 
     def _exact_ranking(self) -> dict[str, Tensor]:
@@ -128,7 +122,7 @@ class MetricSet:
         values = torch.cat([torch.empty(0, 3 * num_tasks, device=self.device), *self._values])
         group = torch.cat([torch.empty(0, dtype=torch.int64, device=self.device), *self._groups])
         if dist.is_initialized():
-            values, group = gather_rows(values, self.process_group), gather_rows(group, self.process_group)
+            values, group = gather_rows(values), gather_rows(group)
         rows = list(zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True))
         return {
             "auc": torch.stack([auc(scores, labels, weights) for scores, labels, weights in rows]),
@@ -136,18 +130,18 @@ class MetricSet:
         }
 
 
-def gather_rows(rows: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+def gather_rows(rows: Tensor) -> Tensor:
     """The rows [n_rank, ...] of all ranks, in rank order, on every rank; n may differ and be 0."""
-    world = dist.get_world_size(process_group)
+    world = dist.get_world_size()
     count = torch.tensor([rows.shape[0]], device=rows.device)
     counts = [torch.empty_like(count) for _ in range(world)]
-    dist.all_gather(counts, count, group=process_group)
+    dist.all_gather(counts, count)
     sizes = [int(size) for size in counts]
     # Not every backend gathers uneven shapes: all send the largest, and the filling is cut off again.
     sent = rows.new_zeros(max(sizes), *rows.shape[1:])
     sent[: rows.shape[0]] = rows
     received = [torch.empty_like(sent) for _ in range(world)]
-    dist.all_gather(received, sent, group=process_group)
+    dist.all_gather(received, sent)
     return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
 
 

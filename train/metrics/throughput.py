@@ -59,16 +59,9 @@ class Throughput:
     counts.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        warmup_steps: int = 0,
-        peak: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, warmup_steps: int = 0, peak: float | None = None) -> None:
         """`peak`: the `peak_flops` that MFU is stated for; None leaves it out."""
-        self.device, self.peak, self.process_group = device, peak, process_group
+        self.device, self.peak = device, peak
         self._warmup_left = warmup_steps
         self._lengths = torch.zeros(2, dtype=torch.float64, device=device)  # sums of T and of T^2
         self.reset()
@@ -117,8 +110,8 @@ class Throughput:
         sums = torch.cat([torch.tensor(counted, dtype=torch.float64, device=self.device), self._lengths])
         world = 1
         if dist.is_initialized():
-            dist.all_reduce(sums, group=self.process_group)
-            world = dist.get_world_size(self.process_group)
+            dist.all_reduce(sums)
+            world = dist.get_world_size()
         steps, seconds, waited, requests, examples, length, squared_length = sums.tolist()
         if steps == 0:
             return {}

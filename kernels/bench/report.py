@@ -1,7 +1,4 @@
-"""`python -m kernels.bench.report RESULTS.json`: the results of `kernels.bench` as a Markdown page.
-
-The documents' tables are such pages as they come out, so that no number is copied by hand.
-"""
+"""`python -m kernels.bench.report RESULTS.json`: the results of `kernels.bench` as a page of `docs/benchmarks`."""
 
 from __future__ import annotations
 

@@ -49,6 +49,15 @@ def _gluon_backward(*arguments: Any) -> Gradients:
     return gradients_with(lambda weight, x: compress(x, weight), weight_gradient)(*arguments)
 
 
+def hopper_sizes(num_out: int, width: int, least_depth: int) -> str | None:
+    """Why the Hopper kernels cannot multiply a weight [num_out, K] by entries [K, width], K at least `least_depth`."""
+    if num_out <= MIN_ROWS:
+        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
+    if width % 128:
+        return f"needs a width that is a multiple of 128, got {width}"
+    return None if least_depth else "needs a token at every level: TMA does not describe empty tensors"
+
+
 def _gluon_supports(
     *,
     device: str,
@@ -61,15 +70,9 @@ def _gluon_supports(
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
-    if num_out <= MIN_ROWS:
-        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
-    if width % 128:
-        return f"needs a width that is a multiple of 128, got {width}"
     if num_levels > 1:
         return f"has one level of requests, got {num_levels}"
-    if least_depth < 1:
-        return "needs a token at every level: TMA does not describe empty tensors"
-    return None
+    return hopper_sizes(num_out, width, least_depth)
 
 
 # By name: it loses to torch's products everywhere.

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.custom_op import custom_op
 from kernels.ikbo import lce_reference
-from kernels.ikbo.lce_backends import MIN_ROWS
+from kernels.ikbo.lce_backends import hopper_sizes
 from kernels.ikbo.lce_torch import room
 from kernels.jagged.checks import check_offsets
 
@@ -134,13 +134,7 @@ def _reference(
 def _supports(
     *, device: str, capability: Hashable, dtype: torch.dtype, num_out: int, width: int, least_depth: int
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
-        return reason
-    if num_out <= MIN_ROWS:
-        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
-    if width % 128:
-        return f"needs a width that is a multiple of 128, got {width}"
-    return None if least_depth else "needs a token of both: TMA does not describe empty tensors"
+    return dispatch.needs_triton(device, capability, (9, 0)) or hopper_sizes(num_out, width, least_depth)
 
 
 @dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=20)

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any, cast
 
-from train.tracing import covered
+import pytest
+from torch.autograd import DeviceType
+
+from train import tracing
 
 
 def test_time_that_spans_cover_counts_once() -> None:
-    assert covered([]) == 0
-    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == pytest.approx(4.0)
+    assert tracing.covered([]) == 0
+    assert tracing.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == pytest.approx(4.0)
+
+
+def event(name: str, start: int, end: int, device: DeviceType = DeviceType.CUDA, annotation: bool = False) -> Any:
+    span = SimpleNamespace(start=1e3 * start, end=1e3 * end)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=annotation)
+
+
+def test_kernels_are_added_up_by_kind_and_what_overlaps_counts_once() -> None:
+    events = [
+        event("ncclDevKernel_AllGather", 30, 80),
+        event("nvjet_hsh_128x128", 55, 70),
+        event("vectorized_elementwise_kernel", 130, 140),
+        event("a range of the user", 0, 500, annotation=True),
+        event("aten::mm", 0, 500, DeviceType.CPU),
+    ]
+    shares = tracing._breakdown(cast(Any, SimpleNamespace(events=lambda: events)))
+    assert {name: share for name, share in shares.items() if share} == {  # milliseconds of one of five steps
+        "communication": 10, "matrix products": 3, "elementwise": 2, "wall": 22, "idle": 10, "communication alone": 7,
+    }  # fmt: skip

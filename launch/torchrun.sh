@@ -13,6 +13,9 @@
 #   RUN_DIR       must be given, one folder that all nodes see
 # Set MAX_RESTARTS to at least 2 there: nodes count restarts apart, and may need a second one to meet again.
 #
+# Told to stop by SIGTERM or SIGUSR1, the run saves a checkpoint within 30 seconds and ends with status 75: the same command
+# with the same RUN_DIR goes on from it.
+#
 # Rank 0 writes to the console and RUN_DIR/train.log. The other processes' output and every rank's error.json, with the
 # traceback, are under RUN_DIR/logs.
 set -euo pipefail
@@ -58,5 +61,5 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 # torchrun takes no more than these ranks here. Rank 0 keeps the terminal, for its progress bar.
 to_files=1:3,2:3,3:3,4:3,5:3,6:3,7:3,8:3,9:3
 
-exec torchrun "${rendezvous[@]}" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-0}" \
+exec python3 -m launch.agent "${rendezvous[@]}" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-0}" \
   --log-dir "$RUN_DIR/logs" --redirects "$to_files" -m "${MODULE:-train.main}" "$@"

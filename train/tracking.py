@@ -21,6 +21,7 @@ from typing import Any, Protocol, TextIO
 from tqdm import tqdm
 
 from train.config import TrackingConfig
+from train.preemption import STATUS
 
 METRICS_FILE = "metrics.jsonl"
 CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all others are in the file only
@@ -105,7 +106,7 @@ def read_metrics(path: Path) -> list[Record]:
 class _Mirror(Protocol):
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None: ...
 
-    def close(self, failed: bool) -> None: ...
+    def close(self, status: int) -> None: ...
 
 
 class _Wandb:
@@ -139,8 +140,10 @@ class _Wandb:
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
         self.run.log({"train/step": step, **{f"{split}/{name}": value for name, value in values.items()}})
 
-    def close(self, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
+    def close(self, status: int) -> None:
+        if status == STATUS:  # W&B then calls the run preempted, not failed
+            self.run.mark_preempting()
+        self.run.finish(exit_code=status)
 
 
 class _TensorBoard:
@@ -154,7 +157,7 @@ class _TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(f"{split}/{name}", value, step)
 
-    def close(self, failed: bool) -> None:
+    def close(self, status: int) -> None:
         self.writer.close()
 
 
@@ -222,13 +225,16 @@ class Tracker:
         else:
             logger.info("step %d/%d %s: %s", step, self._total_steps, split, text)
 
-    def finish(self, results: Mapping[str, Mapping[str, float]] | None = None, *, failed: bool = False) -> None:
-        """Close everything; `results`, the last values by split, are shown as a table. A second call does nothing."""
+    def finish(self, results: Mapping[str, Mapping[str, float]] | None = None, *, status: int = 0) -> None:
+        """Close everything; `results`, the last values by split, are shown as a table. A second call does nothing.
+
+        `status`: what the process is going to end with.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         for name, mirror in list(self._mirrors.items()):
-            self._attempt(name, partial(mirror.close, failed))
+            self._attempt(name, partial(mirror.close, status))
         self._mirrors.clear()
         if self._file is not None:
             self._file.close()

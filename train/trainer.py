@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from train.memory import peak_memory_bytes, reset_peak_memory
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
 from train.optim import Optimizer
 from train.plots import plot_run
+from train.preemption import STATUS, Preempted, Preemption
 from train.replay import Replay
 from train.tracing import StepTracer
 from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
@@ -96,6 +97,7 @@ class Trainer:
             "versions": versions.collect(),
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
+        self.preemption = Preemption(world)
         self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 
     def run(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class Trainer:
             self._start()
             reset_peak_memory(self.world.device)
             started = time.monotonic()
-            with self.tracer.run():
+            with self.tracer.run(), self.preemption:
                 while not self._finished():
                     self._train_epoch()
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
@@ -113,8 +115,10 @@ class Trainer:
             self.checkpoints.wait()
             results = self._results(time.monotonic() - started)
         finally:
-            splits = [split for split in ("valid", "test") if results and split in results]
-            self.tracker.finish({split: results[split] for split in splits} if results else None, failed=not results)
+            shown: dict[str, Any] = {
+                split: results[split] for split in ("valid", "test") if results and split in results
+            }
+            self.tracker.finish(shown, status=0 if results else 1)
         return results
 
     def _start(self) -> None:
@@ -199,13 +203,29 @@ class Trainer:
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
+            stopping = self.preemption.agreed(progress.step)
             if epoch_done or last or _every(progress.step, runtime.eval_every):
                 self._validate()
                 self._save()
-            elif _every(progress.step, self.config.checkpoint.every):
+            elif stopping or _every(progress.step, self.config.checkpoint.every):
                 self._save()
+            if stopping and not self._finished():
+                self._stop()
             if epoch_done:
                 break
+
+    def _stop(self) -> NoReturn:
+        """Leave the run to its next start, which has the rest of the steps and the results."""
+        self.checkpoints.wait()
+        if self.progress.step > self.logged_step:
+            self._log()
+        log.info(
+            "told to stop: step %d is saved, and the same command goes on from it (status %d)",
+            self.progress.step,
+            STATUS,
+        )
+        self.tracker.finish(status=STATUS)
+        raise Preempted
 
     def _step(self, batches: Iterator[RequestBatch]) -> None:
         loss, logits, batch = self.pipeline.progress(batches)

@@ -12,6 +12,7 @@ import yaml
 
 from train.doctor import ROOT
 from train.files import new_folder
+from train.preemption import STATUS
 
 LAUNCHER = ROOT / "launch/torchrun.sh"
 
@@ -122,7 +123,7 @@ def test_several_nodes_need_to_agree(missing: str, environment: dict[str, str], 
 def test_the_process_count_follows_the_gpus(environment: dict[str, str], tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    stub(tools, "torchrun", 'echo "$@"')
+    stub(tools, "python3", 'echo "$@"')
     stub(tools, "nvidia-smi", "exit 1")
     settings = {**environment, "PATH": f"{tools}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run")}
     settings.pop("NPROC", None)
@@ -134,7 +135,7 @@ def test_the_process_count_follows_the_gpus(environment: dict[str, str], tmp_pat
 def test_runs_that_start_in_one_second_have_folders_of_their_own(environment: dict[str, str], tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    stub(tools, "torchrun", "echo $RUN_DIR")
+    stub(tools, "python3", "echo $RUN_DIR")
     stub(tools, "date", "echo now")
     settings = {**environment, "PATH": f"{tools}:{os.environ['PATH']}"}
     settings.pop("RUN_DIR", None)
@@ -159,3 +160,5 @@ def test_the_kubernetes_job_gives_what_the_launcher_needs() -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert (ROOT / container["command"][0]).stat().st_mode & 0o111
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("Ignore", [STATUS])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
 from train.data.source import Source
+from train.preemption import shield
 
 
 def build_loader(
@@ -58,6 +59,7 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
+        worker_init_fn=shield,
         generator=torch.Generator().manual_seed(seed),
     )
 

@@ -1,0 +1,97 @@
+"""A run that is told to stop saves a checkpoint, says so by its status, and goes on to what it would have come to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.agent import main as agent
+from tests.launching import ROOT, TINY, environment, python, train_here
+from train.preemption import STATUS
+from train.tracking import read_metrics
+
+STEPS = 80
+OPTIONS = ("data.num_requests=8192", "data.num_workers=1", f"runtime.steps={STEPS}", "model.dropout=0.1")
+
+
+def command(ranks: int, run_dir: Path) -> tuple[list[str], dict[str, str]]:
+    """One process on its own, or several by the launcher."""
+    options = [*TINY, *OPTIONS, f"runtime.run_dir={run_dir}"]
+    if ranks == 1:
+        return python("-m", "train.main", *options), environment()
+    return [str(ROOT / "launch/torchrun.sh"), *options], environment() | {"NPROC": str(ranks), "RUN_DIR": str(run_dir)}
+
+
+def start(ranks: int, run_dir: Path) -> subprocess.Popen[str]:
+    line, variables = command(ranks, run_dir)
+    return subprocess.Popen(line, cwd=run_dir.parent, env=variables, stderr=subprocess.PIPE, text=True)
+
+
+def logged(run_dir: Path) -> list[int]:
+    file = run_dir / "metrics.jsonl"
+    return [record.step for record in read_metrics(file) if record.split == "train"] if file.exists() else []
+
+
+def family(process: int) -> list[int]:
+    """A process and all that descend from it."""
+    listed = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
+    return [process, *(each for child in listed for each in family(int(child)))]
+
+
+def finish(ranks: int, run_dir: Path) -> dict[str, Any]:
+    if ranks == 1:
+        train_here(run_dir, *OPTIONS)
+    else:
+        process = start(ranks, run_dir)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors[-5000:]
+    return json.loads((run_dir / "results.json").read_text())
+
+
+def stop(ranks: int, number: signal.Signals, run_dir: Path, *, all_processes: bool) -> None:
+    """Start a run and tell it to stop amid its steps: its first process, or all of them, loaders included."""
+    process = start(ranks, run_dir)
+    deadline = time.monotonic() + 120
+    while len(logged(run_dir)) < 10 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for each in family(process.pid) if all_processes else [process.pid]:
+        os.kill(each, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == STATUS, errors[-5000:]
+    (saved,) = run_dir.glob("checkpoints/step_????????")
+    step = logged(run_dir)[-1]
+    assert saved.name == f"step_{step:08d}"
+    assert 10 <= step < STEPS
+    assert f"told to stop: step {step} is saved" in (run_dir / "train.log").read_text()
+    assert not (run_dir / "results.json").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(ranks: int, tmp_path: Path) -> None:
+    stop(ranks, signal.SIGTERM, tmp_path / "stopped", all_processes=True)  # as Slurm does
+    resumed, whole = finish(ranks, tmp_path / "stopped"), finish(ranks, tmp_path / "whole")
+    assert logged(tmp_path / "stopped") == list(range(1, STEPS + 1))
+    assert resumed["test"] == whole["test"]
+    assert resumed["valid"] == whole["valid"]
+
+
+def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:
+    stop(2, signal.SIGUSR1, tmp_path / "run", all_processes=False)
+
+
+def test_the_launcher_tells_a_stop_from_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node's signal, or one to the processes alone: torchrun sees nothing but their statuses."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    options = ["--standalone", "--nproc-per-node", "2", "ends.py"]
+    assert agent([*options, "0"]) == 0
+    assert agent([*options, str(STATUS)]) == STATUS
+    with pytest.raises(Exception, match="ends.py FAILED"):
+        agent([*options, "3"])

@@ -85,6 +85,23 @@ def test_a_backend_that_is_added_as_the_page_says_is_asked() -> None:
     assert "needs a width in multiples of 16, got 24" in said
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings have on the web."""
+    found = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    astray = []
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*/README.md")):
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (heading and heading not in headings(target)):
+                astray.append(f"{page.relative_to(ROOT)}: {link}")
+    assert astray == []
+
+
 def test_pages_with_blocks_are_found() -> None:
     assert {"README.md", "docs/jagged.md", "docs/moe.md", "docs/kernels.md"} <= set(PAGES)
     assert Path(ROOT / OWN_TEST).exists()

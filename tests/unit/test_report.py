@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,38 @@ def test_one_seed_is_held_against_the_spread_of_more(tmp_path: Path) -> None:
     assert "7,000 steps, seed 0; bf16 alone at 1, 2 too, for its spread" in text
     assert "| click | 1.00000 | 1.01000 |" in text  # of the same seed
     assert "| bf16 | 1.00 | 2 | 1 | nan |" in text  # runs of versions that did not count skipped steps
+
+
+def two_tasks(seed: int, shift: float) -> report.Run:
+    """A run whose second task alone is shifted."""
+    run, other = made_up(seed, 0.0), made_up(seed, shift)
+    run.predictions.update({f"like_{column}": other.predictions[f"click_{column}"] for column in ("label", "logit")})
+    results = run.results | {"label_rates": {"click": 0.3, "like": 0.3}}
+    results["test"] = run.results["test"] | {f"like/{name}": 0.5 + shift + seed for name in ("ne", "auc", "gauc")}
+    return replace(run, results=results, tasks=["click", "like"])
+
+
+def test_each_task_is_judged_by_its_own_rows_and_all_must_pass() -> None:
+    runs = {"a": [two_tasks(0, 0.0), two_tasks(1, 0.0)], "b": [two_tasks(0, 0.5), two_tasks(1, 0.5)]}
+    result = report.compare("a", "b", runs, budget=0, resamples=1)
+    click, like = result["tasks"]["click"], result["tasks"]["like"]
+    assert [[row["seed"] for row in task["per_seed"]] for task in (click, like)] == [[0, 1], [0, 1]]
+    assert click["ne_gap_percent"] == 0
+    assert like["ne_gap_percent"] > 1
+    assert (click["passed"], like["passed"], result["passed"]) == (True, False, False)
+
+
+def test_the_first_difference_of_two_arms_is_named() -> None:
+    base = made_up(3, 0.0)
+    base.losses[1] = np.nan  # a skipped step, in both
+    assert report.first_difference([base], [replace(base, losses=base.losses.copy())]) == ""
+    other_loss = replace(base, losses=base.losses + [0, 0, 1])
+    assert report.first_difference([base], [other_loss]).startswith("seed 3, step 3: loss ")
+    other_steps = replace(base, steps=base.steps + 1)
+    assert "one logged at steps [1, 2, 3], the other at [2, 3, 4]" in report.first_difference([base], [other_steps])
+    columns = base.predictions | {"click_logit": base.predictions["click_logit"] + 1}
+    difference = report.first_difference([base], [replace(base, predictions=columns)])
+    assert difference == "seed 3: predictions of the test split differ in click_logit"
 
 
 def test_a_run_resumed_behind_its_last_step_has_the_speed_and_memory_of_its_log(tmp_path: Path) -> None:

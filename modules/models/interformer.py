@@ -3,15 +3,7 @@
 A layer has three arches. The Cross Arch summarises both sides, the Interaction Arch mixes the feature tokens X with the
 sequence summary, the Sequence Arch transforms the sequence by weights made from the summary of X, then attends.
 
-What the paper leaves open, and what is done here:
-- Residuals and norms: the equations have none. Every arch is a pre-norm residual branch (RMSNorm without affine).
-- Rows: see `InterFormer`, `sequence_context`.
-- Gating and PFFN: see `modules.models.arches`. MaskNet, event types, PMA, DHEN, heads: see `modules.masknet`,
-  `modules.history`, `modules.pooling`, `modules.interaction`, `modules.mlp.TaskHeads`.
-- The head reads a Cross Arch of its own on the outputs of the last layer. Read literally, it takes the summaries of the
-  last layer's inputs, and that layer's Interaction and Sequence Arch would get no gradient.
-- Positions count back from the newest event (1, 2, ...), so that recency means the same in short and long histories;
-  CLS tokens are at 0, which is no rotation.
+docs/interformer.md lists what the paper leaves open, what is done here, and why.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `ikbo_rewrite` did: broadcasts that it found, operators it those that now run at the rows of
-    requests, and those it could not change."""
+    """What `ikbo_rewrite` did: broadcasts that it found, operators that it swapped, those that now run at the rows of
+    requests, and those that it could not change."""
 
     broadcasts: list[str] = field(default_factory=list)
     swapped: list[Swap] = field(default_factory=list)

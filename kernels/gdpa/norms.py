@@ -124,13 +124,5 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 _before.register_autograd(lambda ctx, grad: _before_backward(grad, *ctx.saved_tensors), setup_context=_save)
 _behind.register_autograd(lambda ctx, grad: _behind_backward(grad, *ctx.saved_tensors), setup_context=_save)
-
-
-@dispatch.register("gdpa_layer_norm", "triton", supports=_supports, priority=10)
-def _triton_layer_norm(query: Tensor) -> Tensor:
-    return _before(query)
-
-
-@dispatch.register("gdpa_add_norms", "triton", supports=_supports, priority=10)
-def _triton_add_norms(x: Tensor, query: Tensor) -> Tensor:
-    return _behind(x, query)
+dispatch.register("gdpa_layer_norm", "triton", supports=_supports, priority=10)(_before)
+dispatch.register("gdpa_add_norms", "triton", supports=_supports, priority=10)(_behind)

@@ -63,8 +63,8 @@ def jagged_linear(
     """activation(x[i] @ weight^T + bias + row_bias[b]) for i in row b: x [N, D] -> [N, E].
 
     weight [E, D] and bias [E] as in torch.nn.Linear; row_bias [B, E], for example a projection of what all places of a
-    row share. All operands have one dtype; in an autocast region they take its
-    dtype. `activation` is a key of ACTIVATIONS.
+    row share. All operands have one dtype; in an autocast region they take its dtype. `activation` is a key of
+    ACTIVATIONS.
     """
     _check_names("add", activation)
     check_offsets(x.shape[0], offsets)

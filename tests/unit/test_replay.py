@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train import optim
+from train import optim, replay
 from train.config import OptimizerConfig
 from train.optim import Optimizer
 from train.replay import WARMUP_STEPS, Replay
@@ -29,15 +29,43 @@ def test_calls_of_each_kind_do_their_own(device: str, graphs: bool) -> None:
         total.add_(first.sum() * second)
         return total * 2
 
-    replay = Replay(add, graphs)
+    add_again = Replay(add, graphs)
     expected = 0
     for step in range(6):
         for rows, kind in ((3, None), (4, None), (4, "other")):
             values = torch.arange(rows, device=device) + step
             expected += int(values.sum()) * step
-            result = replay(values, torch.tensor(float(step), device=device), kind=kind)
+            result = add_again(values, torch.tensor(float(step), device=device), kind=kind)
             assert (total.item(), result.item()) == (expected, 2 * expected)
     assert len(calls) == (3 * (WARMUP_STEPS + 1) if graphs else 18)
+
+
+class StandIn:
+    """For a CUDA graph."""
+
+    def __init__(self, function: object, tensors: tuple[Tensor, ...]) -> None:
+        pass
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> str:
+        return "replayed"
+
+
+def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_Graph", StandIn)
+    monkeypatch.setattr(replay, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(replay, "MAX_KINDS", 4)
+    calls = Replay(lambda x: "called", enabled=True)
+
+    def outcomes(rows: int, times: int) -> list[str]:
+        return [calls(torch.zeros(rows)) for _ in range(times)]
+
+    first = ["called"] * WARMUP_STEPS + ["replayed"]
+    assert outcomes(1, WARMUP_STEPS) == ["called"] * WARMUP_STEPS
+    assert [outcomes(rows, 1) for rows in (2, 3, 4, 5, 6)] == [["called"]] * 5  # the last one starts the counts anew
+    assert outcomes(1, WARMUP_STEPS + 1) == first
+    assert outcomes(2, WARMUP_STEPS + 1) == first
+    assert outcomes(3, WARMUP_STEPS + 1) == ["called"] * (WARMUP_STEPS + 1)
+    assert outcomes(1, 1) == ["replayed"]
 
 
 @pytest.mark.gpu

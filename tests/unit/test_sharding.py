@@ -75,3 +75,14 @@ def test_tables_with_a_moment_a_row_split_by_columns_only_if_they_must(monkeypat
 
 def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}
+
+
+def test_an_optimiser_without_a_kernel_for_the_cpu_is_refused_there() -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", ["optimizer.sparse=adam"]))
+    group: object = None
+    world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
+    model = RankingModel(nn.Identity(), nn.Identity())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer\.sparse=adam has no fused CPU kernel; use .*=rowwise_adagrad"):
+        sparse.shard(model, config, world, {})

@@ -22,10 +22,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from train.config import from_dict
+from train.data.source import Source
 from train.distributed import World
 from train.files import write_json
 from train.optim import Optimizer
@@ -169,6 +171,11 @@ def named(run_dir: str, path: str) -> Path:
     return best_checkpoint(folder) or newest[0]
 
 
+def start_of(path: Path) -> Path:
+    """The checkpoint that `checkpoint.load` names: itself, or the best one of a run directory."""
+    return named(str(path), None) if (path / "checkpoints").is_dir() else path
+
+
 def of_first_rank(path: Path | None, world: World) -> Path | None:
     """The first rank's `path`, on all: a shared file system may show a new folder to one node before the others."""
     told = world.broadcast(path)
@@ -192,7 +199,8 @@ def check_data(path: Path, fingerprint: str) -> None:
         raise ValueError(
             f"{path} was trained on data with another vocabulary or other statistics (data_fingerprint {saved}, here "
             f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count, "
-            "or for data=synthetic its keys and the version of gemsmith that trained it"
+            "or for data=synthetic its keys and the version of gemsmith that trained it. A new run on other files of "
+            "data=events goes on from it with checkpoint.load, its vocabulary added to by data.vocabulary_of=RUN_DIR"
         )
 
 
@@ -223,23 +231,75 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
         state |= _rng_state(world)
+    _read(path, state, model, world)
+    progress = Progress(**meta["progress"])
+    progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
+    if "rng" in state:
+        _restore_rng(state["rng"][str(world.rank)])
+    return progress
+
+
+def load_start(
+    path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World, source: Source
+) -> None:
+    """What a new run takes from a checkpoint: weights, and with `optimizer` its moments.
+
+    Tables of a `source` that extends the checkpoint's vocabulary have further rows, which stay as they are. Raises
+    ValueError when the data, the model or the optimiser is another one.
+    """
+    extends = source.extends is not None and source.extends == read_meta(path)["data_fingerprint"]
+    if not extends:
+        check_data(path, source.fingerprint)
+    state = _model_state(model)
+    if optimizer is not None:
+        saved = read_meta(path)["config"]["optimizer"]
+        for key in ("sparse", "accumulate"):
+            if saved[key] != getattr(optimizer.config, key):
+                raise ValueError(
+                    f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={saved[key]}, this run "
+                    f"has {getattr(optimizer.config, key)}; use the same value or checkpoint.load_optimizer=false"
+                )
+        state |= _optimizer_state(model, optimizer)
+    _read(path, state, model, world, longer_tables=extends)
+    if optimizer is not None:
+        optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
+
+
+def _read(
+    path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, longer_tables: bool = False
+) -> None:
+    """Read `state` in place and hand it to the model and its fused optimiser."""
     try:
         saved = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:
         raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
-    state = _check_keys(path, state, saved)
+    _check_keys(path, state, saved, longer_tables)
+    planner = _Prefixes() if longer_tables else None
     try:
-        dcp.load(state, checkpoint_id=path, process_group=world.checkpoint_group)
+        dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
     except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
         raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
     model.load_state_dict(state["model"])
-    progress = Progress(**meta["progress"])
-    progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
-    if optimizer is not None:
+    if "tables" in state:
         model.fused_optimizer.load_state_dict(state["tables"])
-        if "rng" in state:
-            _restore_rng(state["rng"][str(world.rank)])
-    return progress
+
+
+class _Prefixes(DefaultLoadPlanner):
+    """Reads a saved tensor into the first rows of one with more of them, whose others it leaves alone."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        entries = {
+            # Which rows are read is decided by the chunks that were saved; equal sizes are a check.
+            name: dataclasses.replace(entry, size=self.state_dict[name].size())
+            if isinstance(entry, TensorStorageMetadata) and name in self.state_dict
+            else entry
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        self.metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -298,8 +358,11 @@ def _restore_rng(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str, Any]:
-    """The part of `state` that can be read from this checkpoint: not the random states of absent ranks or devices."""
+def _check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> None:
+    """ValueError unless the checkpoint has this model; takes random states that it lacks out of `state`.
+
+    `longer_tables`: those of the model may have more rows. Random states are those of a rank and its devices.
+    """
     entries = saved.state_dict_metadata
     wanted = {f"model.{name}": tuple(value.size()) for name, value in state["model"].items()}
     stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items() if name.startswith("model.")}
@@ -308,7 +371,9 @@ def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str,
     differences += [
         f"{name} is {list(stored[name])} there and {list(size)} here"
         for name, size in wanted.items()
-        if name in stored and stored[name] != size
+        if name in stored
+        and stored[name] != size
+        and not (longer_tables and stored[name][1:] == size[1:] and stored[name][0] < size[0])
     ]
     if differences:
         raise ValueError(
@@ -319,5 +384,4 @@ def _check_keys(path: Path, state: dict[str, Any], saved: Metadata) -> dict[str,
     if "rng" in state:
         ((rank, generators),) = state["rng"].items()
         if any(f"rng.{rank}.{name}" not in entries for name in generators):
-            state = {key: value for key, value in state.items() if key != "rng"}
-    return state
+            del state["rng"]

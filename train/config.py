@@ -156,6 +156,7 @@ class EventsConfig(DataConfig):
     log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
     list_separator: str = "|"  # of list columns that arrive as text
     tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
+    vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow
     histories: dict[str, HistoryConfig] = field(default_factory=dict)  # event type -> where its events come from
 
 
@@ -211,7 +212,8 @@ class ParallelConfig:
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end of an epoch
     keep: int = 2  # newest ones kept; the best on validation is kept besides
-    load: str | None = None  # start from this checkpoint's weights (a new run, not a resumption)
+    load: str | None = None  # start from the weights of this checkpoint, or of a run's best one (no resumption)
+    load_optimizer: bool = False  # and from the moments of its optimisers
     async_save: bool = True
 
 

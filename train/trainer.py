@@ -137,13 +137,14 @@ class Trainer:
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
-            path = Path(self.config.checkpoint.load)
-            checkpoint.check_data(path, self.source.fingerprint)
-            checkpoint.load(path, self.model, None, self.world)
-            log.info("started from the weights of %s", self.config.checkpoint.load)
+            path = checkpoint.start_of(Path(self.config.checkpoint.load))
+            moments = self.optimizer if self.config.checkpoint.load_optimizer else None
+            checkpoint.load_start(path, self.model, moments, self.world, self.source)
+            log.info("started from the weights of %s", path)
         self.logged_step = self.progress.step
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)
+            self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
 
     def _last_step(self) -> int:

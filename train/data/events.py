@@ -12,7 +12,7 @@ import numpy as np
 
 from modules.batch import EventType, FeatureSpec, SparseFeature
 from train.config import EventsConfig, HistoryConfig
-from train.data import store
+from train.data import mapping, store
 from train.data.columns import NUMBER, Coded, CodedLists, coded_integers
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
@@ -27,13 +27,15 @@ def cache_folder(cfg: EventsConfig) -> Path:
     """Where these events are prepared."""
     patterns = [cfg.files, cfg.valid_files, cfg.test_files]
     patterns += [join.files for join in cfg.joins] + [history.files for history in cfg.histories.values()]
-    return store.cache_folder(cfg, [file for files in patterns for file in find_files(files, cfg.root)])
+    found = [file for files in patterns for file in find_files(files, cfg.root)]
+    return store.cache_folder(cfg, found + (mapping.files(Path(cfg.vocabulary_of)) if cfg.vocabulary_of else []))
 
 
 def prepare(cfg: EventsConfig, folder: Path) -> None:
     """Write the prepared form of the events into a folder."""
     _check(cfg)
     spec = feature_spec(cfg)
+    earlier = _earlier(cfg, spec)
     layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
     parts = [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
     _check_once([file for files in parts for file in files])
@@ -73,8 +75,9 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         columns=columns,
         labels=labels,
         weights=weights,
-        dense=_dense(cfg, numeric, requests),
+        dense=_dense(cfg, numeric, requests, earlier.numeric if earlier else {}),
         histories={name: build(requests) for name, build in builders.items()},
+        earlier=earlier,
     )
 
 
@@ -98,6 +101,23 @@ def feature_spec(cfg: EventsConfig) -> FeatureSpec:
         tasks=tuple(cfg.labels),
         max_candidates=_max_candidates(cfg),
     )
+
+
+def _earlier(cfg: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
+    """The mapping of `data.vocabulary_of`. Raises ValueError when it is not for these tables."""
+    if not cfg.vocabulary_of:
+        return None
+    earlier = mapping.read(Path(cfg.vocabulary_of))
+    if absent := sorted(set(spec.tables) ^ set(earlier.sizes)):
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} has the tables {sorted(earlier.sizes)}, this configuration "
+            f"{sorted(spec.tables)}: {', '.join(absent)} would have no weights to go on with; use its features"
+        )
+    hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
+    if hashed != ([cfg.hash_rows] if cfg.id_map == "hash" else []):
+        theirs = f"data.id_map=hash data.hash_rows={hashed[0]}" if hashed else "data.id_map=vocabulary"
+        raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
+    return earlier
 
 
 def _check(cfg: EventsConfig) -> None:
@@ -209,10 +229,15 @@ def _scale(numbers: np.ndarray, logarithmic: bool) -> np.ndarray:
     return np.sign(numbers) * np.log1p(np.abs(numbers)) if logarithmic else numbers
 
 
-def _dense(cfg: EventsConfig, numeric: Mapping[str, np.ndarray], requests: Requests) -> Dense:
+def _dense(
+    cfg: EventsConfig,
+    numeric: Mapping[str, np.ndarray],
+    requests: Requests,
+    earlier: Mapping[str, dict[str, float]],
+) -> Dense:
     scaled, statistics = {}, {}
     for name, values in numeric.items():
-        scaled[name], statistics[name] = standardise(values, requests.rows("train"))
+        scaled[name], statistics[name] = standardise(values, requests.rows("train"), earlier.get(name))
 
     def stack(names: list[str], rows: np.ndarray) -> np.ndarray:
         return np.stack([scaled[name][rows] for name in names], 1) if names else np.zeros((len(rows), 0), np.float32)

@@ -18,7 +18,7 @@ import numpy as np
 
 from modules.batch import FeatureSpec, SparseFeature
 from train.config import DataConfig
-from train.data import store
+from train.data import mapping, store
 from train.data.columns import Coded, CodedLists
 from train.data.files import Table
 from train.data.histories import History
@@ -35,15 +35,21 @@ class Dense:
     statistics: dict[str, dict[str, float]]
 
 
-def standardise(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean."""
+def standardise(
+    values: np.ndarray, training: np.ndarray, earlier: dict[str, float] | None = None
+) -> tuple[np.ndarray, dict[str, float]]:
+    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean.
+
+    `earlier`: mean and std of another run, which are used in their place.
+    """
     sample = values[training]
     sample = sample[~np.isnan(sample)]
     mean = float(sample.mean()) if sample.size else 0.0
     # Of a column that holds one number the deviation is a rounding of the mean, and another number would become 1e16.
     std = float(sample.std()) if sample.size and sample.min() < sample.max() else 0.0
-    scaled = (values - mean) / (std if std > 0 else 1.0)
-    return np.nan_to_num(scaled, nan=0.0).astype(np.float32), {"mean": mean, "std": std}
+    used = earlier or {"mean": mean, "std": std}
+    scaled = (values - used["mean"]) / (used["std"] if used["std"] > 0 else 1.0)
+    return np.nan_to_num(scaled, nan=0.0).astype(np.float32), used
 
 
 def write(
@@ -60,12 +66,13 @@ def write(
     weights: np.ndarray | None = None,
     dense: Dense,
     histories: Mapping[str, History],
+    earlier: mapping.Mapping | None = None,
 ) -> None:
     """Write the prepared form.
 
     user (codes), time (milliseconds), weights [N] (None: 1) and labels [N, tasks] belong to rows; `columns` has every
     sparse feature and every field of events that are rows, by name. The sizes in `spec.tables` are set here, from
-    training ids.
+    training ids. Ids of an `earlier` run keep their rows.
     """
     training = np.zeros(len(table.number), bool)
     training[requests.rows("train")] = True
@@ -75,8 +82,8 @@ def write(
         ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
     else:
         occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(occurrences, cfg.min_count)
-        ids.save(folder / "vocabulary")
+        ids = Vocabulary(occurrences, cfg.min_count, earlier.ids if earlier else None)
+        ids.save(folder / mapping.FOLDER)
     spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
     first, order = requests.first, requests.order
     arrays: dict[str, np.ndarray] = {
@@ -115,6 +122,7 @@ def write(
         "label_rates": _label_rates(spec, labels[training], None if weights is None else weights[training]),
         "numeric": dense.statistics,
         "fingerprint": _fingerprint(spec, ids, dense),
+        "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
         "first_row": table.first_row,
     }

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
-from train.data import store
+from train.data import mapping, store
 from train.data.batch import Events, Ids, pack, ranges
 from train.data.files import locate
 
@@ -27,6 +27,15 @@ class Source(Protocol):
     @property
     def fingerprint(self) -> str:
         """Equal for sources that give ids the same rows and scale numbers alike: weights of one fit the other."""
+        ...
+
+    @property
+    def extends(self) -> str | None:
+        """The fingerprint of another source whose ids have the same rows here, with others behind them."""
+        ...
+
+    def keep_mapping(self, run_dir: Path) -> None:
+        """Write what a run on other files has to know to go on with the weights, if it is to be known."""
         ...
 
     def num_requests(self, split: str) -> int: ...
@@ -61,6 +70,13 @@ class PreparedSource:
     @property
     def fingerprint(self) -> str:
         return self.meta["fingerprint"]
+
+    @property
+    def extends(self) -> str | None:
+        return self.meta["extends"]
+
+    def keep_mapping(self, run_dir: Path) -> None:
+        mapping.keep(self.folder, self.meta, run_dir)
 
     def num_requests(self, split: str) -> int:
         first, end = self.meta["bounds"][split]

@@ -17,7 +17,7 @@ import numpy as np
 
 from train.config import DataConfig
 
-FORMAT = 5
+FORMAT = 6
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ONLY_LOADING = (

@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -112,6 +113,12 @@ class SyntheticSource:
     def fingerprint(self) -> str:
         text = json.dumps(["popular rows apart", *(getattr(self.cfg, name) for name in POPULATION)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    extends = None
+    """No other source's: one with more users is another population."""
+
+    def keep_mapping(self, run_dir: Path) -> None:
+        """Nothing is kept: the configuration says everything."""
 
     def num_requests(self, split: str) -> int:
         if split == "train":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -35,23 +35,33 @@ def splitmix64(counter: np.ndarray) -> np.ndarray:
 class Vocabulary:
     """Ids seen at least `min_count` times in training get rows 1, 2, ... in the order of their text.
 
-    Text order rather than popularity spreads the popular rows over the shards of a row-wise sharded table.
+    Text order rather than popularity spreads the popular rows over the shards of a row-wise sharded table. Ids of
+    `earlier` runs, by table, keep their rows, seen or not, and the others get those behind them.
     """
 
-    def __init__(self, occurrences: Iterable[Occurrences], min_count: int) -> None:
+    def __init__(
+        self, occurrences: Iterable[Occurrences], min_count: int, earlier: Mapping[str, pa.StringArray] | None = None
+    ) -> None:
         seen: dict[str, list[pa.Table]] = {}
         for table, column, training in occurrences:
             codes = column.codes[training]
             counts = np.bincount(codes[codes >= 0], minlength=len(column.values))
             seen.setdefault(table, []).append(pa.table({"value": column.values, "count": counts}))
-        self.tables = {table: self._known(pa.concat_tables(parts), min_count) for table, parts in seen.items()}
+        kept = earlier or {}
+        self.tables = {
+            table: self._known(pa.concat_tables(parts), min_count, kept.get(table, pa.array([], pa.string())))
+            for table, parts in seen.items()
+        }
 
     @staticmethod
-    def _known(seen: pa.Table, min_count: int) -> pa.Table:
-        known = seen.group_by("value").aggregate([("count", "sum")])
-        known = known.filter(pc.greater_equal(known["count_sum"], max(min_count, 1))).sort_by("value")
-        rows = pa.array(np.arange(known.num_rows) + UNKNOWN_ID + 1)
-        return pa.table({"row": rows, "value": known["value"], "count": known["count_sum"]})
+    def _known(seen: pa.Table, min_count: int, earlier: pa.StringArray) -> pa.Table:
+        counts = seen.group_by("value").aggregate([("count", "sum")])
+        enough = pc.greater_equal(counts["count_sum"], max(min_count, 1))
+        new = pc.and_(enough, pc.invert(pc.is_in(counts["value"], value_set=earlier)))
+        values = pa.chunked_array([earlier, *counts.filter(new).sort_by("value")["value"].cast(pa.string()).chunks])
+        found = pc.index_in(values, value_set=counts["value"].combine_chunks())
+        rows = pa.array(np.arange(len(values)) + UNKNOWN_ID + 1)
+        return pa.table({"row": rows, "value": values, "count": counts["count_sum"].take(found).fill_null(0)})
 
     def size(self, table: str) -> int:
         """Rows of the embedding table."""

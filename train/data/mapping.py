@@ -1,0 +1,65 @@
+"""What a run knows of its data, kept beside its checkpoints: the row of every id and the scale of every number.
+
+A run on other files takes both over (`data.vocabulary_of`), so that it can go on with the weights. The files that the
+ids came from, and their cache, need not be there any more.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from train.files import write_json
+
+FOLDER = "vocabulary"
+"""Of a prepared folder and of a run directory: a parquet file an embedding table, none with data.id_map=hash."""
+ABOUT = "mapping.json"
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Of an earlier run: `ids` by table in the order of their rows, None where they are hashed into `sizes` rows."""
+
+    path: Path
+    fingerprint: str
+    numeric: dict[str, dict[str, float]]  # mean and std by feature
+    sizes: dict[str, int]
+    ids: dict[str, pa.StringArray] | None
+
+
+def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
+    """Write the mapping of a prepared folder, whose `meta` this is, to a run directory, unless it is there."""
+    folder = run_dir / FOLDER
+    if (folder / ABOUT).exists():
+        if json.loads((folder / ABOUT).read_text())["fingerprint"] == meta["fingerprint"]:
+            return
+        shutil.rmtree(folder)  # of a start that never came to a checkpoint
+    if (prepared / FOLDER).exists():
+        shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"fingerprint": meta["fingerprint"], "numeric": meta["numeric"], "tables": meta["spec"]["tables"]}
+    write_json(folder / ABOUT, about)
+
+
+def files(run_dir: Path) -> list[Path]:
+    """What `read` reads. Raises ValueError when there is nothing."""
+    folder = run_dir / FOLDER
+    if not (folder / ABOUT).exists():
+        raise ValueError(
+            f"data.vocabulary_of={run_dir}: {folder} holds no {ABOUT}; name a run directory of data=events, such as "
+            "runs/first. A run of an earlier version writes it when it is started once more"
+        )
+    return sorted(folder.iterdir())
+
+
+def read(run_dir: Path) -> Mapping:
+    *tables, about = sorted(files(run_dir), key=lambda file: file.name == ABOUT)
+    known = json.loads(about.read_text())
+    ids = {unquote(file.stem): pq.read_table(file, columns=["value"])["value"].combine_chunks() for file in tables}
+    return Mapping(run_dir, known["fingerprint"], known["numeric"], known["tables"], ids or None)

@@ -25,23 +25,26 @@ class Launcher:
         self.kernel = kernel
         self._options = options
         self._runtime = knobs.runtime
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, tuple[int, Any]] = {}  # with the device that it was loaded on
 
     def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any, **options: Any) -> None:
         """Launch with all arguments of the kernel in their order, on the current device and stream.
 
         `options` of this launch, such as num_warps, are decided by the key, too.
         """
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self.kernel[grid](*arguments, **self._options, **options)
+        device, compiled = self._compiled.get(key, (None, None))
+        # The key names the device of the tensors, which need not be the current one.
+        if compiled is None or device != torch._C._cuda_getDevice():
+            compiled = self.kernel[grid](*arguments, **self._options, **options)
+            if compiled is not None:  # as it is in Triton's interpreter
+                self._compiled[key] = torch._C._cuda_getDevice(), compiled
             return
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
         # Chains of hooks, unless somebody has put a function or None in their place.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[grid](*arguments)
         else:
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            stream = torch._C._cuda_getCurrentRawStream(device)
             # No metadata of the launch and no hooks, which would be called even if nobody had set one.
             nothing = (None, None, None)
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *nothing, *arguments)

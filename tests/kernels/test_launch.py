@@ -61,6 +61,18 @@ def test_a_kernel_compiles_once_for_each_key() -> None:
     ]
 
 
+def test_what_was_loaded_on_another_device_is_not_launched_on_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    launch = Launcher(_Kernel(launches))
+    launch((1, 1, 1), "tensors on 4")  # while 3 is current
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {4: 88}.get)
+    launch((1, 1, 1), "tensors on 4")
+    launch((1, 1, 1), "tensors on 4")
+    assert [entry[0] for entry in launches] == ["compiled", "compiled", "at once"]
+    assert launches[2][4] == 88
+
+
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_of_a_profiler_see_launches(name: str) -> None:
     launches: list[tuple[Any, ...]] = []

@@ -16,7 +16,7 @@ from kernels import dispatch
 from kernels.gdpa import gluon_backend, padded, reference, triton_backend  # noqa: F401  register their backends
 from kernels.gdpa.activations import ACTIVATIONS, unknown
 from kernels.gdpa.norms import add_norms, layer_norm
-from kernels.jagged.checks import check_lengths, check_offsets
+from kernels.jagged.checks import check_lengths, check_offsets, check_window
 from kernels.offsets import derived
 
 __all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
@@ -34,7 +34,7 @@ def gdpa(
     activation: str | Sequence[str] = "gelu",
     score_scale: float,
     out_scale: float = 1.0,
-    window: tuple[int, int] = (-1, -1),
+    window: int | tuple[int | None, int | None] | None = None,
     kv_index: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -48,8 +48,8 @@ def gdpa(
     - `activation`: one of ACTIVATIONS, or one per head.
     - `score_scale` acts before the activation and `out_scale` after it. Peers differ in both, so the first has no
       default. Neither may depend on a batch's lengths, or results would depend on what else is in the batch.
-    - `window` (left, right): query i sees key j, both counted within their row, when i - left <= j <= i + right; -1 is
-      no limit on that side. Pairs out of sight contribute nothing.
+    - `window`, w or (left, right): query i sees key j, both counted within their row, when i - left <= j <= i + right;
+      None or -1 is no limit on that side. Pairs out of sight contribute nothing.
     - `k_offsets` None: k and v are dense, [B, Lk, Hkv, d] and [B, Lk, Hkv, dv].
     - `q_offsets` None: the queries q [S, H, d] are those of every row; the result is [B * S, H, dv], row by row, and
       the gradient of q is the sum over rows. q is copied once per row, which is as much memory as the result.
@@ -62,9 +62,8 @@ def gdpa(
     lengths and indices out of bounds; on a GPU, where looking would be a sync, those are device assertions.
     """
     _check_shapes(q, k, v, q_offsets, k_offsets)
-    if any(side < -1 for side in window):
-        raise ValueError(f"window={window} must be (left, right), each -1 for no limit or at least 0")
-    if kv_index is not None and window != (-1, -1):
+    reach = check_window(window)
+    if kv_index is not None and reach != (-1, -1):
         raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     activations = _per_head(activation, q.shape[1])
@@ -95,12 +94,12 @@ def gdpa(
         head_dim=q.shape[2],
         value_dim=v.shape[2],
         activations=activations,
-        windowed=window != (-1, -1),
+        windowed=reach != (-1, -1),
     )
     if not getattr(attend, "checks_lengths", False):
         for offsets, maximum, name in unchecked:
             check_lengths(offsets, maximum, name)
-    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
+    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:

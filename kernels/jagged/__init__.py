@@ -36,6 +36,7 @@ from kernels.jagged.checks import (
     check_not_negative,
     check_offsets,
     check_rows,
+    check_window,
 )
 from kernels.jagged.pointwise import jagged_dense_elementwise, jagged_elementwise, jagged_linear
 from kernels.jagged.products import (
@@ -191,7 +192,7 @@ def jagged_attention(
     their row, when all of these hold that are asked for:
 
     - `causal`: j <= i;
-    - `window`, w or (left, right): i - left <= j <= i + right, None on a side for no limit;
+    - `window`, w or (left, right): i - left <= j <= i + right, None or -1 on a side for no limit;
     - `block_size`: i // block_size == j // block_size.
 
     A query that sees no key gives zeros, with zero gradients. Added to scaled scores, with gradients of the tables:
@@ -208,9 +209,9 @@ def jagged_attention(
     check_offsets(k.shape[0], k_offsets)
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(f"q has {len(q_offsets) - 1} rows and k has {len(k_offsets) - 1}; they must be equal")
-    left, right = window if isinstance(window, tuple) else (window, window)
-    if any(size is not None and size < lowest for size, lowest in ((left, 0), (right, 0), (block_size, 1))):
-        raise ValueError(f"window={window} must not be negative and block_size={block_size} must be positive")
+    reach = check_window(window)
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size={block_size} must be positive, or None for no blocks")
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
@@ -225,7 +226,7 @@ def jagged_attention(
         q,
         head_dim=q.shape[2],
         value_dim=v.shape[2],
-        masked=causal or left is not None or right is not None,
+        masked=causal or reach != (-1, -1),
         same_offsets=q_offsets is k_offsets,
         block_local=block_size is not None,
         biased="bias" in features,
@@ -236,7 +237,6 @@ def jagged_attention(
         check_lengths(q_offsets, max_q, "max_q")
         if k_offsets is not q_offsets or max_k < max_q:
             check_lengths(k_offsets, max_k, "max_k")
-    reach = (-1 if left is None else left, -1 if right is None else right)
     return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
 
 

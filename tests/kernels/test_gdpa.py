@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import dispatch
+from kernels import dispatch, jagged
 from kernels.gdpa import ACTIVATIONS, activations, gdpa, padded, plot, reference
 from kernels.gdpa.operator import gdpa_operator
 from kernels.jagged.reference import place_in_row
@@ -118,6 +119,19 @@ def test_padded_is_the_reference_between_conversions(monkeypatch: pytest.MonkeyP
     inputs = inputs_of(**offsets, heads=(4, 2), widths=(8, 6))
     arguments = *inputs.values(), *offsets.values(), 7, 8, ("silu", "gelu", "relu", "gelu"), 0.2, 0.5, (2, 1)
     assert torch.equal(padded.gdpa(*arguments), reference.gdpa(*arguments))
+
+
+@pytest.mark.parametrize("operator", [partial(gdpa, score_scale=0.3), jagged.jagged_attention])
+@pytest.mark.parametrize(
+    ("window", "sides"), [(2, (2, 2)), ((None, 1), (-1, 1)), (None, (-1, -1)), (-1, (None, None))], ids=str
+)
+def test_a_window_is_written_alike_for_gdpa_and_attention(
+    operator: Callable[..., Tensor], window: Any, sides: Any
+) -> None:
+    offsets = torch.tensor([0, 3, 9])
+    inputs = inputs_of(offsets, offsets, (2, 2), (4, 4))
+    attend = partial(operator, **inputs, q_offsets=offsets, k_offsets=offsets, max_q=6, max_k=6)
+    assert torch.equal(attend(window=window), attend(window=sides))
 
 
 def test_rows_without_keys_or_queries_give_zeros() -> None:
@@ -265,7 +279,7 @@ def test_bad_inputs_are_named() -> None:
         attend(x, x, x, offsets, offsets, activation="sigmoid")
     with pytest.raises(ValueError, match="got 2 activations for 1 heads"):
         attend(x, x, x, offsets, offsets, activation=["gelu", "silu"])
-    with pytest.raises(ValueError, match=r"window=\(-2, 0\) must be \(left, right\)"):
+    with pytest.raises(ValueError, match=r"window=\(-2, 0\) must be w or \(left, right\)"):
         attend(x, x, x, offsets, offsets, window=(-2, 0))
     with pytest.raises(ValueError, match="kv_index with a window"):
         attend(x, x, x, offsets, offsets, window=(1, 1), kv_index=torch.tensor([0, 1]))

@@ -147,8 +147,8 @@ def test_bad_inputs_are_named() -> None:
             attend(q, k, x)
     with pytest.raises(ValueError, match="must have one dtype"):
         attend(x, x.double(), x.double())
-    with pytest.raises(ValueError, match="window=-1 must not be negative"):
-        attend(x, x, x, window=-1)
+    with pytest.raises(ValueError, match=r"window=-2 must be w or \(left, right\)"):
+        attend(x, x, x, window=-2)
     with pytest.raises(ValueError, match=r"position_bias must be \[1, 2 P \+ 1\], got \(1, 2\)"):
         attend(x, x, x, position_bias=torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"time_bias must be \[1, T\] with T at least 1, got \(2, 3\)"):

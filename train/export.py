@@ -43,6 +43,8 @@ TIMED_CANDIDATES = 1000
 """Of the request that an export is made from: Inductor chooses kernels by timing them on it."""
 LOOKED_AT = 1000
 """Requests at a time, of which the best is the one that an export is made from."""
+MOST_LOOKED_AT = 100_000
+"""Requests, the newest ones, among which it must be."""
 
 
 def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
@@ -142,19 +144,23 @@ def example(source: Source) -> RequestBatch:
     from the newest on, since the oldest hardly have a history yet, until one will do.
     """
     best, most, end = 0, -1, source.num_requests("train")
-    while end and most < 2:
-        numbers = np.arange(max(0, end - LOOKED_AT), end)
+    first, longest = max(0, end - MOST_LOOKED_AT), torch.zeros(len(source.spec.histories), dtype=torch.int64)
+    while end > first and most < 2:
+        numbers = np.arange(max(first, end - LOOKED_AT), end)
         batch = source.batch("train", numbers)
-        lengths = batch.histories.lengths().view(-1, len(numbers))
+        lengths = batch.history_times.lengths().view(-1, len(numbers))
+        longest = torch.maximum(longest, lengths.amax(1))
         least = lengths.amin(0) if len(lengths) else torch.full((len(numbers),), 2)
         least = torch.where(batch.candidate_offsets.diff() > 0, least, -1)
         if int(least.max()) > most:
             best, most = int(numbers[least.argmax()]), int(least.max())
         end = int(numbers[0])
     if most < 2:
+        rare = [event.name for event, length in zip(source.spec.histories, longest, strict=True) if length < 2]
         raise ValueError(
-            "an export is made from a training request with a candidate and two events of every type; no request is "
-            f"one (the closest: {max(most, 0)} events of its rarest type)"
+            "an export is made from a training request with a candidate and two events of every type; none of the "
+            f"newest {source.num_requests('train') - first:,} is one. Types that no request has two events of: "
+            f"{', '.join(rare) or 'none'}; train without them, or on files in which they happen"
         )
     request = source.batch("train", np.array([best]))
     return with_candidates(request, max(2, request.num_candidates))

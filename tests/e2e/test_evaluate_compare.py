@@ -104,23 +104,30 @@ def repeated(features: KeyedJaggedTensor, times: int) -> KeyedJaggedTensor:
 class Rising:
     """A source whose requests have more events the later they come, but for the last thousand, which have one."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    spec = SimpleNamespace(histories=[SimpleNamespace(name="often"), SimpleNamespace(name="seldom")])
+
+    def __init__(self, count: int, growth: int = 500) -> None:
+        self.count, self.growth, self.looked_at = count, growth, 0
 
     def num_requests(self, split: str) -> int:
         return self.count
 
     def batch(self, split: str, requests: np.ndarray) -> SimpleNamespace:
-        rare = np.where(requests < self.count - 1000, 1 + requests // 500, 1)
+        self.looked_at += len(requests)
+        rare = np.where(requests < self.count - 1000, 1 + requests // self.growth, 1)
         lengths = torch.from_numpy(np.concatenate([np.full(len(requests), 4), rare]))
         offsets = torch.arange(len(requests) + 1)
-        histories = SimpleNamespace(lengths=lambda: lengths)
-        return SimpleNamespace(histories=histories, candidate_offsets=offsets, num_candidates=2, numbers=requests)
+        times = SimpleNamespace(lengths=lambda: lengths)
+        return SimpleNamespace(history_times=times, candidate_offsets=offsets, num_candidates=2, numbers=requests)
 
 
 def test_export_names_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"two events of every type; no request is one \(the closest: 1 events"):
+    with pytest.raises(ValueError, match=r"the newest 3 is one\. Types that no request has two events of: seldom;"):
         export.example(cast(Any, Rising(3)))
+    never = Rising(10**9, growth=10**9)
+    with pytest.raises(ValueError, match=r"the newest 100,000 is one\."):
+        export.example(cast(Any, never))
+    assert never.looked_at == 100_000
     for arguments, message in (
         (["out=x"], "name a run or one of its checkpoints"),
         (["run_dir=nowhere"], "holds no whole checkpoint"),

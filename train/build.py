@@ -17,7 +17,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
-from train.config import Config, ModelConfig
+from train.config import Config, EventsConfig, ModelConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
@@ -61,7 +61,8 @@ def build(config: Config, world: World) -> Job:
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, rank=world.rank, barrier=world.barrier)
     if world.is_first:
-        log.info("data: %s\n%s", config.data.name, summarise(source))
+        dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
+        log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
         arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, device="meta"), arch)

@@ -42,6 +42,11 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
     assert ["price", "0.0%", "0.0%"] in lines
 
 
+def test_rows_without_a_time_have_no_dates():
+    lines = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)), dated=False).splitlines()
+    assert lines[:2] == ["split      requests  (without a time)", "train         1,000"]
+
+
 def test_any_source_has_a_summary():
     text = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)))
     assert "train         1,000  2020-09-13" in text

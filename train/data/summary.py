@@ -15,17 +15,18 @@ SAMPLE = 256
 """Requests of a split, evenly spread, whose features are looked at."""
 
 
-def summarise(source: Source) -> str:
+def summarise(source: Source, dated: bool = True) -> str:
     """Requests and times of each split, label rates, and how much of a feature is known in the first and last split.
 
-    Known are ids with a row of their own, and numbers other than the mean, which missing ones become.
+    `dated` false: the source has no times, and none are told. Known are ids with a row of their own, and numbers other
+    than the mean, which missing ones become.
     """
     counts = {split: source.num_requests(split) for split in SPLITS if source.num_requests(split)}
     samples = {split: source.batch(split, _spread(count)) for split, count in counts.items()}
-    lines = [f"{'split':<5} {'requests':>13}  {'first (UTC)':<19}  last"]
+    lines = [f"{'split':<5} {'requests':>13}" + (f"  {'first (UTC)':<19}  last" if dated else "  (without a time)")]
     for split, batch in samples.items():
         first, last = (np.datetime64(int(time), "s") for time in batch.request_time[[0, -1]])
-        lines.append(f"{split:<5} {counts[split]:>13,}  {first!s:<19}  {last}")
+        lines.append(f"{split:<5} {counts[split]:>13,}" + (f"  {first!s:<19}  {last}" if dated else ""))
     rates = ", ".join(f"{task} {rate:.4g}" for task, rate in source.label_rates().items())
     lines += [f"positive training labels: {rates}", ""]
 

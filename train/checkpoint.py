@@ -173,7 +173,7 @@ def named(run_dir: str, path: str) -> Path:
 
 def start_of(path: Path) -> Path:
     """The checkpoint that `checkpoint.load` names: itself, or the best one of a run directory."""
-    return named(str(path), None) if (path / "checkpoints").is_dir() else path
+    return named(str(path), "") if (path / "checkpoints").is_dir() else path
 
 
 def of_first_rank(path: Path | None, world: World) -> Path | None:

@@ -203,6 +203,7 @@ class OptimizerConfig:
 @dataclass
 class ParallelConfig:
     sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
+    comm_precision: str = "fp32"  # fp32 | bf16: of looked-up rows and their gradients on the way between ranks
     hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
     host_gib: float = 64.0
     reserve: float = 0.15  # fraction of it left to the dense part and activations
@@ -297,6 +298,7 @@ CHOICES = {
     "data.bad_rows": ("raise", "skip"),
     "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
+    "parallel.comm_precision": ("fp32", "bf16"),
     "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "tracking.progress": ("auto", "always", "never"),

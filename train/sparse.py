@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
@@ -49,7 +50,9 @@ def shard(
     optimizer = config.optimizer
     apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], tables, {"lr": optimizer.sparse_lr})
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
-    sharders: list[ModuleSharder[nn.Module]] = [EmbeddingCollectionSharder()]
+    sharders: list[ModuleSharder[nn.Module]] = [
+        EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))
+    ]
     plan = _plan(model, sharders, config, world, ids)
     # Shards of one table live on several ranks: equal seeds would start them equal.
     torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
@@ -62,6 +65,12 @@ def shard(
         data_parallel_wrapper=_Alone() if world.size == 1 else None,
     )
     return parallel, plan
+
+
+def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:
+    """What rounds the rows that ranks send each other, and their gradients; None: nothing is rounded."""
+    precision = CommType(config.parallel.comm_precision if world.size > 1 else "fp32")
+    return get_qcomm_codecs_registry(QCommsConfig(precision, precision))
 
 
 def ids_per_request(source: Source) -> dict[str, float]:

@@ -52,7 +52,7 @@ class MeanArch(nn.Module):
 class Step:
     """Model, guard, optimiser and pipeline as the trainer wires them."""
 
-    def __init__(self, optimizer: OptimizerConfig) -> None:
+    def __init__(self, optimizer: OptimizerConfig, comm_precision: str = "fp32") -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
         config = Config(
@@ -60,7 +60,7 @@ class Step:
             data=SyntheticConfig(batch_size=6),
             precision=PrecisionConfig(name="fp32"),
             optimizer=optimizer,
-            parallel=ParallelConfig(sharding_types=["row_wise"]),
+            parallel=ParallelConfig(sharding_types=["row_wise"], comm_precision=comm_precision),
             checkpoint=CheckpointConfig(),
             tracking=TrackingConfig(),
             runtime=RuntimeConfig(),
@@ -127,6 +127,23 @@ def _shards_are_partial() -> None:
 
 def test_no_rank_holds_a_whole_table() -> None:
     run_ranks(_shards_are_partial, 2)
+
+
+def _rows_in_bfloat16() -> None:
+    changes = []
+    for precision in ("fp32", "bf16"):
+        step = Step(OptimizerConfig(sparse="sgd", warmup_steps=0), precision)
+        before = step.shards()
+        step.pipeline.progress(iter([random_batch(step.spec, seed=step.world.rank)]))
+        changes.append({name: value - before[name] for name, value in step.shards().items()})
+    for exact, rounded in zip(*(change.values() for change in changes), strict=True):
+        # Rows and gradients are rounded once each, by up to 2^-9 of themselves.
+        assert 0 < (rounded - exact).norm() < 2**-7 * exact.norm()
+    distributed.stop()
+
+
+def test_rows_and_gradients_travel_in_bfloat16_where_asked() -> None:
+    run_ranks(_rows_in_bfloat16, 2)
 
 
 def _accumulation() -> None:

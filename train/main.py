@@ -9,6 +9,8 @@ if __package__ in (None, ""):  # `torchrun train/main.py` puts train/ on the pat
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -22,6 +24,11 @@ register_schema()
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 @record  # innermost: Hydra turns exceptions into exits, and torchrun's error file would lose them
 def main(composed: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError(
+            "-m (--multirun) would run all jobs in these processes, where one's process groups and caches reach into "
+            "the next; a sweep with processes for each: python -m launch.sweep +experiment=NAME --over runtime.seed=0,1"
+        )
     config = to_config(composed)
     world = distributed.start(config.runtime)
     try:

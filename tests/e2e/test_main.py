@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra.errors import ConfigCompositionException
 
-from tests.launching import ROOT, TINY, run, torchrun, train, train_here
+from tests.launching import ROOT, TINY, python, run, torchrun, train, train_here
 from train.tracking import read_metrics
 
 
@@ -70,6 +70,13 @@ def test_experiments_overlay(tmp_path: Path) -> None:
 def test_a_wrong_key_or_value_is_named(override: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=named):
         train_here(tmp_path / "run", override)
+
+
+def test_hydra_s_multirun_is_refused_with_the_sweep(tmp_path: Path) -> None:
+    """Under torchrun its second job waited for process groups of the first for ever."""
+    done = run(python("-m", "train.main", "-m", *TINY, "runtime.seed=0,1"), cwd=tmp_path, check=False)
+    assert done.returncode
+    assert "python -m launch.sweep +experiment=NAME --over runtime.seed=0,1" in done.stderr
 
 
 def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kernels import dispatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
+from modules.named import named
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from train.config import Config, EventsConfig, ModelConfig
 from train.data import build_source
@@ -23,6 +24,7 @@ from train.data.source import Source
 from train.data.summary import summarise
 from train.distributed import World
 from train.graphs import use_graphs
+from train.metrics.collection import OwnMetric
 from train.sparse import ids_per_request, shard
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Job:
     source: Source
     model: DistributedModelParallel
     plan: str
+    metrics: dict[str, OwnMetric]  # of `tracking.metrics`, by name
 
     @property
     def ranking_model(self) -> RankingModel:
@@ -58,6 +61,7 @@ class Job:
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
+    metrics = {name.rpartition(".")[2]: named(name, "tracking.metrics") for name in config.tracking.metrics}
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, rank=world.rank, barrier=world.barrier)
     if world.is_first:
@@ -83,7 +87,7 @@ def build(config: Config, world: World) -> Job:
         log.warning("runtime.cuda_graphs=true changes nothing on a CPU, where there are none")
     sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
-    return Job(config, world, source, sharded, str(plan))
+    return Job(config, world, source, sharded, str(plan), metrics)
 
 
 def model_fields(model: ModelConfig) -> dict[str, object]:
@@ -91,4 +95,4 @@ def model_fields(model: ModelConfig) -> dict[str, object]:
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "name"}
     if "moe" in fields:
         fields["moe"] = dataclasses.asdict(fields["moe"])
-    return fields
+    return fields | fields.pop("arguments", {})

@@ -84,6 +84,14 @@ class DLRMConfig(ModelConfig):
 
 
 @dataclass
+class CustomConfig(ModelConfig):
+    """A class from outside this repository."""
+
+    name: str = "custom"  # its dotted name, such as my_models.TwoTower
+    arguments: dict[str, Any] = field(default_factory=dict)  # of its constructor, besides spec, dim and dropout
+
+
+@dataclass
 class DataConfig:
     name: str = MISSING
     batch_size: int = 256  # requests a rank and step
@@ -228,6 +236,7 @@ class TrackingConfig:
     job_type: str | None = None
     tags: list[str] = field(default_factory=list)
     tensorboard: bool = True
+    metrics: list[str] = field(default_factory=list)  # functions of your own for evaluations: [my_metrics.brier]
     progress: str = "auto"  # bar on rank 0: auto (when stderr is a terminal) | always | never
 
 
@@ -263,7 +272,7 @@ class Config:
     runtime: RuntimeConfig = MISSING
 
 
-MODELS = (InterFormerConfig, DINConfig, DCNv2Config, DLRMConfig)
+MODELS = (InterFormerConfig, DINConfig, DCNv2Config, DLRMConfig, CustomConfig)
 SOURCES = (MovieLensConfig, EventsConfig, SyntheticConfig)
 
 
@@ -328,10 +337,10 @@ def to_config(composed: DictConfig) -> Config:
 
 def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     """A configuration read back from a checkpoint, with `key=value` overrides of existing keys."""
-    nodes = {node.name: node for node in (*MODELS, *SOURCES)}
     schema = OmegaConf.structured(Config)
-    for group in ("model", "data"):
-        schema[group] = OmegaConf.structured(nodes[saved[group]["name"]])
+    models, sources = ({node.name: node for node in nodes} for nodes in (MODELS, SOURCES))
+    schema.model = OmegaConf.structured(models.get(saved["model"]["name"], CustomConfig))
+    schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
     composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
     assert isinstance(composed, DictConfig)
     return to_config(composed)

@@ -93,7 +93,7 @@ def evaluate_split(
     Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
     """
     source, world, data = job.source, job.world, job.config.data
-    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True)
+    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True, own=job.metrics)
     loader = build_loader(
         source,
         split,

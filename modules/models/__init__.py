@@ -9,18 +9,23 @@ from torch import nn
 from modules.batch import FeatureSpec
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.interformer import InterFormer
+from modules.named import named
 
 MODELS: dict[str, type[nn.Module]] = {"interformer": InterFormer, "din": DIN, "dcnv2": DCNv2, "dlrm": DLRM}
 
 
 def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
-    """The model called `name`, for the data described by `spec`; `fields` are its constructor's arguments.
+    """The model called `name`, or the class `module.Class`, for the data of `spec`; `fields` are its other arguments.
 
     A model has `forward(tokens, batch) -> logits [C, tasks]`, `aux_loss() -> scalar tensor` and `flops_per_batch(
     num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`.
     """
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    if name not in MODELS and "." not in name:
+        raise ValueError(
+            f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or a class of your own by model=custom "
+            "model.name=my_models.TwoTower"
+        )
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
-    return MODELS[name](spec, **fields)
+    model = MODELS[name] if name in MODELS else named(name, "model.name")
+    return model(spec, **fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
 from train.metrics.gauc import gauc
 from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights
 from train.metrics.ne import log_loss, normalized_entropy
+
+OwnMetric = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | float]
+"""Of logits, labels (0 or 1), weights and groups [N] of the rows of all ranks whose label was observed: one number."""
 
 NUM_SUMS = 5  # a task's rows, weight, weighted labels, weighted predictions, weighted log loss
 
@@ -27,9 +30,17 @@ class MetricSet:
     """
 
     def __init__(
-        self, tasks: Sequence[str], base_rates: Mapping[str, float], device: torch.device, *, exact_auc: bool
+        self,
+        tasks: Sequence[str],
+        base_rates: Mapping[str, float],
+        device: torch.device,
+        *,
+        exact_auc: bool,
+        own: Mapping[str, OwnMetric] | None = None,
     ) -> None:
-        """`base_rates`: positive rate of the training data by task, which NE is normalised by."""
+        """`base_rates`: positive rate of the training data by task, which NE is normalised by; `own`, by name, are
+        further metrics where AUC is exact.
+        """
         missing = [task for task in tasks if task not in base_rates]
         if missing:
             raise ValueError(
@@ -39,7 +50,7 @@ class MetricSet:
             if not 0 <= base_rates[task] <= 1:
                 raise ValueError(f"base_rates[{task!r}] is {base_rates[task]}, expected a share of rows such as 0.1")
         self.tasks, self.base_rates = list(tasks), {task: float(base_rates[task]) for task in tasks}
-        self.device, self.exact_auc = device, exact_auc
+        self.device, self.exact_auc, self.own = device, exact_auc, dict(own or {})
         # Sums and histograms share one buffer, so that one all-reduce carries them.
         self._state = torch.zeros(len(tasks) * (NUM_SUMS + 2 * NUM_BINS), dtype=torch.float64, device=device)
         self._values: list[Tensor] = []  # [C, 3 * tasks] float32: logits, labels, weights
@@ -76,9 +87,10 @@ class MetricSet:
     def compute(self) -> dict[str, float]:
         """Metrics since the last reset, under `task/name`.
 
-        log_loss (nats, weighted mean), ne, auc, gauc (only if exact) or auc_error_bound (only if not), calibration (sum
-        of predictions over sum of labels), label_rate, examples (rows with an observed label). A metric without meaning
-        is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate of 0 or 1.
+        log_loss (nats, weighted mean), ne, auc, gauc and those of `own` (only if exact) or auc_error_bound (only if
+        not), calibration (sum of predictions over sum of labels), label_rate, examples (rows with an observed label). A
+        metric without meaning is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate
+        of 0 or 1.
         """
         sums, histogram = self._views(self._reduced())
         ranking = self._exact_ranking() if self.exact_auc else _streaming_ranking(histogram)
@@ -127,7 +139,14 @@ class MetricSet:
         return {
             "auc": torch.stack([auc(scores, labels, weights) for scores, labels, weights in rows]),
             "gauc": torch.stack([gauc(scores, labels, weights, group) for scores, labels, weights in rows]),
+            **{name: torch.stack([self._own(metric, row, group) for row in rows]) for name, metric in self.own.items()},
         }
+
+    def _own(self, metric: OwnMetric, row: tuple[Tensor, Tensor, Tensor], group: Tensor) -> Tensor:
+        observed = ~row[1].isnan()
+        scores, labels, weights = (column[observed] for column in row)
+        value = metric(scores, labels, weights, group[observed])
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
 
 
 def gather_rows(rows: Tensor) -> Tensor:

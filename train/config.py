@@ -165,6 +165,7 @@ class EventsConfig(DataConfig):
     list_separator: str = "|"  # of list columns that arrive as text
     tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
     vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow
+    new_ids: bool = True  # false, with vocabulary_of: ids that it lacks are unknown; its label rates are kept, too
     histories: dict[str, HistoryConfig] = field(default_factory=dict)  # event type -> where its events come from
 
 

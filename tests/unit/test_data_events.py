@@ -351,6 +351,22 @@ def test_a_run_on_other_files_keeps_rows_of_ids_and_scales_of_numbers(tmp_path):
     assert 0 in counts  # an id of the first run that the second never sees
 
 
+def test_without_new_ids_other_files_are_read_as_the_run_would(tmp_path):
+    first = build_source(make_config(tmp_path, make_table(), candidate_numeric=["price"]))
+    first.keep_mapping(tmp_path / "run")
+    table = make_table(seed=1)
+    table |= {"item": table["item"] + 15, "click": np.ones_like(table["click"])}
+    settings = {"candidate_numeric": ["price"], "vocabulary_of": str(tmp_path / "run"), "new_ids": False}
+    second = build_source(make_config(tmp_path, table, **settings, split=[1, 0, 0]))
+    assert second.fingerprint == first.fingerprint
+    assert second.label_rates() == first.label_rates()
+    known = np.isin(table["item"].astype(str), words(first, "item")[1:])
+    rows = np.concatenate(rows_of(whole(second).candidate_sparse, "item"))
+    assert 0 < (rows == 0).sum() == (~known).sum()
+    with pytest.raises(ValueError, match="data.new_ids=false knows no id at all without data.vocabulary_of"):
+        build_source(make_config(tmp_path, table, new_ids=False))
+
+
 def test_hashed_ids_need_the_scales_alone(tmp_path):
     hashed = {"id_map": "hash", "hash_rows": 50, "candidate_numeric": ["price"]}
     first = build_source(make_config(tmp_path, make_table(), **hashed))

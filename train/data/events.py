@@ -78,6 +78,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         dense=_dense(cfg, numeric, requests, earlier.numeric if earlier else {}),
         histories={name: build(requests) for name, build in builders.items()},
         earlier=earlier,
+        new_ids=cfg.new_ids,
     )
 
 
@@ -106,6 +107,8 @@ def feature_spec(cfg: EventsConfig) -> FeatureSpec:
 def _earlier(cfg: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
     """The mapping of `data.vocabulary_of`. Raises ValueError when it is not for these tables."""
     if not cfg.vocabulary_of:
+        if not cfg.new_ids:
+            raise ValueError("data.new_ids=false knows no id at all without data.vocabulary_of, e.g. runs/first")
         return None
     earlier = mapping.read(Path(cfg.vocabulary_of))
     if absent := sorted(set(spec.tables) ^ set(earlier.sizes)):

@@ -29,6 +29,7 @@ class Mapping:
     path: Path
     fingerprint: str
     numeric: dict[str, dict[str, float]]  # mean and std by feature
+    label_rates: dict[str, float]  # positive rate of training labels by task
     sizes: dict[str, int]
     ids: dict[str, pa.StringArray] | None
 
@@ -43,8 +44,8 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
     if (prepared / FOLDER).exists():
         shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"fingerprint": meta["fingerprint"], "numeric": meta["numeric"], "tables": meta["spec"]["tables"]}
-    write_json(folder / ABOUT, about)
+    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates")}
+    write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -62,4 +63,4 @@ def read(run_dir: Path) -> Mapping:
     *tables, about = sorted(files(run_dir), key=lambda file: file.name == ABOUT)
     known = json.loads(about.read_text())
     ids = {unquote(file.stem): pq.read_table(file, columns=["value"])["value"].combine_chunks() for file in tables}
-    return Mapping(run_dir, known["fingerprint"], known["numeric"], known["tables"], ids or None)
+    return Mapping(run_dir, known["fingerprint"], known["numeric"], known["label_rates"], known["tables"], ids or None)

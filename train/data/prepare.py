@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,13 @@ def write(
     dense: Dense,
     histories: Mapping[str, History],
     earlier: mapping.Mapping | None = None,
+    new_ids: bool = True,
 ) -> None:
     """Write the prepared form.
 
     user (codes), time (milliseconds), weights [N] (None: 1) and labels [N, tasks] belong to rows; `columns` has every
     sparse feature and every field of events that are rows, by name. The sizes in `spec.tables` are set here, from
-    training ids. Ids of an `earlier` run keep their rows.
+    training ids. Ids of an `earlier` run keep their rows; without `new_ids` no others get one.
     """
     training = np.zeros(len(table.number), bool)
     training[requests.rows("train")] = True
@@ -82,7 +84,7 @@ def write(
         ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
     else:
         occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(occurrences, cfg.min_count, earlier.ids if earlier else None)
+        ids = Vocabulary(occurrences, cfg.min_count if new_ids else math.inf, earlier.ids if earlier else None)
         ids.save(folder / mapping.FOLDER)
     spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
     first, order = requests.first, requests.order
@@ -119,7 +121,9 @@ def write(
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
         "bounds": requests.bounds,
-        "label_rates": _label_rates(spec, labels[training], None if weights is None else weights[training]),
+        "label_rates": earlier.label_rates
+        if earlier and not new_ids
+        else _label_rates(spec, labels[training], None if weights is None else weights[training]),
         "numeric": dense.statistics,
         "fingerprint": _fingerprint(spec, ids, dense),
         "extends": earlier.fingerprint if earlier else None,

@@ -40,7 +40,7 @@ class Vocabulary:
     """
 
     def __init__(
-        self, occurrences: Iterable[Occurrences], min_count: int, earlier: Mapping[str, pa.StringArray] | None = None
+        self, occurrences: Iterable[Occurrences], min_count: float, earlier: Mapping[str, pa.StringArray] | None = None
     ) -> None:
         seen: dict[str, list[pa.Table]] = {}
         for table, column, training in occurrences:
@@ -54,7 +54,7 @@ class Vocabulary:
         }
 
     @staticmethod
-    def _known(seen: pa.Table, min_count: int, earlier: pa.StringArray) -> pa.Table:
+    def _known(seen: pa.Table, min_count: float, earlier: pa.StringArray) -> pa.Table:
         counts = seen.group_by("value").aggregate([("count", "sum")])
         enough = pc.greater_equal(counts["count_sum"], max(min_count, 1))
         new = pc.and_(enough, pc.invert(pc.is_in(counts["value"], value_set=earlier)))

@@ -1,0 +1,114 @@
+"""Requests in plain Python, as a server gets them, to batches: with the ids and the scales of a run's own data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from train.data import mapping
+from train.data.batch import Events, Ids, pack
+from train.data.columns import read_ids
+from train.data.vocabulary import Hashing
+
+
+class RequestReader:
+    """Batches of one request, for `train.score.Scorer`, from the columns that the files of an `events` run had.
+
+    Every id of the run's vocabulary is held in memory, as a Python string.
+    """
+
+    def __init__(self, run_dir: Path, spec: FeatureSpec) -> None:
+        """`spec`: that of the `Scorer`. Raises ValueError when the run's data is not data=events."""
+        data = json.loads((run_dir / "config.json").read_text())["config"]["data"]
+        if data["name"] != "events":
+            raise ValueError(
+                f"{run_dir} was trained on data={data['name']}, whose features are computed; use data=events"
+            )
+        self.spec, self.logarithmic = spec, set(data["log_numeric"])
+        known = mapping.read(run_dir)
+        self.numeric = known.numeric
+        self._rows: dict[str, dict[str, int]] | None = None
+        if known.ids is not None:
+            self._rows = {
+                table: dict(zip(texts.to_pylist(), range(UNKNOWN_ID + 1, len(texts) + UNKNOWN_ID + 1), strict=True))
+                for table, texts in known.ids.items()
+            }
+
+    def __call__(
+        self,
+        request: Mapping[str, Any],
+        candidates: Sequence[Mapping[str, Any]],
+        histories: Mapping[str, Sequence[Mapping[str, Any]]],
+        time: int,
+    ) -> RequestBatch:
+        """The request with its candidates, values by column; `histories` has the events of each type in any order.
+
+        Events have their `time` beside their fields, which is in seconds since 1970, as is the request's; the newest
+        that are older than it are taken, as many as in training. None is a missing value, an id that the run does not
+        know is unknown, lists are lists. Raises ValueError for columns and event types that are not there.
+        """
+        spec = self.spec
+        return pack(
+            spec,
+            request=[self._ids(feature, [request], "the request") for feature in spec.request],
+            candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
+            request_dense=self._numbers(spec.request_dense, [request], "the request"),
+            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate"),
+            histories=[self._events(event, histories, time) for event in spec.histories],
+            request_time=np.array([time]),
+            candidate_counts=np.array([len(candidates)]),
+            labels=np.full((len(candidates), len(spec.tasks)), np.nan),
+            group=np.zeros(len(candidates)),
+            row=np.arange(len(candidates)),
+        )
+
+    def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
+        values = [_column(row, feature.name, whose) for row in rows]
+        if not feature.is_list:
+            return Ids(self._known(feature.table, values))
+        lists = [value or [] for value in values]
+        return Ids(
+            self._known(feature.table, [item for items in lists for item in items]),
+            np.array([len(items) for items in lists], np.int64),
+        )
+
+    def _known(self, table: str, values: Sequence[Any]) -> np.ndarray:
+        texts = pa.array([None if value is None else str(value) for value in values], pa.string())
+        ids = read_ids(pa.chunked_array([texts]))
+        if self._rows is None:
+            return Hashing(self.spec.tables[table]).ids(table, ids)
+        rows = [self._rows[table].get(text, UNKNOWN_ID) for text in ids.values.to_pylist()]
+        return np.array([*rows, UNKNOWN_ID], np.int32)[ids.codes]
+
+    def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+        columns = np.zeros((len(rows), len(names)), np.float32)
+        for index, name in enumerate(names):
+            given = [_column(row, name, whose) for row in rows]
+            values = np.array([np.nan if value is None else value for value in given], np.float64)
+            if name in self.logarithmic:
+                values = np.sign(values) * np.log1p(np.abs(values))
+            scale = self.numeric[name]
+            columns[:, index] = np.nan_to_num((values - scale["mean"]) / (scale["std"] or 1.0))
+        return columns
+
+    def _events(self, event: EventType, histories: Mapping[str, Sequence[Mapping[str, Any]]], time: int) -> Events:
+        whose = f"an event of type {event.name!r}"
+        earlier = [each for each in _column(histories, event.name, "histories") if _column(each, "time", whose) < time]
+        newest = sorted(earlier, key=lambda each: each["time"])[-event.max_length :]
+        return Events(
+            [self._known(field.table, [_column(each, field.name, whose) for each in newest]) for field in event.fields],
+            np.array([each["time"] for each in newest], np.int64),
+            np.array([len(newest)]),
+        )
+
+
+def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:
+    if name not in row:
+        raise ValueError(f"{whose} has no {name!r}, it has {sorted(row)}; None is a missing value, [] no event")
+    return row[name]

@@ -110,7 +110,10 @@ def read_files(files: Sequence[Path], columns: Sequence[str], layout: Layout, sk
     try:
         joined = pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise ValueError(f"the files from {files[0]} to {files[-1]} disagree on column types: {error}") from None
+        raise ValueError(
+            f"the files from {files[0]} to {files[-1]} disagree on column types: {error}; CSV files hold "
+            "text in every column, so let all be CSV files or all parquet"
+        ) from None
     return Table(joined, [str(path) for path in files], first_row[:-1], np.concatenate(numbers))
 
 

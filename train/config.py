@@ -11,6 +11,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from train.unknown import refuse_unknown
+
 
 @dataclass
 class MoEConfig:
@@ -332,6 +334,7 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    refuse_unknown(config)
     validate(config)
     return config
 

@@ -60,6 +60,8 @@ def test_experiments_overlay(tmp_path: Path) -> None:
     [
         ("optimizer.learning_rate=1", "learning_rate"),
         ("model.num_head=2", "num_head"),
+        ("+optimizer.learning_rate=1", "optimizer.learning_rate is no key of the configuration; there are .* lr,"),
+        ("+model.moe.num_expert=2", r"did you mean model\.moe\.num_experts\?"),
         ("optimizer.lr=fast", "lr"),
         ("model.num_heads=3", "model.num_heads"),
         ("optimizer.sparse=lion", "rowwise_adagrad"),

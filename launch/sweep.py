@@ -6,7 +6,7 @@ Every combination of the `--over` values runs through launch/torchrun.sh in a fo
 `results.md` and `results.csv`; over seeds the former has a table of means too. Hydra's own multirun is not used: it
 runs all jobs in one set of processes, where a job's process groups and caches reach into the next. A job that fails is
 reported and does not stop the others; the exit code is then 1. Starting again with the same `--out` runs only what is
-not finished.
+not finished, also after SIGTERM or SIGUSR1, which it hands on to its jobs (exit code 75).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from statistics import mean, stdev
 from train.doctor import nvidia_smi
 from train.files import new_folder
 from train.overrides import split_values
+from train.preemption import SIGNALS, STATUS
 
 SEED = "runtime.seed"
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
@@ -103,6 +105,9 @@ class Runner:
             self._slots.put({"CUDA_VISIBLE_DEVICES": own} if gpus else {})
 
     def run(self, jobs: list[Job]) -> None:
+        """Told to stop, it tells its jobs, waits until they have saved a checkpoint, and exits as they do."""
+        for number in SIGNALS:  # which would end it at once and leave the jobs behind
+            signal.signal(number, lambda *_: sys.exit(STATUS))
         with ThreadPoolExecutor(self.parallel) as pool:
             try:
                 for number, job in enumerate(pool.map(self._run, jobs), start=1):

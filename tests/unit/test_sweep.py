@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from launch import sweep
 from launch.sweep import Job, Runner, grid, main, write_tables
+from tests.launching import ROOT
 from train.overrides import split_options, split_values
+from train.preemption import STATUS
 
-# Rank 0 records what it was given and writes results.json; model=broken fails.
+# Rank 0 records what it was given and writes results.json; model=broken fails, model=slow waits to be told to stop.
 FAKE_JOB = """
 import json, os, sys
 from pathlib import Path
 arguments = dict(text.split("=", 1) for text in sys.argv[1:])
 if arguments["model"] == "broken":
     sys.exit("this model is broken")
+if arguments["model"] == "slow":
+    import signal, time
+    folder = Path(os.environ["RUN_DIR"])
+    def stop(*_):
+        (folder / "told").touch()
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, stop)
+    (folder / "waits").touch()
+    time.sleep(60)
 if os.environ["RANK"] == "0":
     run_dir = Path(os.environ["RUN_DIR"])
     with (run_dir / "starts.txt").open("a") as file:
@@ -91,6 +105,18 @@ def test_a_sweep_runs_each_job_reports_failures_and_goes_on(tmp_path: Path, capf
     assert main(arguments) == 1  # again: only the failed job runs
     assert (out / "00-din-64-32" / "starts.txt").read_text().count("\n") == 1
     assert (out / "01-broken-64-32" / "console.log").read_text().count("this model is broken") > 1
+
+
+def test_a_sweep_that_is_told_to_stop_takes_its_jobs_along(fake_job: None, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.sweep", "+experiment=x", "hidden=1", "--over", "model=slow,other"]
+    process = subprocess.Popen([*command, "--nproc", "1", "--out", str(tmp_path / "out")], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/*/waits")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == STATUS
+    assert [path.parent.name for path in tmp_path.glob("out/*/told")] == ["00-slow"]
+    assert not (tmp_path / "out" / "01-other").exists()
 
 
 def test_seeds_have_a_table_of_means(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from train.distributed import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 75
-"""Of processes that stopped as they were told to: EX_TEMPFAIL of sysexits.h. The same command goes on with the run."""
+"""Of processes that stopped as told: EX_TEMPFAIL of sysexits.h. Their run goes on when it is started again."""
 INTERVAL = 4
 """Steps between two agreements."""
 

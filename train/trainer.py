@@ -221,9 +221,11 @@ class Trainer:
         if self.progress.step > self.logged_step:
             self._log()
         log.info(
-            "told to stop: step %d is saved, and the same command goes on from it (status %d)",
-            self.progress.step,
+            "told to stop (status %d): step %d is saved, and the run goes on from it when it is started again with "
+            "runtime.run_dir=%s",
             STATUS,
+            self.progress.step,
+            self.run_dir,
         )
         self.tracker.finish(status=STATUS)
         raise Preempted

@@ -69,7 +69,7 @@ def stop(ranks: int, number: signal.Signals, run_dir: Path, *, all_processes: bo
     step = logged(run_dir)[-1]
     assert saved.name == f"step_{step:08d}"
     assert 10 <= step < STEPS
-    assert f"told to stop: step {step} is saved" in (run_dir / "train.log").read_text()
+    assert f"told to stop (status 75): step {step} is saved" in (run_dir / "train.log").read_text()
     assert not (run_dir / "results.json").exists()
 
 

@@ -31,8 +31,9 @@ def linear_compression(
     `torch` rounds it to the dtype before.
 
     A tree of more levels, such as user, vendor, ad, gives `user`, `w_user` and `candidate_offsets` as sequences of
-    equal length, at most 3, the level right above the candidates first: offsets[i] say which rows of the level below
-    belong to each row of user[i]. Empty sequences leave the product of the candidates alone.
+    equal length, at most 3, in the order of `nested_offsets`, outermost first: offsets[i] say which rows of user[i + 1]
+    belong to each row of user[i], and the last ones which candidates. Empty sequences leave the product of the
+    candidates alone.
 
     Differentiable in all four (groups of) operands; gradients of a row are sums over what is below it, accumulated in
     at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
@@ -75,7 +76,6 @@ def _check(
             "expected [C, Kc, N] and [M, Kc]"
         )
     num_out, width = w_candidate.shape[0], candidate.shape[2]
-    below = candidate.shape[0]
     for level, (x, weight, level_offsets) in enumerate(zip(users, w_users, offsets, strict=True)):
         if x.dim() != 3 or x.shape[2] != width or weight.shape != (num_out, x.shape[1]):
             raise ValueError(
@@ -87,5 +87,9 @@ def _check(
                 f"candidate_offsets of level {level} have shape {tuple(level_offsets.shape)}; its {x.shape[0]} rows "
                 f"need [{x.shape[0] + 1}]"
             )
-        check_offsets(below, level_offsets)
-        below = x.shape[0]
+    for level, (below, level_offsets) in enumerate(zip([*users, candidate][1:], offsets, strict=True)):
+        try:
+            check_offsets(below.shape[0], level_offsets)
+        except ValueError as error:
+            order = "; levels come outermost first, e.g. [user, vendor]" if len(users) > 1 else ""
+            raise ValueError(f"candidate_offsets of level {level}: {error}{order}") from None

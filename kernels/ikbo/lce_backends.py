@@ -23,7 +23,7 @@ def _triton_forward(*arguments: Any) -> Tensor:
 def _triton_backward(*arguments: Any) -> Gradients:
     from kernels.ikbo.triton_lce import compress, weight_gradient
 
-    return gradients_with(lambda weight, x: compress(x, weight, None, (), x.dtype), weight_gradient)(*arguments)
+    return gradients_with(lambda weight, x: compress(x, weight, None, x.dtype), weight_gradient)(*arguments)
 
 
 def _triton_supports(*, device: str, capability: Hashable, dtype: torch.dtype, **_: Hashable) -> str | None:

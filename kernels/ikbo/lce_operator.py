@@ -4,11 +4,11 @@
 
     forward(candidate, w_candidate, users, w_users, offsets) -> out
     backward(grad_out, candidate, w_candidate, users, w_users, offsets, needs)
-        -> (d_candidate, d_w_candidate, d_user_0, d_w_user_0, ...), None where `needs` says that nobody needs it
+        -> (d_user_0, d_w_user_0, ..., d_candidate, d_w_candidate), None where `needs` says that nobody needs it
 
-candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level from the one right above the candidates
-upwards, users [R, Ku, N], w_users [M, Ku] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written
-everywhere: rows that nothing belongs to get zero gradients. `gradients_with` makes a backward of two products.
+candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level, outermost first, users [R, Ku, N],
+w_users [M, Ku] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written everywhere: rows that
+nothing belongs to get zero gradients. `gradients_with` makes a backward of two products.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ def gradients_with(
         offsets: Sequence[Tensor],
         needs: Sequence[bool],
     ) -> Gradients:
-        gradients: Gradients = []
-        for level, (x, weight) in enumerate(zip([candidate, *users], [w_candidate, *w_users], strict=True)):
-            if level and any(needs[2 * level :]):
-                grad = segment_sum(grad.contiguous(), offsets[level - 1])
-            gradients.append(product(weight.mT, grad) if needs[2 * level] else None)
-            gradients.append(weight_gradient(grad, x) if needs[2 * level + 1] else None)
+        xs, weights = [*users, candidate], [*w_users, w_candidate]
+        gradients: Gradients = [None] * (2 * len(xs))
+        for level in reversed(range(len(xs))):
+            place = 2 * level
+            if needs[place]:
+                gradients[place] = product(weights[level].mT, grad)
+            if needs[place + 1]:
+                gradients[place + 1] = weight_gradient(grad, xs[level])
+            if not any(needs[:place]):
+                break
+            grad = segment_sum(grad.contiguous(), offsets[level - 1])
         return gradients
 
     return backward
@@ -68,23 +73,23 @@ def compression_operator(
         offsets: Sequence[Tensor],
     ) -> Tensor:
         levels = [tensor for level in zip(users, w_users, offsets, strict=True) for tensor in level]
-        return operators[len(users)](candidate, w_candidate, *levels)
+        return operators[len(users)](*levels, candidate, w_candidate)
 
     return call
 
 
 def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: Callable[..., Gradients]) -> Operator:
-    """The operator of (candidate, w_candidate, user_0, w_user_0, offsets_0, user_1, ...)."""
-    arguments = "Tensor candidate, Tensor w_candidate" + "".join(
-        f", Tensor user_{level}, Tensor w_user_{level}, Tensor offsets_{level}" for level in range(levels)
-    )
+    """The operator of (user_0, w_user_0, offsets_0, user_1, ..., candidate, w_candidate)."""
+    names = [f"{kind}_{level}" for level in range(levels) for kind in ("user", "w_user", "offsets")]
+    arguments = ", ".join(f"Tensor {name}" for name in (*names, "candidate", "w_candidate"))
 
     @custom_op(f"gemsmith::{name}", schema=f"({arguments}) -> Tensor")
-    def compress(candidate: Tensor, w_candidate: Tensor, *rest: Tensor) -> Tensor:
-        return forward(candidate, w_candidate, *_by_kind(rest))
+    def compress(*operands: Tensor) -> Tensor:
+        return forward(*_by_kind(operands))
 
     @compress.register_fake
-    def _(candidate: Tensor, w_candidate: Tensor, *rest: Tensor) -> Tensor:
+    def _(*operands: Tensor) -> Tensor:
+        candidate, w_candidate = operands[-2:]
         return candidate.new_empty(candidate.shape[0], w_candidate.shape[0], candidate.shape[2])
 
     results = ", ".join(["Tensor"] * (2 + 2 * levels))
@@ -92,7 +97,7 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
     # An operator returns tensors: an empty one stands for a gradient that nobody needs.
     @custom_op(f"gemsmith::{name}_backward", schema=f"(bool[] needs, Tensor grad, {arguments}) -> ({results})")
     def compress_backward(needs: Sequence[bool], grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        gradients = backward(grad, *operands[:2], *_by_kind(operands[2:]), needs)
+        gradients = backward(grad, *_by_kind(operands), needs)
         return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     @compress_backward.register_fake
@@ -113,27 +118,29 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
 
     # `FlopCounterMode` takes operators that it cannot see into for free.
     @register_flop_formula(compress.definition.overloadpacket)
-    def count(candidate: Sequence[int], w_candidate: Sequence[int], *rest: Sequence[int], **_: Any) -> int:
-        return 2 * w_candidate[0] * sum(math.prod(x) for x in (candidate, *rest[0::3]))
+    def count(*shapes: Sequence[int], **_: Any) -> int:
+        return 2 * shapes[-1][0] * sum(math.prod(x) for x in shapes[0::3])
 
     @register_flop_formula(compress_backward.definition.overloadpacket)
     def _(needs: Sequence[bool], grad: Sequence[int], *shapes: Sequence[int], **_: Any) -> int:
         sizes = [math.prod(x) for x in _without_offsets(shapes)[0::2] for _ in range(2)]
-        return 2 * shapes[1][0] * sum(size for size, needed in zip(sizes, needs, strict=True) if needed)
+        return 2 * shapes[-1][0] * sum(size for size, needed in zip(sizes, needs, strict=True) if needed)
 
     return compress
 
 
 def _is_offsets(place: int) -> bool:
     """Whether the operator's argument at this place is offsets."""
-    return place > 2 and place % 3 == 1
+    return place % 3 == 2
 
 
 def _without_offsets(arguments: Sequence[Any]) -> list[Any]:
     return [argument for place, argument in enumerate(arguments) if not _is_offsets(place)]
 
 
-def _by_kind(rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(users, w_users, offsets) of the arguments behind w_candidate."""
+def _by_kind(operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """(candidate, w_candidate, users, w_users, offsets) of the operator's arguments."""
+    *users, candidate = operands[0::3]
+    *w_users, w_candidate = operands[1::3]
     # Backends read neighbouring offsets; a view of every k-th one is as good an argument.
-    return list(rest[0::3]), list(rest[1::3]), [x.contiguous() for x in rest[2::3]]
+    return candidate, w_candidate, users, w_users, [x.contiguous() for x in operands[2::3]]

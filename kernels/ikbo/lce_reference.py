@@ -19,19 +19,14 @@ def linear_compression(
     w_users: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
-    """Levels from the one right above the candidates upwards; sums of products in at least float32."""
+    """Levels from the outermost one downwards; sums of products in at least float32."""
     wide = torch.promote_types(candidate.dtype, torch.float32)
 
     def product(weight: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("mk,bkn->bmn", weight.to(wide), x.to(wide))
 
-    above: Tensor | None = None
-    for level in reversed(range(len(users))):
-        rows = product(w_users[level], users[level])
-        if above is not None:
-            rows = rows + above[row_of(offsets[level + 1], rows.shape[0])]
-        above = rows
-    out = product(w_candidate, candidate)
-    if above is not None:
-        out = out + above[row_of(offsets[0], out.shape[0])]
+    xs, weights = [*users, candidate], [*w_users, w_candidate]
+    out = product(weights[0], xs[0])
+    for x, weight, level_offsets in zip(xs[1:], weights[1:], offsets, strict=True):
+        out = product(weight, x) + out[row_of(level_offsets, x.shape[0])]
     return out.to(candidate.dtype)

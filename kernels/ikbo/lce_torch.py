@@ -47,9 +47,9 @@ def forward(
     w_users: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
-    xs, weights = [candidate, *users], [w_candidate, *w_users]
-    out = batched(weights[-1], xs[-1])
-    for x, weight, level_offsets in zip(xs[-2::-1], weights[-2::-1], reversed(offsets), strict=True):
+    xs, weights = [*users, candidate], [*w_users, w_candidate]
+    out = batched(weights[0], xs[0])
+    for x, weight, level_offsets in zip(xs[1:], weights[1:], offsets, strict=True):
         rows = out.index_select(0, row_of(level_offsets, x.shape[0]))
         # In place: the broadcast rows are read once, by the product, which adds to them in its accumulators.
         out = rows.baddbmm_(aligned_rows(weight).expand(x.shape[0], -1, -1), x)

@@ -27,17 +27,17 @@ def forward(
     w_users: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
-    rows: Tensor | None = None
-    for level in reversed(range(len(users))):
-        rows = compress(users[level], w_users[level], rows, offsets[level + 1 :], torch.float32)
-    return compress(candidate, w_candidate, rows, offsets, candidate.dtype)
+    above: tuple[Tensor, Tensor] | None = None
+    for user, w_user, level_offsets in zip(users, w_users, offsets, strict=True):
+        above = compress(user, w_user, above, torch.float32), level_offsets
+    return compress(candidate, w_candidate, above, candidate.dtype)
 
 
-def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
     """weight x[b] + rows[owner of b]: [B, M, N] of `dtype`, contiguous.
 
-    x [B, K, N] and weight [M, K], float16, bfloat16 or float32, any strides; rows [R, M, N] float32, contiguous, with
-    the offsets [R + 1] of what belongs to them as the first of `offsets`.
+    x [B, K, N] and weight [M, K], float16, bfloat16 or float32, any strides. `above`: rows [R, M, N] float32,
+    contiguous, and the offsets [R + 1] of what belongs to them.
     """
     num_entries, depth, width = x.shape
     num_rows = weight.shape[0]
@@ -47,12 +47,12 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
         return out
     block_m = 128 if num_rows > 64 and x.element_size() == 2 else 64
     # Without rows nothing is read through either pointer.
-    owners = row_of(offsets[0], num_entries) if rows is not None else x
+    rows, owners = (out, x) if above is None else (above[0], row_of(above[1], num_entries))
     grid = (num_entries * cdiv(num_rows, block_m) * cdiv(width, BLOCK_N),)
     _compress_kernel[grid](
         x,
         weight,
-        rows if rows is not None else out,
+        rows,
         owners,
         out,
         num_rows,
@@ -60,7 +60,7 @@ def compress(x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Sequence[T
         depth,
         *x.stride(),
         *weight.stride(),
-        HAS_ROWS=rows is not None,
+        HAS_ROWS=above is not None,
         PRECISION=precision_of(x.dtype),
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,

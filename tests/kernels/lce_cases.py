@@ -12,7 +12,7 @@ from kernels.ikbo import linear_compression
 
 @dataclass(frozen=True)
 class Case:
-    """`counts`: rows of the level below that belong to each row of a level; the level above the candidates first."""
+    """`counts`: rows of the level below that belong to each row of a level, outermost first."""
 
     counts: tuple[tuple[int, ...], ...]
     num_out: int = 5
@@ -28,7 +28,7 @@ class Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-        num_candidates = sum(self.counts[0]) if self.counts else 9
+        num_candidates = sum(self.counts[-1]) if self.counts else 9
         tensors = {
             "candidate": random(num_candidates, self.depth, self.width),
             "w_candidate": random(self.num_out, self.depth) * max(self.depth, 1) ** -0.5,
@@ -62,6 +62,6 @@ SHAPES = {
     "one huge": Case(((0, 0, 300, 0),)),
     "one candidate": Case(((1,),), num_out=1, depth=1, user_depths=(1,), width=1),
     "no candidates": Case(((0, 0),)),
-    "two levels": Case(((3, 0, 1, 2), (2, 0, 2))),
+    "two levels": Case(((2, 0, 2), (3, 0, 1, 2))),
     "no tokens": Case(((2, 0, 3),), depth=0, user_depths=(0,)),
 }

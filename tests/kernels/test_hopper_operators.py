@@ -60,7 +60,7 @@ def tree() -> tuple[Any, ...]:
 
 
 def compression() -> tuple[Any, ...]:
-    return leaf(4, 6, 128), leaf(130, 6), leaf(2, 9, 128), leaf(130, 9), offsets_of([1, 3])
+    return leaf(2, 9, 128), leaf(130, 9), offsets_of([1, 3]), leaf(4, 6, 128), leaf(130, 6)
 
 
 # Operator, its arguments, the shapes of its results.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import dispatch
-from kernels.ikbo import linear_compression
+from kernels.ikbo import linear_compression, nested_offsets
 from kernels.ikbo.lce_operator import gradients_with
 from kernels.ikbo.lce_torch import aligned_rows, batched, weight_gradient
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
@@ -26,7 +26,7 @@ def test_reference_is_one_product_over_the_tokens_of_all_levels(shape: str) -> N
     tensors = SHAPES[shape].inputs("cpu", torch.float64)
     x, weight = tensors["candidate"], tensors["w_candidate"]
     row = torch.arange(x.shape[0])
-    for level in range(len(SHAPES[shape].counts)):
+    for level in reversed(range(len(SHAPES[shape].counts))):
         bounds = tensors[f"offsets_{level}"].tolist()
         owner = torch.tensor([r for r, (low, high) in enumerate(pairwise(bounds)) for _ in range(low, high)])
         row = owner.long()[row]
@@ -86,7 +86,7 @@ def test_operands_may_be_views() -> None:
     )
 
 
-@pytest.mark.parametrize("needed", [("candidate",), ("w_candidate", "user_0"), ("w_user_1",)], ids=str)
+@pytest.mark.parametrize("needed", [("candidate",), ("w_candidate", "user_1"), ("w_user_0",)], ids=str)
 def test_gradients_that_nobody_needs_cost_nothing(needed: tuple[str, ...]) -> None:
     tensors = SHAPES["two levels"].inputs("cpu", torch.float64)
     leaves = [tensors[name].requires_grad_() for name in needed]
@@ -95,14 +95,14 @@ def test_gradients_that_nobody_needs_cost_nothing(needed: tuple[str, ...]) -> No
     out = call("torch", **tensors).sum()
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(out, leaves)
-    sizes = {"candidate": 6 * 6, "w_candidate": 6 * 6, "user_0": 4 * 3, "w_user_1": 3 * 7}
+    sizes = {"candidate": 6 * 6, "w_candidate": 6 * 6, "user_1": 4 * 7, "w_user_0": 3 * 3}
     assert counter.get_total_flops() == 2 * 5 * 4 * sum(sizes[name] for name in needed)
 
 
 def test_a_backward_stops_at_the_last_level_that_needs_it() -> None:
     tensors = SHAPES["one request"].inputs("cpu", torch.float64)
     grad, users, w_users = torch.ones(5, 5, 4, dtype=torch.float64), [tensors["user_0"]], [tensors["w_user_0"]]
-    needs = [False, True, False, False]
+    needs = [False, False, False, True]
     backward = gradients_with(batched, weight_gradient)
     gradients = backward(grad, tensors["candidate"], tensors["w_candidate"], users, w_users, [], needs)
     assert [gradient is not None for gradient in gradients] == needs
@@ -113,8 +113,8 @@ def test_a_backward_stops_at_the_last_level_that_needs_it() -> None:
 def test_operator_is_sound_for_compilers(shape: str, differentiated: str) -> None:
     tensors = SHAPES[shape].inputs("cpu", torch.float64)
     levels = len(SHAPES[shape].counts)
-    arguments = [tensors["candidate"], tensors["w_candidate"]]
-    arguments += [tensors[f"{kind}_{level}"] for level in range(levels) for kind in ("user", "w_user", "offsets")]
+    arguments = [tensors[f"{kind}_{level}"] for level in range(levels) for kind in ("user", "w_user", "offsets")]
+    arguments += [tensors["candidate"], tensors["w_candidate"]]
     dims = (2, 3) if differentiated == "all" else (2,)
     arguments = [x.requires_grad_(x.is_floating_point() and x.dim() in dims) for x in arguments]
     torch.library.opcheck(getattr(torch.ops.gemsmith, f"lce_torch_{levels}").default, arguments)
@@ -128,7 +128,7 @@ def test_products_are_counted_at_their_own_number_of_rows() -> None:
         forward = counter.get_total_flops()
         out.sum().backward()
     assert all(x.grad is not None for x in floating)
-    assert forward == 2 * 5 * 4 * (6 * 6 + 4 * 3 + 3 * 7)
+    assert forward == 2 * 5 * 4 * (6 * 6 + 4 * 7 + 3 * 3)
     assert counter.get_total_flops() == 3 * forward
 
 
@@ -170,6 +170,27 @@ def test_too_many_levels_are_refused() -> None:
     lists = [[tensors[name]] * 4 for name in ("user_0", "w_user_0", "offsets_0")]
     with pytest.raises(ValueError, match="4 levels above the candidates; at most 3"):
         linear_compression(tensors["candidate"], lists[0], tensors["w_candidate"], lists[1], lists[2])
+
+
+def test_levels_are_those_of_nested_offsets() -> None:
+    """Outermost first: leaves of the tree get what the two-level call with composed offsets gives them."""
+    tensors = SHAPES["two levels"].inputs("cpu", torch.float64)
+    offsets = tensors["offsets_0"], tensors["offsets_1"]
+    candidate, w_candidate = tensors["candidate"], tensors["w_candidate"]
+    users, w_users = ([tensors[f"{kind}_{level}"] for level in range(2)] for kind in ("user", "w_user"))
+    out = linear_compression(candidate, users, w_candidate, w_users, offsets)
+    by_user = linear_compression(candidate, users[0], w_candidate, w_users[0], nested_offsets(*offsets))
+    of_vendors = linear_compression(0 * candidate, users[1], w_candidate, w_users[1], offsets[1])
+    torch.testing.assert_close(out, by_user + of_vendors)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_levels_from_the_candidates_upwards_are_refused(backend: str) -> None:
+    tensors = SHAPES["two levels"].inputs("cpu", torch.float32)
+    lists = [[tensors[f"{kind}_1"], tensors[f"{kind}_0"]] for kind in ("user", "w_user", "offsets")]
+    message = r"level 0: offsets end at 6 but there are 3 values; levels come outermost first, e.g. \[user, vendor\]"
+    with pytest.raises(ValueError, match=message):
+        linear_compression(tensors["candidate"], lists[0], tensors["w_candidate"], lists[1], lists[2], backend=backend)
 
 
 def test_levels_come_in_threes() -> None:

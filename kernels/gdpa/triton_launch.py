@@ -7,8 +7,9 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chip import multiplies_registers, shared_limit
 from kernels.gdpa import triton_activations
-from kernels.jagged.triton_attention_launch import Tile, rows_of, shared_limit, shrink, window_of
+from kernels.jagged.triton_attention_launch import Tile, beside_operands, rows_of, shrink, window_of
 from kernels.jagged.triton_attention_tile import UNLIMITED
 from kernels.jagged.triton_common import block_width, precision_of
 
@@ -40,9 +41,9 @@ _TILES = {
 }
 
 
-def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int) -> Tile:
+def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int, from_registers: bool = False) -> Tile:
     """The tile of `kernel` ("forward", "query" or "key") for heads padded to `width` on a chip whose programs may use
-    `shared_limit` bytes of shared memory."""
+    `shared_limit` bytes of shared memory, and whose products read operands `from_registers` or do not."""
 
     def shared_bytes(tile: Tile) -> int:
         """Operands that stay, a forward's queries or two tiles of a backward, and two that stream by in stages.
@@ -53,12 +54,16 @@ def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int) -> Tile:
         rows = stay * (1 if kernel == "forward" else 2) + stream * 2 * tile.stages
         return rows * width * itemsize * (2 if itemsize == 4 else 1)
 
-    return shrink(Tile(*_TILES[kernel, itemsize, max(width, 64)]), shared_bytes, shared_limit)
+    tile = Tile(*_TILES[kernel, itemsize, max(width, 64)])
+    if from_registers:
+        tile = beside_operands(tile, kernel, itemsize, width)
+    return shrink(tile, shared_bytes, shared_limit)
 
 
 def fit(kernel: str, q: Tensor, v: Tensor) -> Tile:
     """`tile_of` for the widths, dtype and device of a call."""
-    return tile_of(kernel, q.dtype.itemsize, block_width(max(q.shape[2], v.shape[2])), shared_limit(q.device))
+    width = block_width(max(q.shape[2], v.shape[2]))
+    return tile_of(kernel, q.dtype.itemsize, width, shared_limit(q.device), multiplies_registers(q.device))
 
 
 def tiling(tile: Tile) -> dict[str, int]:

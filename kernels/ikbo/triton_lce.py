@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chip import multiplies_registers
 from kernels.jagged.reference import row_of
 from kernels.jagged.triton_common import cdiv, precision_of
 
@@ -65,7 +66,7 @@ def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dty
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_K=64 if x.element_size() == 2 else 32,
-        num_warps=8 if block_m == 128 else 4,
+        num_warps=8 if block_m == 128 or multiplies_registers(x.device) else 4,
         num_stages=3,
     )
     return out

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.chip import multiplies_registers, shared_limit
 from kernels.jagged.attention_bias import Bias, time_bucket_edges
 from kernels.jagged.triton_attention_tile import UNLIMITED
 from kernels.jagged.triton_common import block_width, precision_of
@@ -56,11 +56,26 @@ _TILES = {
 }
 
 
-def tile_of(kernel: str, itemsize: int, width: int, biased: bool, shared_limit: int) -> Tile:
+def tile_of(
+    kernel: str, itemsize: int, width: int, biased: bool, shared_limit: int, from_registers: bool = False
+) -> Tile:
     """The tile of `kernel` ("forward", "query", "key" or "table") for heads padded to `width` on a chip whose programs
-    may use `shared_limit` bytes of shared memory."""
+    may use `shared_limit` bytes of shared memory, and whose products read operands `from_registers` or do not."""
     tile = Tile(*_TILES[kernel, itemsize, max(width, 64)][biased])
+    if from_registers:
+        tile = beside_operands(tile, kernel, itemsize, width)
     return shrink(tile, lambda tile: _shared_bytes(kernel, tile, itemsize, width), shared_limit)
+
+
+def beside_operands(tile: Tile, kernel: str, itemsize: int, width: int) -> Tile:
+    """`tile` small enough, or with enough warps, for threads that hold operands beside the sums.
+
+    Of single precision they hold all parts of three tf32 products.
+    """
+    if itemsize < 4:
+        return replace(tile, warps=8) if kernel == "key" else tile
+    most = 32 if kernel == "forward" or width <= 64 else 16
+    return replace(tile, m=min(tile.m, most), n=min(tile.n, most))
 
 
 def shrink(tile: Tile, shared_bytes: Callable[[Tile], int], shared_limit: int) -> Tile:
@@ -81,12 +96,8 @@ def _shared_bytes(kernel: str, tile: Tile, itemsize: int, width: int) -> int:
 def fit(kernel: str, q: Tensor, v: Tensor, bias: Bias | None) -> Tile:
     """`tile_of` for the widths, dtype and device of a call."""
     width = block_width(max(q.shape[2], v.shape[2]))
-    return tile_of(kernel, q.dtype.itemsize, width, bias is not None, shared_limit(q.device))
-
-
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 30
+    chip = shared_limit(q.device), multiplies_registers(q.device)
+    return tile_of(kernel, q.dtype.itemsize, width, bias is not None, *chip)
 
 
 def constants(q: Tensor, v: Tensor, bias: Bias | None) -> dict[str, Any]:

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from kernels import dispatch
 
-CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 MOVED = (*dispatch.FLOATS, torch.int32, torch.int64)
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    return dispatch.needs_triton(device, capability, *CAPABILITIES) or dispatch.needs_dtype(dtype, *dispatch.FLOATS)
+    return dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS)
 
 
 def _supports_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    return dispatch.needs_triton(device, capability, *CAPABILITIES) or dispatch.needs_dtype(dtype, *MOVED)
+    return dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *MOVED)
 
 
 def _register(op: str, supports: dispatch.Verifier = _supports):

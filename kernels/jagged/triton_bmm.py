@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chip import multiplies_registers
 from kernels.custom_op import custom_op
 from kernels.jagged import triton_narrow
 from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
@@ -132,7 +133,7 @@ def _dense_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
     }
 
 
-def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]:
+def _jagged_config(dtype: torch.dtype, narrow: int, wide: int, from_registers: bool = False) -> dict[str, Any]:
     single = dtype is torch.float32
     if single and narrow <= 8:
         # Exact multiply-adds of so few columns take no longer than reading the wide operand; tensor cores would take
@@ -160,7 +161,7 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int) -> dict[str, Any]
         "BLOCK_D": block_width(narrow, 32 if single else 128),
         "BLOCK_E": block_width(wide, 64 if single else 128),
         "BLOCK_L": 32,
-        "num_warps": 4,
+        "num_warps": 8 if from_registers else 4,
         "num_stages": 3,
     }
 
@@ -196,7 +197,7 @@ def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     strides = (y.shape[1], 1)
     if x.shape[1] > y.shape[1]:
         x, y, strides = y, x, (1, y.shape[1])
-    config = _jagged_config(x.dtype, x.shape[1], y.shape[1])
+    config = _jagged_config(x.dtype, x.shape[1], y.shape[1], multiplies_registers(x.device))
     total, part = x.shape[0], part_size(longest)
     parts = slots(x, total, part, x.shape[1] * y.shape[1])
     blocks = cdiv(x.shape[1], config["BLOCK_D"]) * cdiv(y.shape[1], config["BLOCK_E"])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chip import multiplies_registers
 from kernels.custom_op import custom_op
 from kernels.jagged import triton_elementwise
 from kernels.jagged.triton_activations import activate, kept, kept_activation
@@ -90,13 +91,13 @@ def _linear_kernel(
     tl.store(out + start * E + at, y.to(out.dtype.element_ty), mask=mask)
 
 
-def _config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
+def _config(dtype: torch.dtype, inner: int, width: int, from_registers: bool = False) -> dict[str, int]:
     single = dtype is torch.float32
     return {
         "BLOCK_M": 128 if precision_of(dtype) == "tf32x3" else 64,
         "BLOCK_N": max(16, min(64 if single else 128, next_power_of_2(width))),
         "BLOCK_K": max(16, min(32 if single else 64, next_power_of_2(inner))),
-        "num_warps": 4 if single else 8,
+        "num_warps": 4 if single and not from_registers else 8,
         "num_stages": 3,
     }
 
@@ -124,7 +125,7 @@ def linear(
         _row_kernel[(num_parts(total, num_rows, PART),)](
             offsets.contiguous(), rows, num_rows, total, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
         )
-    config = _config(x.dtype, x.shape[1], width)
+    config = _config(x.dtype, x.shape[1], width, multiplies_registers(x.device))
     _linear_kernel[(cdiv(total, config["BLOCK_M"]) * cdiv(width, config["BLOCK_N"]),)](
         x,
         rows,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chip import multiplies_registers
 from kernels.custom_op import custom_op
 from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
 
@@ -171,7 +172,7 @@ def _gradients_kernel(
     tl.store(at, total.to(dy.dtype.element_ty), mask=(m < tall)[:, None] & (d < D)[None, :])
 
 
-def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
+def _outer_config(dtype: torch.dtype, width: int, from_registers: bool = False) -> dict[str, Any]:
     precision = precision_of(dtype)
     single = dtype is torch.float32
     # Three tf32 products of a tile keep so many operands that only a small one fits into registers.
@@ -181,7 +182,7 @@ def _outer_config(dtype: torch.dtype, width: int) -> dict[str, Any]:
         "BLOCK_M": 64,
         "BLOCK_N": 32 if thrice else 128,
         "BLOCK_D": block_width(width, 32 if single else 64),
-        "num_warps": 4,
+        "num_warps": 8 if from_registers else 4,
         "num_stages": 4 if single and not thrice else 3,
     }
 
@@ -197,8 +198,9 @@ def _inner_config(dtype: torch.dtype, width: int) -> dict[str, int]:
     }
 
 
-def _gradients_config(width: int) -> dict[str, int]:
-    return {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_D": block_width(width), "num_warps": 4, "num_stages": 3}
+def _gradients_config(width: int, from_registers: bool = False) -> dict[str, int]:
+    warps = 8 if from_registers else 4
+    return {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_D": block_width(width), "num_warps": warps, "num_stages": 3}
 
 
 @custom_op("gemsmith::jagged_outer")
@@ -211,7 +213,7 @@ def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) ->
         return out.zero_()
     x, y = flat(x), flat(y)
     num_rows, width = offsets.shape[0] - 1, x.shape[1]
-    config = _outer_config(x.dtype, width)
+    config = _outer_config(x.dtype, width, multiplies_registers(x.device))
     _outer_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]),)](
         x,
         y,
@@ -274,7 +276,7 @@ def inner_gradients(
         return da.zero_(), dy
     grad, y = flat(grad), flat(y)
     num_rows, width = offsets.shape[0] - 1, y.shape[1]
-    config = _gradients_config(width)
+    config = _gradients_config(width, multiplies_registers(y.device))
     _gradients_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]),)](
         grad,
         a.contiguous(),

@@ -16,9 +16,7 @@ def _reference(scores: Tensor, k: int) -> Tensor:
 
 
 def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, num_experts: int, k: int) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)) or dispatch.needs_dtype(
-        dtype, *dispatch.FLOATS
-    ):
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
     if num_experts > 1024 or k > 32:
         return f"holds up to 1024 scores of a token and chooses up to 32, got {num_experts} and {k}"

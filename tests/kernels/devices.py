@@ -1,5 +1,14 @@
-"""What tests ask of the machine that they run on."""
+"""What tests ask of the machine that they run on, and know of the chips that they compile for."""
 
 import torch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+# Bytes of shared memory that a program may use.
+SHARED_LIMITS = dict.fromkeys(("sm_90", "sm_100"), 227 * 1024)
+SHARED_LIMITS |= {"sm_80": 163 * 1024} | dict.fromkeys(("sm_86", "sm_89", "sm_120"), 99 * 1024)
+# Those that differ: sm_80 and sm_89 have what sm_86 has, so few kernels are compiled for them too.
+TARGETS = ("sm_86", "sm_90", "sm_100", "sm_120")
+# What products are in PTX.
+PRODUCTS = dict.fromkeys(SHARED_LIMITS, "mma.sync") | {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+FROM_REGISTERS = {target for target, product in PRODUCTS.items() if product == "mma.sync"}

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernels.gdpa import add_norms, layer_norm, norms
 from kernels.gdpa.norms import EPSILON
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.devices import SHARED_LIMITS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 # The reference rounds LN(query), the sum with x and its norm; the kernels round their results only.
@@ -120,7 +121,7 @@ def test_kernels_in_the_interpreter(name: str, shape: tuple[int, ...], monkeypat
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", SHARED_LIMITS)
 def test_kernels_compile_without_spills(target: str) -> None:
     from kernels.gdpa import triton_norms
 

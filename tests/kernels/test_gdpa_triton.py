@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
 from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
 from tests.kernels.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-SHARED_LIMIT = 227 * 1024
 
 LENGTHS = [0, 100, 1, 64, 0, 129], [70, 130, 0, 64, 3, 17]
 MIXED = ("gelu", "relu", "silu", "gelu")
@@ -90,7 +90,9 @@ def test_interpreted_kernels_match_the_reference() -> None:
     assert done.stdout.strip() == f"checked {len(CASES)}", done.stderr[-3000:]
 
 
-def compiled(kernel: str, names: tuple[str, ...], width: int, target: str, window: tuple[int, int]) -> Compiled:
+def compiled(
+    kernel: str, names: tuple[str, ...], width: int, target: str, window: tuple[int, int], itemsize: int = 2
+) -> Compiled:
     from kernels.gdpa import triton_backward, triton_forward, triton_launch
 
     function = {
@@ -98,8 +100,11 @@ def compiled(kernel: str, names: tuple[str, ...], width: int, target: str, windo
         "query": triton_backward.query_kernel,
         "key": triton_backward.key_kernel,
     }[kernel]
-    example = torch.empty(0, len(names), width, dtype=torch.bfloat16)
-    tile = triton_launch.tiling(triton_launch.tile_of(kernel, 2, width, SHARED_LIMIT))
+    kind, dtype = ("bf16", torch.bfloat16) if itemsize == 2 else ("fp32", torch.float32)
+    example = torch.empty(0, len(names), width, dtype=dtype)
+    tile = triton_launch.tiling(
+        triton_launch.tile_of(kernel, itemsize, width, SHARED_LIMITS[target], target in FROM_REGISTERS)
+    )
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     pointers = {
         "tile_rows": "*i32",
@@ -108,7 +113,7 @@ def compiled(kernel: str, names: tuple[str, ...], width: int, target: str, windo
         "score_scale": "fp32",
         "out_scale": "fp32",
     }
-    pointers |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
+    pointers |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{kind}")
     signature = {name: pointers.get(name, "i32") for name in function.arg_names if not name.isupper()}
     return compile_ahead(
         function,
@@ -120,23 +125,27 @@ def compiled(kernel: str, names: tuple[str, ...], width: int, target: str, windo
     )
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("names", [("gelu",) * 4, MIXED], ids=["one", "mixed"])
 @pytest.mark.parametrize("kernel", ["forward", "query", "key"])
 def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...], target: str) -> None:
     result = compiled(kernel, names, 128, target, (-1, -1))
-    assert result.shared_bytes <= SHARED_LIMIT
+    assert result.shared_bytes <= SHARED_LIMITS[target]
     # A few addresses and masks around the loops; accumulators in memory would be kilobytes.
     assert result.spill_bytes <= 256
-    assert result.contains({"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}[target])
+    assert result.contains(PRODUCTS[target])
     assert result.contains("tanh.approx.f32")
 
 
-@pytest.mark.parametrize("width", [32, 64, 256])
-def test_other_widths_compile(width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "target", "itemsize"),
+    [(32, "sm_90", 2), (64, "sm_90", 2), (256, "sm_90", 2), (64, "sm_86", 4), (64, "sm_80", 2), (128, "sm_89", 2)],
+)
+def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
     for kernel in ("forward", "query", "key"):
-        result = compiled(kernel, ("gelu",) * 4, width, "sm_90", (3, 4))
-        assert result.shared_bytes <= SHARED_LIMIT
+        result = compiled(kernel, ("gelu",) * 4, width, target, (3, 4), itemsize)
+        assert result.shared_bytes <= SHARED_LIMITS[target]
+        assert result.spill_bytes <= 256 or width == 256
 
 
 gpu = pytest.mark.gpu

@@ -14,6 +14,7 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
 from kernels.ikbo import triton_lce
+from tests.kernels.devices import PRODUCTS, SHARED_LIMITS
 from tests.kernels.interpreting import interpret
 from tests.kernels.lce_cases import SHAPES, Case, call
 
@@ -50,7 +51,7 @@ def test_entries_are_copied_only_when_32_bits_do_not_span_them() -> None:
         assert triton_lce.narrow(fits) is fits
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", SHARED_LIMITS)
 @pytest.mark.parametrize("kernel", ["_compress_kernel", "_weight_kernel"])
 def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     function = getattr(triton_lce, kernel)
@@ -68,9 +69,9 @@ def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     compiled = compile_ahead(
         function, signature, constants, target=target, num_warps=8, num_stages=3, divisible_by_16=divisible
     )
-    assert compiled.contains("wgmma.mma_async" if target == "sm_90" else "tcgen05.mma")
+    assert compiled.contains(PRODUCTS[target])
     assert compiled.spill_bytes == 0
-    assert compiled.shared_bytes <= 227 * 1024
+    assert compiled.shared_bytes <= SHARED_LIMITS[target]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import interpreter_builder
 from kernels.ikbo import triton_groups
 from kernels.jagged import checks, triton_checks
 from kernels.testing import compile_ahead
+from tests.kernels.devices import SHARED_LIMITS
 from tests.kernels.interpreting import interpret
 
 TOO_LONG = """
@@ -69,7 +70,7 @@ def test_lengths_of_all_groups_are_compared_with_their_maxima(monkeypatch: pytes
             triton_groups.joined_groups([offsets, others], offsets, most, longest)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", SHARED_LIMITS)
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
     signature = {"offsets": offsets} | dict.fromkeys(("num_rows", "stride", "maximum"), "i32")

@@ -36,6 +36,7 @@ from kernels.mxfp8.grouped import (
     row_codes,
 )
 from tests.kernels import moe_standins
+from tests.kernels.devices import SHARED_LIMITS
 from tests.kernels.interpreting import interpret
 from tests.kernels.moe_cases import ROUTINGS, random, routing, same_codes
 
@@ -326,7 +327,7 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
     assert {kernel: kind_of(kernel) for kernel in kinds} == kinds
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", SHARED_LIMITS)
 def test_top_k_compiles(target: str) -> None:
     types = {"scores": "*fp32", "chosen": "*i64", "num_rows": "i32", "num_columns": "i32"}
     compiled = compile_ahead(

@@ -1,0 +1,22 @@
+"""What a chip has that kernels choose their tiles by; CPUs, where Triton interprets, have everything."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use: 227 KiB on sm_90 and sm_100, 99 on sm_86, sm_89 and sm_120."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 30
+
+
+@cache
+def multiplies_registers(device: torch.device) -> bool:
+    """Whether tensor cores take their operands from registers, as on sm_8x and sm_12x, and not from shared memory.
+
+    Threads then hold operands beside the sums, which tiles made for sm_90 leave no registers for.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (8, 12)

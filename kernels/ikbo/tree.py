@@ -95,7 +95,7 @@ def tree_attention(
                 max_q=most * num_seeds,
                 max_k=length,
                 activation=activation,
-                score_scale=scale,
+                scale=scale,
                 out_scale=out_scale,
                 backend=backend,
             ).to(wide)

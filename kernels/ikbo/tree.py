@@ -22,7 +22,7 @@ def tree_attention(
     q: Tensor,
     k: Sequence[Tensor],
     v: Sequence[Tensor],
-    offsets: Sequence[Tensor],
+    candidate_offsets: Sequence[Tensor],
     k_offsets: Sequence[Tensor],
     *,
     max_candidates: Sequence[int],
@@ -34,17 +34,17 @@ def tree_attention(
 ) -> Tensor:
     """Attention of each candidate to the keys of its vendor, its user and so on, together: -> [C, S, H, dv].
 
-    Levels are in the order of `nested_offsets`, outermost first: offsets[i] says which rows of level i + 1 belong to
-    each row of level i, and the last one which candidates. Level i has R_i rows with keys k[i] [N_i, Hkv, d] and values
-    v[i] [N_i, Hkv, dv] jagged by k_offsets[i] [R_i + 1], at their own size: nothing is copied to lower levels. q is
-    [C, S, H, d]. No row of level i has more than max_candidates[i] candidates below it or max_k[i] keys. A candidate
-    without any key gets zeros.
+    Levels are in the order of `nested_offsets`, outermost first: candidate_offsets[i] says which rows of level i + 1
+    belong to each row of level i, and the last one which candidates. Level i has R_i rows with keys k[i] [N_i, Hkv, d]
+    and values v[i] [N_i, Hkv, dv] jagged by k_offsets[i] [R_i + 1], at their own size: nothing is copied to lower
+    levels. q is [C, S, H, d]. No row of level i has more than max_candidates[i] candidates below it or max_k[i] keys. A
+    candidate without any key gets zeros.
 
     One softmax spans the keys of all levels. With `activation` nothing is normalised, so the result is the sum over
     levels, in float32, of what each adds; `backend` is one of GDPA's then. Everything else is as in `target_attention`.
     """
     check_weights(activation, scale, out_scale)
-    levels = len(offsets)
+    levels = len(candidate_offsets)
     if not levels == len(k) == len(v) == len(k_offsets) == len(max_candidates) == len(max_k) or not levels:
         raise ValueError(
             f"every level needs keys, values, both offsets and both maxima; got {len(k)}, {len(v)}, {levels}, "
@@ -69,7 +69,7 @@ def tree_attention(
                 f"{tuple(values.shape)}; expected k [N, Hkv, d] and v [N, Hkv, dv], H a multiple of Hkv, and Hkv and "
                 "dv those of the other levels"
             )
-        leaves = nested_offsets(*offsets[level:])
+        leaves = nested_offsets(*candidate_offsets[level:])
         check_offsets(num_candidates, leaves)
         check_offsets(keys.shape[0], k_offsets[level])
         if leaves.device.type == "cpu":  # elsewhere every backend checks them, and once is enough

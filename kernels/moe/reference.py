@@ -77,12 +77,11 @@ class Order(NamedTuple):
     inverse: Tensor  # [N * k] int64: the row of each selection
 
 
-def gather(x: Tensor, experts: Tensor) -> tuple[Tensor, Order]:
-    """x [N, D] -> rows [N * k, D] sorted by expert; within an expert they keep the order of their tokens."""
-    chosen = experts.flatten()
-    order = chosen.argsort(stable=True)
+def gather(x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
+    """x [N, D] -> rows [N * k, D] sorted by the experts chosen [N, k]; those of an expert keep their tokens' order."""
+    order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    top_k = experts.shape[1]
+    top_k = chosen.shape[1]
     return _Gather.apply(x, order // top_k, inverse.view(-1, top_k)), Order(order, inverse)
 
 

@@ -87,28 +87,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str
     return dispatch.choose("linear", backend, x, **facts)(x, weight, bias).to(out_dtype)
 
 
-def grouped_mm(
-    x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: str = "bf16", backend: str | None = None
-) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "bf16", backend: str | None = None) -> Tensor:
     """Each row of x [M, K] times its expert's matrix: weight [E, N, K] -> [M, N].
 
-    `offsets` [E] int32 on the device are cumulative ends: rows of expert e are offsets[e - 1]:offsets[e], of any
-    number including 0. Rows from offsets[E - 1] on give zeros and have zero gradients.
+    `ends` [E] int32 on the device are offsets without their leading 0: rows of expert e are ends[e - 1]:ends[e], of any
+    number including 0. Rows from ends[E - 1] on give zeros and have zero gradients.
     """
     check_recipe(recipe)
     _check_features(x, weight)
-    if offsets.shape != weight.shape[:1]:
-        raise ValueError(f"offsets must be [{weight.shape[0]}], one end per expert, got {list(offsets.shape)}")
+    if ends.shape != weight.shape[:1]:
+        raise ValueError(
+            f"ends must be [{weight.shape[0]}], one end per expert as in offsets[1:], got {list(ends.shape)}"
+        )
     out_dtype = dispatch.autocast_dtype(x)
     facts = {"in_features": weight.shape[2], "out_features": weight.shape[1]}
     if recipe in QUANTIZED:
         product = dispatch.choose("mxfp8_grouped_mm", backend, x, **facts)
-        return product(x, weight, offsets, out_dtype, QUANTIZED[recipe])
+        return product(x, weight, ends, out_dtype, QUANTIZED[recipe])
     if recipe == "bf16":
         x, weight = x.bfloat16(), weight.bfloat16()
     else:
         x, weight = dispatch.autocast_operands(x=x, weight=weight)
-    return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, offsets).to(out_dtype)
+    return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, ends).to(out_dtype)
 
 
 def _check_features(x: Tensor, weight: Tensor) -> None:

@@ -286,7 +286,7 @@ def test_bad_inputs_are_named() -> None:
         mxfp8.linear(x, weight[0], recipe="fp8")
     with pytest.raises(ValueError, match="x has 8 features and weight takes 9"):
         mxfp8.linear(x, random(3, 9), recipe="mxfp8")
-    with pytest.raises(ValueError, match=r"offsets must be \[2\], one end per expert, got \[3\]"):
+    with pytest.raises(ValueError, match=r"ends must be \[2\], one end per expert as in offsets\[1:\], got \[3\]"):
         mxfp8.grouped_mm(x, weight, ends_of([1, 1, 2]), recipe="bf16")
     with pytest.raises(ValueError, match=r"must not decrease and must end by the number of rows 4, got \[3, 5\]"):
         mxfp8.grouped_mm(x, weight, ends_of([3, 2]), recipe="none")

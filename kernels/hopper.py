@@ -44,3 +44,30 @@ def swizzled_layout(swizzle: int, element_bytes: int, rank: int) -> gl.NVMMAShar
 def halves(x):
     """The left and the right half of the columns of an accumulator; no register moves."""
     return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.constexpr_function
+def _turn_barrier(instruction, consumer):
+    return f"bar.{instruction} {14 + consumer}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def _at_turn_barrier(INSTRUCTION: gl.constexpr, CONSUMER: gl.constexpr):
+    thread = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(_turn_barrier(INSTRUCTION, CONSUMER), "=r,r", [thread], gl.int32, False, 1)
+
+
+@gluon.jit
+def take_turn(C: gl.constexpr):
+    """Wait until the other one of two warpgroups, 0 and 1, passes the turn on to warpgroup C.
+
+    Before the first turn 1 passes it on, and behind the last 0 takes it. Turns are barriers of threads in hardware, of
+    the last two numbers of 16: Triton counts its own from 0. The way by shared memory, an mbarrier, is longer.
+    """
+    _at_turn_barrier("sync", C)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr):
+    """Warpgroup C passes the turn on, without waiting for the other one."""
+    _at_turn_barrier("arrive", 1 - C)

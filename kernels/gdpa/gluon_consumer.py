@@ -3,8 +3,8 @@
 A consumer takes a tile's blocks of keys from the last to the first, so that only the first one taken can reach over the
 end of the row. Two products are issued together: the scores of the next block, and the pending activations times the
 values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
-nothing drains between tiles, which is what decides the speed on short rows. The consumers take no turns at issuing
-products: each waits for its own, and that makes them alternate.
+nothing drains between tiles, which is what decides the speed on short rows. The consumers take turns at issuing
+products, and pass the turn on when both are issued: they wait behind those of the other one, and do not mix with them.
 
 The product with the values is complete before the activations of the next block are. So a consumer waits for it when it
 has half of them: the place of the values is free for the loader that much earlier, and the other consumer waits for
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.gdpa.gluon_activations import activated, kind_of, rounded, unscaled_factor
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
-from kernels.hopper import halves
+from kernels.hopper import halves, pass_turn, take_turn
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, MAIN_POSITION, NUM_BLOCKS, OTHER_LENGTH, ROW
 
 ROWS = gl.constexpr(64)  # queries of one consumer
@@ -148,6 +148,8 @@ def attend(
     else:
         keep = False
     mbarrier.arrive(k_empty.index(0), count=1, pred=some & (not keep))
+    if C == 1:
+        pass_turn(C)
     for turn in range(turns):
         more = turn + 1 < turns
         q_begin = begin + C * ROWS
@@ -163,6 +165,8 @@ def attend(
             for i in range(num_blocks - todo):
                 k_load = base + i + 1
                 v_load = base + i
+                take_turn(C)
+                pass_turn(C)
                 mbarrier.wait(k_full.index(k_load % STAGES), (k_load // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(k_load % STAGES), count=1, pred=not keep)
                 mbarrier.wait(v_full.index(v_load % STAGES), (v_load // STAGES) & 1)
@@ -173,12 +177,14 @@ def attend(
             k_stage = k_load % STAGES
             v_stage = v_load % STAGES
             mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
+            take_turn(C)
             s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             add = True
             if RUN > 1:
                 add = i > num_blocks - todo
             acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
+            pass_turn(C)
             s = warpgroup_mma_wait(1, deps=(s_token,))
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=not keep)
             if LEFT or RIGHT:
@@ -203,6 +209,7 @@ def attend(
         next_slot = 2 * ((turn + 1) % 2) + C
         mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
         mbarrier.wait(k_full.index(k_stage), (base // STAGES) & 1, pred=more)
+        take_turn(C)
         token = warpgroup_mma(
             q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
@@ -216,6 +223,7 @@ def attend(
         if RUN > 1:
             add = todo > 1
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
+        pass_turn(C)
         if RUN > 1:
             keep_next = (turn + 2 < turns) & (new_row == next_row) & (new_head == next_head) & (next_blocks <= STAGES)
         else:
@@ -248,3 +256,5 @@ def attend(
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
         next_first, next_blocks, next_row, next_head = new_first, new_blocks, new_row, new_head
     tma.store_wait(0)
+    if C == 0:
+        take_turn(C)

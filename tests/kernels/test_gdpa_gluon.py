@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
         assert compiled.contains(instruction), instruction
     assert compiled.spill_bytes <= spill_bytes
     assert compiled.shared_bytes <= SHARED_LIMIT
+
+
+def test_turns_of_the_forward_have_barriers_of_their_own() -> None:
+    barriers = re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)(, 256)?", compiled_forward().ptx)
+    turns = {number for number, of_both in barriers if of_both}
+    assert turns == {"14", "15"}
+    assert not turns & {number for number, of_both in barriers if not of_both}
 
 
 def compiled_backward(

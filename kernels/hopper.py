@@ -47,27 +47,32 @@ def halves(x):
 
 
 @gluon.constexpr_function
-def _turn_barrier(instruction, consumer):
-    return f"bar.{instruction} {14 + consumer}, 256; mov.b32 $0, $1;"
+def turn_barrier(instruction, consumer):
+    """PTX: "sync" or "arrive" at the barrier where warpgroup `consumer` waits for its turn."""
+    return f"bar.{instruction} {14 + consumer}, 256;"
+
+
+@gluon.constexpr_function
+def _at_turn_barrier(instruction, consumer):
+    return turn_barrier(instruction, consumer) + " mov.b32 $0, $1;"
 
 
 @gluon.jit
-def _at_turn_barrier(INSTRUCTION: gl.constexpr, CONSUMER: gl.constexpr):
-    thread = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(_turn_barrier(INSTRUCTION, CONSUMER), "=r,r", [thread], gl.int32, False, 1)
+def _threads():
+    return gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
 def take_turn(C: gl.constexpr):
     """Wait until the other one of two warpgroups, 0 and 1, passes the turn on to warpgroup C.
 
-    Before the first turn 1 passes it on, and behind the last 0 takes it. Turns are barriers of threads in hardware, of
-    the last two numbers of 16: Triton counts its own from 0. The way by shared memory, an mbarrier, is longer.
+    Before the first turn 1 passes it on, and behind the last 0 takes it. Turns are barriers of threads in hardware, the
+    last two of 16: Triton counts its own from 0. The way through shared memory, an mbarrier, is longer.
     """
-    _at_turn_barrier("sync", C)
+    gl.inline_asm_elementwise(_at_turn_barrier("sync", C), "=r,r", [_threads()], gl.int32, False, 1)
 
 
 @gluon.jit
 def pass_turn(C: gl.constexpr):
     """Warpgroup C passes the turn on, without waiting for the other one."""
-    _at_turn_barrier("arrive", 1 - C)
+    gl.inline_asm_elementwise(_at_turn_barrier("arrive", 1 - C), "=r,r", [_threads()], gl.int32, False, 1)

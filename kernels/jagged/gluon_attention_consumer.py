@@ -8,8 +8,11 @@ block before. After a tile's last block the "next block" is the first one of the
 between tiles, which is what decides the speed on short rows.
 
 The two consumers take turns on the tensor cores: while one multiplies, the other runs its softmax. Without the turns
-they drift into step and all tensor cores wait for both softmaxes. A consumer passes the turn on when both products are
-complete, or, if they are short against a softmax (EARLY), when its scores are.
+they drift into step and all tensor cores wait for both softmaxes. A consumer passes the turn on a little before both
+products are complete, or, if they are short against a softmax (EARLY), when its scores are.
+
+What a block takes is the way from its scores to its probabilities, more than the products. So all of it that can be
+done before the product with the values is complete is done there, and all that can wait for the end of a tile waits.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper import pass_turn, take_turn
 from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
 from kernels.jagged.gluon_attention_softmax import (
     corrected,
+    exponents,
     masked_at_edges,
     normalization,
+    powers_and_turn,
     rounded,
-    softmax,
     sums,
     times,
 )
@@ -84,12 +89,21 @@ def _tile(
 
 
 @gluon.jit
+def _powers(x, EARLY: gl.constexpr, C: gl.constexpr):
+    """2^x; passes the turn on unless that is done EARLY."""
+    if EARLY:
+        y = gl.exp2(x)
+    else:
+        y = powers_and_turn(x, C)
+    return y
+
+
+@gluon.jit
 def _advance(
     q,
     k_smem,
     v_smem,
     barriers,
-    turns,
     slot,
     stride,
     block,
@@ -113,16 +127,16 @@ def _advance(
     """Add the pending probabilities' product with their values to `acc`, and make those of the next `block` pending.
 
     What `acc` holds counts if it was `begun`: it is not zeroed between tiles.
-    The pending block is number `slot` of the ring, the next one `slot` + `stride`; `turns` counts the turns taken.
+    The pending block is number `slot` of the ring, the next one `slot` + `stride`.
     """
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = acc.type.layout
     k_slot = slot + stride
     k_stage = k_slot % STAGES
     v_stage = slot % STAGES
     mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1)
-    mbarrier.wait(order.index(C), (turns & 1) ^ (1 - C))
+    take_turn(C)
     s_token = warpgroup_mma(
         q,
         k_smem.index(k_stage).permute((1, 0)),
@@ -134,32 +148,30 @@ def _advance(
     acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=begun, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     if EARLY:
-        mbarrier.arrive(order.index(1 - C), count=1)
+        pass_turn(C)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     s = masked_at_edges(s, block * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, False)
-    p_next, m, correction = softmax(s, m, scale, LEFT or RIGHT)
-    if BLOCK_K < 128:
-        total = times(total, correction) + sums(p_next)
-    else:
-        total = total * correction + sums(p_next)
+    x, m, correction = exponents(s, m, scale, LEFT or RIGHT)
+    p_next = _powers(x, EARLY, C)
+    total = times(total, correction) + sums(p_next)
     # The probabilities are an operand in registers of the product in flight: they live until it is complete.
     acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
-    if not EARLY:
-        mbarrier.arrive(order.index(1 - C), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    return corrected(acc, correction), rounded(p_next, v_smem.dtype, LO), m, total
+    # Rounded before the correction, over whose branch no arithmetic moves: among the powers it takes no time.
+    p = rounded(p_next, v_smem.dtype, LO)
+    return corrected(acc, correction), p, m, total
 
 
 @gluon.jit
 def _skip(barriers, slot, STAGES: gl.constexpr, C: gl.constexpr):
     """Let a block pass by that this consumer has no queries for."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     k_stage = (slot + 1) % STAGES
     v_stage = slot % STAGES
     mbarrier.wait(k_full.index(k_stage), ((slot + 1) // STAGES) & 1)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    mbarrier.wait(order.index(C), (slot & 1) ^ (1 - C))
-    mbarrier.arrive(order.index(1 - C), count=1)
+    take_turn(C)
+    pass_turn(C)
     mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     return slot + 1
@@ -202,7 +214,7 @@ def attend(
     C: gl.constexpr,
 ):
     """Consumer C: queries 64 * C to 64 * C + 63 of every tile."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     RS: gl.constexpr = gl.SliceLayout(1, LS)
@@ -228,11 +240,13 @@ def attend(
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(k_empty.index(slot), count=1, pred=some)
     s = masked_at_edges(s, (first_block + steps) * BLOCK_K, position, k_length, left, right, LEFT, RIGHT, True)
-    p_next, m, _ = softmax(s, nothing_seen, scale, True)
+    x, m, _ = exponents(s, nothing_seen, scale, True)
+    p_next = gl.exp2(x)
     total = sums(p_next)
     p = rounded(p_next, v_smem.dtype, LO)
     acc = gl.zeros((ROWS, DV), gl.float32, LO)
-    turns = 0
+    if C == 1:
+        pass_turn(C)
     for turn in range(rounds):
         more = turn + 1 < rounds
         q = q_smem.index(2 * (turn % 2) + C)
@@ -246,10 +260,9 @@ def attend(
         # bound a loop inside it for dead, and every tile would do as many steps as the first.
         for b in range(steps):
             acc, p, m, total = _advance(
-                q, k_smem, v_smem, barriers, turns if PAIRED else slot, slot, stride, first_block + (steps - 1 - b),
-                acc, b > 0, p, m, total, scale, position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
+                q, k_smem, v_smem, barriers, slot, stride, first_block + (steps - 1 - b), acc, b > 0, p, m, total,
+                scale, position, k_length, left, right, LEFT, RIGHT, BLOCK_K, STAGES, EARLY, C,
             )  # fmt: skip
-            turns += 1
             slot += stride
 
         # The last block's values, with the scores of the next tile's first block.
@@ -260,7 +273,7 @@ def attend(
         next_place = 2 * ((turn + 1) % 2) + C
         mbarrier.wait(q_full.index(next_place), ((turn + 1) // 2) & 1, pred=more)
         mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1, pred=more)
-        mbarrier.wait(order.index(C), ((turns if PAIRED else slot) & 1) ^ (1 - C))
+        take_turn(C)
         token = warpgroup_mma(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
@@ -272,23 +285,20 @@ def attend(
         )
         s = warpgroup_mma_wait(1, deps=(token,))
         if EARLY:
-            mbarrier.arrive(order.index(1 - C), count=1)
+            pass_turn(C)
         mbarrier.arrive(k_empty.index(k_stage), count=1, pred=more)
         s = masked_at_edges(
             s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT, True
         )
-        p_next, m_next, _ = softmax(s, nothing_seen, scale, True)
+        x, m_next, _ = exponents(s, nothing_seen, scale, True)
+        p_next = _powers(x, EARLY, C)
         next_total = sums(p_next)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
-        if not EARLY:
-            mbarrier.arrive(order.index(1 - C), count=1)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         p = rounded(p_next, v_smem.dtype, LO)
-        turns += 1
         slot = k_slot
 
-        if BLOCK_K < 128:
-            total = gl.convert_layout(gl.sum(total, 1), RS)
+        total = gl.convert_layout(gl.sum(total, 1), RS)
         inverse, log_total = normalization(total, m)
         rows = gl.arange(0, ROWS, RS)
         outputs = times(acc, inverse)
@@ -308,3 +318,5 @@ def attend(
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
         next_first, next_steps, next_head, next_stride = new_first, new_steps, new_head, new_stride
     tma.store_wait(0)
+    if C == 0:
+        take_turn(C)

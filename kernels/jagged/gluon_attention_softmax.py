@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.hopper import turn_barrier
 from kernels.jagged.gluon_attention_items import ROWS
 
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -50,8 +51,8 @@ def masked_at_edges(
 
 
 @gluon.jit
-def softmax(s, m, scale, MASKED: gl.constexpr):
-    """(probabilities relative to the new reference, the new reference, correction of older sums).
+def exponents(s, m, scale, MASKED: gl.constexpr):
+    """(exponents of the probabilities relative to the new reference, that reference, correction of older sums).
 
     `m` is the old reference, -inf for a query that has seen no key yet.
     """
@@ -61,8 +62,36 @@ def softmax(s, m, scale, MASKED: gl.constexpr):
         reference = gl.where(new == -float("inf"), 0.0, new)
     else:
         reference = new
-    p = gl.exp2(s * scale - gl.expand_dims(reference, 1))
-    return p, new, gl.exp2(m - reference)
+    return s * scale - gl.expand_dims(reference, 1), new, gl.exp2(m - reference)
+
+
+@gluon.constexpr_function
+def _powers_and_turn(registers, consumer):
+    """PTX that makes 2^$0 of $0, and so on, and passes the turn on behind one of the first, which is never 1e30."""
+    powers = "".join(f"ex2.approx.ftz.f32 ${i}, ${i};\n" for i in range(registers))
+    return f"""{{
+    .reg .pred some;
+    {powers}setp.neu.f32 some, $15, 0f7149F2CA;
+    @some {turn_barrier("arrive", 1 - consumer)}
+    }}"""
+
+
+@gluon.constexpr_function
+def _powers_operands(registers):
+    return ",".join(["=f"] * registers + [str(i) for i in range(registers)])
+
+
+@gluon.jit
+def powers_and_turn(x, C: gl.constexpr):
+    """2^x [64, n]; consumer C passes the turn on when a few of them are there.
+
+    That is a little before the product in flight is complete. The turn has to wait for a power, or compilers move the
+    maximum, which all powers wait for, behind the wait for that product.
+    """
+    REGISTERS: gl.constexpr = x.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _powers_and_turn(REGISTERS, C), _powers_operands(REGISTERS), [x], gl.float32, False, REGISTERS
+    )
 
 
 @gluon.jit
@@ -106,13 +135,8 @@ def corrected(acc, factors):
 
 @gluon.jit
 def sums(p):
-    """[rows], the sums of the rows; of short blocks [rows, 4], what each of the four threads of a row has of it.
-
-    Those meet once a tile: where a block takes little else, it pays to put off the exchange between threads.
-    """
-    if p.shape[1] < 128:
-        p = gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3)
-    return gl.sum(p, 1)
+    """[rows, 4], what each of the four threads of a row has of its sum. Those meet once a tile."""
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
 
 
 @gluon.jit

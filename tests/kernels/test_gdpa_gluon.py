@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from kernels.gdpa import ACTIVATIONS, gdpa, gluon_backward, gluon_forward, refer
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backend import gluon_gdpa
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.barriers import assert_turns_have_barriers_of_their_own
 from tests.kernels.descriptors import descriptor
 from tests.kernels.devices import HOPPER
 from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
@@ -77,10 +77,7 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
 
 
 def test_turns_of_the_forward_have_barriers_of_their_own() -> None:
-    barriers = re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)(, 256)?", compiled_forward().ptx)
-    turns = {number for number, of_both in barriers if of_both}
-    assert turns == {"14", "15"}
-    assert not turns & {number for number, of_both in barriers if not of_both}
+    assert_turns_have_barriers_of_their_own(compiled_forward())
 
 
 def compiled_backward(

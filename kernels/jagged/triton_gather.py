@@ -40,22 +40,17 @@ def _concat_kernel(
     # A place that is in a is b's begin behind its index there, and one that is in b is a's end behind it.
     a_end = tl.load(a_offsets + row + 1, mask=written, other=0).to(tl.int64)
     a_index = place - tl.load(b_offsets + row, mask=written, other=0).to(tl.int64)
-    from_a = written & (a_index < a_end)
-    from_b = written & (a_index >= a_end)
+    # One access for both: two that leave each other's places out would take turns.
+    part = tl.where(a_index < a_end, a + a_index * a_stride, b + (place - a_end) * b_stride)
 
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    inside = (columns < width)[None, :]
-    at_a = a + a_index[:, None] * a_stride + columns[None, :]
-    at_b = b + (place - a_end)[:, None] * b_stride + columns[None, :]
+    mask = written[:, None] & (columns < width)[None, :]
+    at_part = part[:, None] + columns[None, :]
     at_both = both + place[:, None] * both_stride + columns[None, :]
     if SPLIT:
-        values = tl.load(at_both, mask=written[:, None] & inside)
-        tl.store(at_a, values, mask=from_a[:, None] & inside)
-        tl.store(at_b, values, mask=from_b[:, None] & inside)
+        tl.store(at_part, tl.load(at_both, mask=mask), mask=mask)
     else:
-        values = tl.load(at_a, mask=from_a[:, None] & inside, other=0)
-        values = tl.where(from_a[:, None], values, tl.load(at_b, mask=from_b[:, None] & inside, other=0))
-        tl.store(at_both, values, mask=written[:, None] & inside)
+        tl.store(at_both, tl.load(at_part, mask=mask), mask=mask)
 
 
 def _launch_concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, both: Tensor, split: bool) -> None:

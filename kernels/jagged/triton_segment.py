@@ -6,12 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_op import custom_op
-from kernels.jagged.triton_common import cdiv, flat, row_of, steps_of, tile_shape
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, steps_of
 from kernels.jagged.triton_parts import PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
 from kernels.launch import Launcher, aligned
 
 LOADS = 4  # of a thread at once
 GRADIENT_PART = 128  # places of a program of the maximum's gradient
+SPREAD_PART = 64  # and of that of the others, which read nothing for each place
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -91,22 +92,28 @@ def _spread_kernel(
     width,
     grad_stride,
     KIND: tl.constexpr,
+    PART: tl.constexpr,
     STEPS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """The gradient of the sum or the mean."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = row_of(offsets, num_rows, place, STEPS)
+    """The gradient of the sum or the mean: a program writes one line to all places of a part of a row."""
+    row, begin, end, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    # Places behind the last row, where values go on there, get its line.
+    last = tl.where(row == num_rows - 1, tl.minimum(first + PART, total), last)
+    if first >= last:
+        return
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask = (place < total)[:, None] & (column < width)[None, :]
-    values = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=mask, other=0)
+    inside = column < width
+    values = tl.load(grad + row * grad_stride + column, mask=inside, other=0)
     if KIND == "mean":
-        count = tl.load(offsets + row + 1, mask=place < total, other=1) - tl.load(
-            offsets + row, mask=place < total, other=0
-        )
-        values = (values.to(tl.float32) / count.to(tl.float32)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + place[:, None] * width + column[None, :], values, mask=mask)
+        values = (values.to(tl.float32) / (end - begin).to(tl.float32)).to(out.dtype.element_ty)
+    tall = (last - first).to(tl.int32)
+    out += first * width + column[None, :]
+    for start in range(0, tall, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)[:, None]
+        mask = (place < tall) & inside[None, :]
+        tl.store(out + place * width, tl.broadcast_to(values[None, :], [BLOCK_L, BLOCK_W]), mask=mask)
 
 
 @triton.jit
@@ -198,11 +205,12 @@ def spread(grad: Tensor, offsets: Tensor, total: int, kind: str) -> Tensor:
         return out
     grad = flat(grad)
     num_rows, width = grad.shape
-    block_r, block_w = tile_shape(width)
+    block_w = min(next_power_of_2(max(width, 1)), 256 // grad.element_size())
+    block_l = min(2048 // block_w, SPREAD_PART)
     offsets = offsets.contiguous()
-    numbers = (width, grad.stride(0), kind, steps_of(num_rows), block_r, block_w)
+    numbers = (width, grad.stride(0), kind, SPREAD_PART, steps_of(num_rows), block_l, block_w)
     _launch_spread(
-        (cdiv(total, block_r), cdiv(width, block_w), 1),
+        (num_parts(total, num_rows, SPREAD_PART), cdiv(width, block_w), 1),
         (out.device, grad.dtype, offsets.dtype, *aligned(grad, offsets), total >> 31, *numbers),
         grad, offsets, out, total, num_rows, *numbers,
     )  # fmt: skip

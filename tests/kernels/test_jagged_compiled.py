@@ -96,6 +96,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
         f"move {kind}": (triton_moves._move_kernel, {"KIND": kind, "SIDE": "last", **STEPS, **TILE})
         for kind in ("to_padded", "to_jagged", "flip", "window", "unwindow", "select")
     },
+    "concat": (triton_gather._concat_kernel, {"SPLIT": False, **STEPS, **TILE}),
     "split": (triton_gather._concat_kernel, {"SPLIT": True, **STEPS, **TILE}),
     "sum selected": (triton_gather._sum_selected_kernel, {**BY_PART, **TILE}),
     **{
@@ -118,7 +119,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
         f"segment {kind}": (triton_segment._reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4, "EVEN": True})
         for kind in ("sum", "mean", "max")
     },
-    "segment spread": (triton_segment._spread_kernel, {"KIND": "mean", **STEPS, **TILE}),
+    "segment spread": (triton_segment._spread_kernel, {"KIND": "mean", **LONG_TILE}),
     "segment max gradient": (triton_segment._max_gradient_kernel, {**LONG_TILE, "EVEN": True}),
     "elementwise": (
         triton_elementwise._forward_kernel,

@@ -186,7 +186,7 @@ def compile_ahead(
     gluon: bool = False,
     **options: Any,
 ) -> Compiled:
-    """Compile a @triton.jit (or, with `gluon`, a @gluon.jit) kernel for `target`, "sm_90" or "sm_100", without a GPU.
+    """Compile a @triton.jit (or, with `gluon`, a @gluon.jit) kernel for `target`, e.g. "sm_90", without a GPU.
 
     `signature` gives the type of each run-time argument ("*bf16", "i32", "tensordesc<...>"), `constexprs` the values of
     the others. Pointers are taken as 16-byte aligned, which PyTorch's allocations are, and so are the integers named in

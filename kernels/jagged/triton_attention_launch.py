@@ -64,7 +64,8 @@ def tile_of(
     tile = Tile(*_TILES[kernel, itemsize, max(width, 64)][biased])
     if from_registers:
         tile = beside_operands(tile, kernel, itemsize, width)
-    return shrink(tile, lambda tile: _shared_bytes(kernel, tile, itemsize, width), shared_limit)
+    scores = biased or not from_registers
+    return shrink(tile, lambda tile: _shared_bytes(kernel, tile, itemsize, width, scores), shared_limit)
 
 
 def beside_operands(tile: Tile, kernel: str, itemsize: int, width: int) -> Tile:
@@ -73,7 +74,7 @@ def beside_operands(tile: Tile, kernel: str, itemsize: int, width: int) -> Tile:
     Of single precision they hold all parts of three tf32 products.
     """
     if itemsize < 4:
-        return replace(tile, warps=8) if kernel == "key" else tile
+        return replace(tile, warps=8) if kernel == "key" or (kernel == "forward" and width > 128) else tile
     most = 32 if kernel == "forward" or width <= 64 else 16
     return replace(tile, m=min(tile.m, most), n=min(tile.n, most))
 
@@ -87,10 +88,11 @@ def shrink(tile: Tile, shared_bytes: Callable[[Tile], int], shared_limit: int) -
     return tile
 
 
-def _shared_bytes(kernel: str, tile: Tile, itemsize: int, width: int) -> int:
-    """Shared memory for the operands that stay, `stages` of those that stream by, and two tiles of scores or biases."""
+def _shared_bytes(kernel: str, tile: Tile, itemsize: int, width: int, scores: bool) -> int:
+    """Shared memory for the operands that stay, `stages` of those that stream by, and, where they come into shared
+    memory, two tiles of scores or biases."""
     stay, stream = (tile.n, tile.m) if kernel == "key" else (tile.m, tile.n)
-    return (stay + tile.stages * stream) * 2 * width * itemsize + tile.m * tile.n * 8
+    return (stay + tile.stages * stream) * 2 * width * itemsize + scores * tile.m * tile.n * 8
 
 
 def fit(kernel: str, q: Tensor, v: Tensor, bias: Bias | None) -> Tile:

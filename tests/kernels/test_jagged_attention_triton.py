@@ -142,6 +142,14 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, target: str, itemsize: 
         assert compiled.contains(PRODUCTS[target]) or (target == "sm_100" and compiled.contains("mma.sync"))
 
 
+@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+def test_chips_of_little_shared_memory_load_ahead(kernel: str) -> None:
+    from kernels.jagged.triton_attention_launch import tile_of
+
+    for width in (64, 128):
+        assert tile_of(kernel, 2, width, False, SHARED_LIMITS["sm_86"], True).stages > 1
+
+
 gpu = pytest.mark.gpu
 
 

@@ -33,7 +33,7 @@ class GDPASelfAttention(nn.Module):
     With `rotation`, (cos, sin) from `modules.rotary.rotation`, queries and keys are rotated by their positions.
     `activation` is a name of `kernels.gdpa.ACTIVATIONS`, or one per head. `window` limits a token to neighbours
     |i - j| <= window, `causal` to itself and those before it. `qk_norm` normalises each head of queries and keys (RMS,
-    without learned scale), which bounds scores by head_dim / tau. `scale` replaces 1 / tau = 1 / max_length, a
+    without learned scale), which bounds scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a
     constant that no row exceeds.
     """
 
@@ -47,7 +47,7 @@ class GDPASelfAttention(nn.Module):
         window: int | None = None,
         causal: bool = False,
         qk_norm: bool = False,
-        scale: float | None = None,
+        score_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -57,7 +57,7 @@ class GDPASelfAttention(nn.Module):
         reach = -1 if window is None else window
         self.window = (reach, 0 if causal else reach)
         self.qk_norm = qk_norm
-        self.scale = 1 / max_length if scale is None else scale
+        self.score_scale = 1 / max_length if score_scale is None else score_scale
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
@@ -87,7 +87,7 @@ class GDPASelfAttention(nn.Module):
             max_q=self.max_length,
             max_k=self.max_length,
             activation=self.activation,
-            scale=self.scale,
+            score_scale=self.score_scale,
             window=self.window,
         )
         return self.output(attended.flatten(1))
@@ -114,7 +114,7 @@ class GDPAPooling(nn.Module):
         max_length: int,
         activation: Activation = "gelu",
         qk_norm: bool = False,
-        scale: float | None = None,
+        score_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -122,7 +122,7 @@ class GDPAPooling(nn.Module):
         self.max_length = max_length
         self.activation = activation
         self.qk_norm = qk_norm
-        self.scale = 1 / max_length if scale is None else scale
+        self.score_scale = 1 / max_length if score_scale is None else score_scale
         self.seeds = nn.Parameter(torch.empty(num_seeds, dim))
         self.reset_parameters()
         self.query = nn.Linear(dim, dim, bias=False)
@@ -148,7 +148,7 @@ class GDPAPooling(nn.Module):
             max_q=len(query),
             max_k=self.max_length,
             activation=self.activation,
-            scale=self.scale,
+            score_scale=self.score_scale,
         )
         return self.output(attended.view(-1, *queries.shape))
 
@@ -168,7 +168,7 @@ class PersonalizedFFN(nn.Module):
 
     which is attention with the token itself as the query and `hidden` keys and values: M_1 and M_2, each
     [hidden, num_summary], mix the tokens of the summary, the same for every feature. Heads do not mix; that is left to
-    the attention that follows. `scale` is 1 / hidden unless given; the other options are those of
+    the attention that follows. `score_scale` is 1 / hidden unless given; the other options are those of
     `GDPASelfAttention`.
     """
 
@@ -182,7 +182,7 @@ class PersonalizedFFN(nn.Module):
         max_length: int,
         activation: Activation = "gelu",
         qk_norm: bool = False,
-        scale: float | None = None,
+        score_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -190,7 +190,7 @@ class PersonalizedFFN(nn.Module):
         self.max_length = max_length
         self.activation = activation
         self.qk_norm = qk_norm
-        self.scale = 1 / hidden if scale is None else scale
+        self.score_scale = 1 / hidden if score_scale is None else score_scale
         # M_1 and M_2 row by row in turns, so that keys and values are views of one product without gaps between rows.
         self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
         self.reset_parameters()
@@ -216,7 +216,7 @@ class PersonalizedFFN(nn.Module):
             max_q=self.max_length,
             max_k=key.shape[1],
             activation=self.activation,
-            scale=self.scale,
+            score_scale=self.score_scale,
         )
         return attended.flatten(1)
 

@@ -21,7 +21,7 @@ class TargetAttention(nn.Module):
     is content (positions act in self-attention). `max_candidates` and `max_length` are constants that none exceeds.
 
     With `activation`, a name of `kernels.gdpa.ACTIVATIONS` or one per head, weights are that of the scores in place of
-    their softmax; `scale` is 1 / max_length then unless given.
+    their softmax; `score_scale` is 1 / max_length then unless given.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TargetAttention(nn.Module):
         max_candidates: int,
         max_length: int,
         activation: str | Sequence[str] | None = None,
-        scale: float | None = None,
+        score_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -42,7 +42,7 @@ class TargetAttention(nn.Module):
         self.max_candidates = max_candidates
         self.max_length = max_length
         self.activation = activation
-        self.scale = 1 / max_length if activation is not None and scale is None else scale
+        self.score_scale = 1 / max_length if activation is not None and score_scale is None else score_scale
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
@@ -59,7 +59,7 @@ class TargetAttention(nn.Module):
             offsets,
             max_candidates=self.max_candidates,
             max_k=self.max_length,
-            scale=self.scale,
+            scale=self.score_scale,
             activation=self.activation,
         )
         return self.output(attended.view(queries.shape))

@@ -32,13 +32,13 @@ def gdpa(
     max_q: int,
     max_k: int,
     activation: str | Sequence[str] = "gelu",
-    scale: float,
+    score_scale: float,
     out_scale: float = 1.0,
     window: int | tuple[int | None, int | None] | None = None,
     kv_index: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """out = act(scale q k^T) out_scale v within each row, an activation where attention has a softmax.
+    """out = act(score_scale q k^T) out_scale v within each row, an activation where attention has a softmax.
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] -> [Nq, H, dv]; H is a multiple of Hkv, and head h reads key head
     h // (H / Hkv). Offsets are [B + 1], int32 or int64; no row has more than max_q queries or max_k keys. q, k and v
@@ -46,7 +46,7 @@ def gdpa(
     they take its dtype.
 
     - `activation`: one of ACTIVATIONS, or one per head.
-    - `scale` acts before the activation and `out_scale` after it. Peers differ in both, so the first has no
+    - `score_scale` acts before the activation and `out_scale` after it. Peers differ in both, so the first has no
       default. Neither may depend on a batch's lengths, or results would depend on what else is in the batch.
     - `window`, w or (left, right): query i sees key j, both counted within their row, when i - left <= j <= i + right;
       None or -1 is no limit on that side. Pairs out of sight contribute nothing.
@@ -99,7 +99,7 @@ def gdpa(
     if not getattr(attend, "checks_lengths", False):
         for offsets, maximum, name in unchecked:
             check_lengths(offsets, maximum, name)
-    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, scale, out_scale, reach)
+    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:

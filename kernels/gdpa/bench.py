@@ -136,7 +136,7 @@ def _problem(
                 max_q=max_q,
                 max_k=max_k,
                 activation=activation,
-                scale=1.0,
+                score_scale=1.0,
                 backend=backend,
             )
         )
@@ -233,7 +233,7 @@ def _expected(
             max_q=max_q,
             max_k=max_k,
             activation=activation,
-            scale=1.0,
+            score_scale=1.0,
             backend="reference",
         )
         results.append(torch.autograd.grad(out, leaves, grad.float()) if backward else (out,))

@@ -26,7 +26,7 @@ HOPPER_STEPS = ("a program per tile", "persistent", "sorted and dealt", "keys sh
 def hopper_steps(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_k: int, activation: str
 ) -> dict[str, Callable[[], Tensor]]:
-    """Functions that compute GDPA with scale 1, by their names above; the last one with `gelu_poly` for
+    """Functions that compute GDPA with score_scale 1, by their names above; the last one with `gelu_poly` for
     `activation`. UnsupportedError off Hopper."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     if reason := dispatch.needs_capability(q.device.type, capability, (9, 0)):

@@ -52,7 +52,7 @@ def _problem(attend: Attend, direction: str, device: torch.device) -> Problem:
             max_q=longest,
             max_k=hidden,
             activation="gelu_tanh",
-            scale=1.0,
+            score_scale=1.0,
             backend=backend,
         )
         return behind(attended.flatten(1), query)

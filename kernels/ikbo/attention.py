@@ -83,7 +83,7 @@ def target_attention(
             max_q=max_q,
             max_k=max_k,
             activation=activation,
-            scale=scale,
+            score_scale=scale,
             out_scale=out_scale,
             backend=backend,
         )

@@ -95,7 +95,7 @@ def tree_attention(
                 max_q=most * num_seeds,
                 max_k=length,
                 activation=activation,
-                scale=scale,
+                score_scale=scale,
                 out_scale=out_scale,
                 backend=backend,
             ).to(wide)

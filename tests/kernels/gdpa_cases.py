@@ -87,7 +87,7 @@ def oracle(
     q_offsets: Tensor,
     k_offsets: Tensor,
     activation: str | Sequence[str] = "gelu",
-    scale: float,
+    score_scale: float,
     out_scale: float = 1.0,
     window: tuple[int, int] = (-1, -1),
 ) -> Tensor:
@@ -106,7 +106,7 @@ def oracle(
             heads = []
             for head, query in enumerate(q[q_first + i]):
                 shared = head * k.shape[1] // q.shape[1]
-                weights = DEFINITIONS[names[head]](scale * (k[where, shared] @ query)) * out_scale
+                weights = DEFINITIONS[names[head]](score_scale * (k[where, shared] @ query)) * out_scale
                 heads.append(weights @ v[where, shared] if where else v.new_zeros(v.shape[2]))
             out.append(torch.stack(heads))
     return torch.stack(out) if out else v.new_zeros(0, q.shape[1], v.shape[2])

@@ -87,7 +87,7 @@ def test_reference(
 ) -> None:
     q_offsets, k_offsets = offsets_of([q for q, _ in pairs]), offsets_of([k for _, k in pairs], torch.int32)
     max_q, max_k = (max((pair[side] for pair in pairs), default=0) + slack for side in (0, 1))
-    arguments: dict[str, Any] = {"q_offsets": q_offsets, "k_offsets": k_offsets, "scale": 0.7, "out_scale": -0.3}
+    arguments: dict[str, Any] = {"q_offsets": q_offsets, "k_offsets": k_offsets, "score_scale": 0.7, "out_scale": -0.3}
     arguments |= {"window": window, "activation": names[: heads[0]]}
     check_gradients(
         partial(gdpa, max_q=max_q, max_k=max_k, **arguments),
@@ -101,7 +101,7 @@ def test_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_dtypes(name: str, dtype: torch.dtype) -> None:
     offsets = {"q_offsets": offsets_of([0, 7, 1, 20]), "k_offsets": offsets_of([4, 7, 0, 20])}
-    arguments: dict[str, Any] = {**offsets, "activation": name, "scale": 0.2, "out_scale": 0.5}
+    arguments: dict[str, Any] = {**offsets, "activation": name, "score_scale": 0.2, "out_scale": 0.5}
     # The reference rounds scores to their dtype, which kinks and powers answer with errors of that size.
     check_gradients(
         partial(gdpa, max_q=20, max_k=20, **arguments),
@@ -121,7 +121,7 @@ def test_padded_is_the_reference_between_conversions(monkeypatch: pytest.MonkeyP
     assert torch.equal(padded.gdpa(*arguments), reference.gdpa(*arguments))
 
 
-@pytest.mark.parametrize("operator", [partial(gdpa, scale=0.3), jagged.jagged_attention])
+@pytest.mark.parametrize("operator", [partial(gdpa, score_scale=0.3), jagged.jagged_attention])
 @pytest.mark.parametrize(
     ("window", "sides"), [(2, (2, 2)), ((None, 1), (-1, 1)), (None, (-1, -1)), (-1, (None, None))], ids=str
 )
@@ -139,7 +139,7 @@ def test_rows_without_keys_or_queries_give_zeros() -> None:
     inputs = inputs_of(q_offsets, k_offsets, (2, 2), (4, 4))
     leaves = [tensor.requires_grad_() for tensor in inputs.values()]
     with poisoned_empty():
-        out = gdpa(**inputs, q_offsets=q_offsets, k_offsets=k_offsets, max_q=3, max_k=4, scale=1.0, window=(0, 0))
+        out = gdpa(**inputs, q_offsets=q_offsets, k_offsets=k_offsets, max_q=3, max_k=4, score_scale=1.0, window=(0, 0))
         grads = torch.autograd.grad(out.square().sum() + out.sum(), leaves)
     # Row 0 has no keys; in row 1 the window hides the only key from queries 1 and 2; row 2 has no queries.
     blind = [0, 1, 3, 4]
@@ -156,7 +156,7 @@ def test_dense_keys_and_values() -> None:
     q = torch.randn(8, 2, 6, dtype=torch.float64)
     k, v = packed.unbind(2)
     assert k.flatten(0, 1).data_ptr() == packed.data_ptr(), "the inputs should be read where they are"
-    call = partial(gdpa, q, max_q=5, max_k=4, scale=0.3)
+    call = partial(gdpa, q, max_q=5, max_k=4, score_scale=0.3)
     dense = call(k, v, q_offsets, None)
     jagged = call(k.flatten(0, 1), v.flatten(0, 1), q_offsets, torch.arange(4) * 4)
     assert torch.equal(dense, jagged)
@@ -169,10 +169,10 @@ def test_queries_that_all_rows_share() -> None:
     tiled = offsets_of([2, 2, 2])
 
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gdpa(q, k, v, None, k_offsets, max_q=2, max_k=5, scale=0.5)
+        return gdpa(q, k, v, None, k_offsets, max_q=2, max_k=5, score_scale=0.5)
 
     def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return oracle(q.repeat(3, 1, 1), k, v, q_offsets=tiled, k_offsets=k_offsets, scale=0.5)
+        return oracle(q.repeat(3, 1, 1), k, v, q_offsets=tiled, k_offsets=k_offsets, score_scale=0.5)
 
     check_gradients(shared, repeated, inputs, EXACT)
 
@@ -184,13 +184,13 @@ def test_many_rows_of_queries_share_keys(dtype: torch.dtype) -> None:
 
     def indexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv_index = torch.tensor(index, dtype=dtype)
-        return gdpa(q, k, v, q_offsets, k_offsets, max_q=4, max_k=5, scale=0.5, kv_index=kv_index)
+        return gdpa(q, k, v, q_offsets, k_offsets, max_q=4, max_k=5, score_scale=0.5, kv_index=kv_index)
 
     def copied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [list(range(int(k_offsets[r]), int(k_offsets[r + 1]))) for r in index]
         where = [position for row in rows for position in row]
         own = offsets_of([len(row) for row in rows])
-        return oracle(q, k[where], v[where], q_offsets=q_offsets, k_offsets=own, scale=0.5)
+        return oracle(q, k[where], v[where], q_offsets=q_offsets, k_offsets=own, score_scale=0.5)
 
     check_gradients(indexed, copied, inputs_of(q_offsets, k_offsets, (2, 1), (4, 3)), EXACT)
 
@@ -198,7 +198,7 @@ def test_many_rows_of_queries_share_keys(dtype: torch.dtype) -> None:
 def test_shared_queries_and_shared_keys_at_once() -> None:
     k_offsets, index = offsets_of([4, 3]), torch.tensor([0, 0, 1])
     inputs = inputs_of(torch.tensor([0, 2]), k_offsets, (1, 1), (4, 4))
-    call = partial(gdpa, **inputs, max_q=4, max_k=4, scale=0.5)
+    call = partial(gdpa, **inputs, max_q=4, max_k=4, score_scale=0.5)
     out = call(q_offsets=None, k_offsets=k_offsets, kv_index=index)
     apart = call(q_offsets=None, k_offsets=k_offsets)
     assert torch.equal(out, torch.cat([apart[:2], apart]))
@@ -206,14 +206,14 @@ def test_shared_queries_and_shared_keys_at_once() -> None:
 
 def test_no_index_without_rows() -> None:
     x, none = torch.randn(0, 1, 4), torch.zeros(0, dtype=torch.int64)
-    out = gdpa(x, x, x, torch.tensor([0]), torch.tensor([0, 0]), max_q=1, max_k=1, scale=1.0, kv_index=none)
+    out = gdpa(x, x, x, torch.tensor([0]), torch.tensor([0, 0]), max_q=1, max_k=1, score_scale=1.0, kv_index=none)
     assert out.shape == (0, 1, 4)
 
 
 def test_scales_are_before_and_after_the_activation() -> None:
     offsets = torch.tensor([0, 1])
     q, k, v = torch.tensor([3.0, 5.0, 1.0]).view(3, 1, 1, 1).unbind(0)
-    out = gdpa(q, k, v, offsets, offsets, max_q=1, max_k=1, activation="relu_squared", scale=0.2, out_scale=0.5)
+    out = gdpa(q, k, v, offsets, offsets, max_q=1, max_k=1, activation="relu_squared", score_scale=0.2, out_scale=0.5)
     assert math.isclose(out.item(), 0.5 * 3.0**2, rel_tol=1e-6)
 
 
@@ -221,20 +221,20 @@ def test_non_contiguous_inputs() -> None:
     offsets = offsets_of([2, 0, 3])
     packed = torch.randn(5, 2, 3, 4, dtype=torch.float64)
     q, k, v = packed.unbind(2)
-    attend = partial(gdpa, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
+    attend = partial(gdpa, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, score_scale=0.5)
     assert torch.equal(attend(q, k, v), attend(q.contiguous(), k.contiguous(), v.contiguous()))
 
 
 def test_autocast_gives_its_dtype() -> None:
     offsets, x = offsets_of([2, 1]), torch.randn(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        out = gdpa(x, x.bfloat16(), x, offsets, offsets, max_q=2, max_k=2, scale=0.5)
+        out = gdpa(x, x.bfloat16(), x, offsets, offsets, max_q=2, max_k=2, score_scale=0.5)
     assert out.dtype is torch.bfloat16
 
 
 def every_form(x: Tensor, offsets: Tensor, index: Tensor) -> list[Tensor]:
     """x [6, 2, 4] of three rows; jagged, dense, shared queries, an index, per-head activations with a window."""
-    attend = partial(gdpa, max_q=6, max_k=6, scale=0.5)
+    attend = partial(gdpa, max_q=6, max_k=6, score_scale=0.5)
     dense = x.view(3, 2, 2, 4)
     return [
         attend(x, x, x, offsets, offsets),
@@ -262,7 +262,7 @@ def test_compiles_into_one_graph() -> None:
 
 def test_bad_inputs_are_named() -> None:
     x, offsets = torch.zeros(5, 1, 4), torch.tensor([0, 2, 5])
-    attend = partial(gdpa, max_q=3, max_k=3, scale=1.0)
+    attend = partial(gdpa, max_q=3, max_k=3, score_scale=1.0)
     with pytest.raises(ValueError, match="row 1 has 3 values, more than max_k=2"):
         attend(x, x, x, offsets, offsets, max_k=2)
     with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\], k \[Nk, Hkv, d\]"):
@@ -320,7 +320,7 @@ def _plain_backward(
     max_q: int,
     max_k: int,
     names: tuple[str, ...],
-    scale: float,
+    score_scale: float,
     out_scale: float,
     window: tuple[int, int],
 ) -> tuple[Tensor, ...]:
@@ -330,9 +330,9 @@ def _plain_backward(
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     for head, name in enumerate(names):
         shared = head // group
-        scores = scale * (q[:, head] @ k[:, shared].T)
+        scores = score_scale * (q[:, head] @ k[:, shared].T)
         p = activations.activate(name, scores) * out_scale * seen
-        ds = grad[:, head] @ v[:, shared].T * activations.derivative(name, scores) * out_scale * scale * seen
+        ds = grad[:, head] @ v[:, shared].T * activations.derivative(name, scores) * out_scale * score_scale * seen
         gradients[0][:, head] = ds @ k[:, shared]
         gradients[1][:, shared] += ds.T @ q[:, head]
         gradients[2][:, shared] += p.T @ grad[:, head]
@@ -346,7 +346,7 @@ def test_operator_around_kernels() -> None:
     inputs = inputs_of(**offsets, heads=(2, 1), widths=(4, 3))
     check_gradients(
         lambda q, k, v: attend(q, k, v, *offsets.values(), 3, 3, ("silu", "gelu"), 0.5, 2.0, (-1, -1)),
-        partial(oracle, **offsets, activation=("silu", "gelu"), scale=0.5, out_scale=2.0),
+        partial(oracle, **offsets, activation=("silu", "gelu"), score_scale=0.5, out_scale=2.0),
         inputs,
         EXACT,
     )

@@ -273,7 +273,7 @@ def test_shared_queries_dense_keys_and_an_index() -> None:
         {"q_offsets": None},
         {"q_offsets": None, "kv_index": index},
     ):
-        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 170, "scale": 0.1, **call}
+        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 170, "score_scale": 0.1, **call}
         check_gradients(
             partial(gdpa, **fixed, backend="gluon"),
             partial(gdpa, **fixed, backend="reference"),

@@ -30,13 +30,13 @@ CASES: dict[str, dict[str, Any]] = {name: {"activation": name} for name in ACTIV
     "mixed window": {"window": (0, 40), "activation": MIXED},
     "left": {"window": (9, -1)},
     "right": {"window": (-1, 5)},
-    "negative": {"scale": -0.3, "out_scale": -2.0},
+    "negative": {"score_scale": -0.3, "out_scale": -2.0},
 }
 
 
 def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Output and gradients of a case of CASES against the reference in float64, with poisoned memory."""
-    call = {"scale": 1.3 * widths[0] ** -0.5, "out_scale": 0.1} | CASES[name]
+    call = {"score_scale": 1.3 * widths[0] ** -0.5, "out_scale": 0.1} | CASES[name]
     if not isinstance(call.get("activation", ""), str):
         call["activation"] = call["activation"][: heads[0]]
     call |= {
@@ -175,7 +175,7 @@ def gradients_of(attend: Any, leaves: list[Tensor], grad: Tensor | None = None) 
 def test_same_bits_every_time() -> None:
     offsets = offsets_of([0, 700, 1, 300, 0, 1000]).cuda()
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16).values()]
-    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 1000, "max_k": 1000, "scale": 0.1}
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 1000, "max_k": 1000, "score_scale": 0.1}
     attend = partial(gdpa, **fixed, activation=MIXED, backend="triton")
     first = gradients_of(attend, leaves)
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_same_bits_every_time() -> None:
 def test_views_with_strides_of_their_own() -> None:
     offsets = offsets_of([130, 0, 7]).cuda()
     q, k, v = torch.randn(137, 2, 3, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind(2)
-    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 130, "max_k": 130, "scale": 0.1}
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 130, "max_k": 130, "score_scale": 0.1}
     attend = partial(gdpa, **fixed, backend="triton")
     # The gradient of a transposed product is not contiguous either.
     grad = torch.randn(64, 2, 137, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0)
@@ -206,7 +206,7 @@ def test_shared_queries_dense_keys_and_an_index() -> None:
         {"q_offsets": None},
         {"q_offsets": None, "kv_index": index},
     ):
-        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 70, "scale": 0.1, **call}
+        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 70, "score_scale": 0.1, **call}
         check_gradients(
             partial(gdpa, **fixed, backend="triton"),
             partial(gdpa, **fixed, backend="reference"),
@@ -221,7 +221,7 @@ def test_nothing_waits_for_the_device_and_memory_is_linear() -> None:
     offsets = offsets_of([0] * 999 + [2000]).cuda()
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 2), (64, 64), torch.bfloat16).values()]
     index = torch.arange(1000, device="cuda")
-    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 4000, "max_k": 4000, "scale": 0.1}
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 4000, "max_k": 4000, "score_scale": 0.1}
     attend = partial(gdpa, **fixed, kv_index=index, activation=("gelu", "silu"), backend="triton")
     gradients_of(attend, leaves)
     torch.cuda.synchronize()
@@ -246,7 +246,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     offsets = torch.arange(rows + 1, device="cuda") * length
     q, k, v, grad = (torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    fixed = {"max_q": length, "max_k": length, "scale": 0.1}
+    fixed = {"max_q": length, "max_k": length, "score_scale": 0.1}
     attend = partial(gdpa, q_offsets=offsets, k_offsets=offsets, **fixed, backend="triton")
     actual = gradients_of(attend, leaves, grad)
     for chosen in (slice(0, 3 * length), slice(total - 3 * length, total)):

@@ -153,7 +153,7 @@ def test_memory_is_linear_in_the_number_of_values(name: str) -> None:
         if name == "softmax":
             out = jagged_attention(*leaves, offsets, offsets, **fixed)
         else:
-            out = activated_attention(*leaves, offsets, offsets, scale=0.1, **fixed)
+            out = activated_attention(*leaves, offsets, offsets, score_scale=0.1, **fixed)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     step()

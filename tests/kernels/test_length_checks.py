@@ -93,8 +93,8 @@ def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
         "tree_attention(x[:, None], [x], [x], [offsets], [offsets], max_candidates=[300], max_k=[299])",
         "tree_attention(x[:, None], [x], [x], [offsets], [offsets], max_candidates=[300], max_k=[299], "
         "backend='reference')",
-        "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, scale=1.0)",
-        "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, scale=1.0)",
+        "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, score_scale=1.0)",
+        "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, score_scale=1.0)",
     ],
 )
 def test_a_longer_row_is_a_device_assertion(call: str) -> None:

@@ -53,7 +53,7 @@ def test_gdpa_makes_the_offsets_of_rows_of_one_length_once(learned: bool) -> Non
     jagged, dense, queries = torch.randn(3, 2, 4), torch.randn(2, 5, 2, 4), torch.randn(5, 2, 4)
 
     def layer() -> Tensor:
-        sizes = {"max_q": 5, "max_k": 5, "scale": 1.0}
+        sizes = {"max_q": 5, "max_k": 5, "score_scale": 1.0}
         if learned:
             return gdpa.gdpa(queries, jagged, jagged, None, offsets, **sizes)
         return gdpa.gdpa(jagged, dense, dense, offsets, None, **sizes)
@@ -71,7 +71,7 @@ def test_target_attention_and_merged_rows_make_theirs_once() -> None:
     for _ in range(2):
         ikbo.target_attention(q, k, k, offsets, k_offsets, max_candidates=2, max_k=2)
     assert [table.tolist() for table in _tables_of(offsets)] == [[0, 2, 6]]
-    index, sizes = torch.tensor([0, 0]), {"max_q": 3, "max_k": 2, "scale": 1.0}
+    index, sizes = torch.tensor([0, 0]), {"max_q": 3, "max_k": 2, "score_scale": 1.0}
     for _ in range(2):
         gdpa.gdpa(q[:, 0], k, k, offsets, k_offsets, kv_index=index, **sizes)
     assert [table.tolist() for table in _tables_of(offsets)] == [[0, 2, 6], [0, 3, 3]]

@@ -84,12 +84,12 @@ def test_pffn(values: Tensor, summary: Tensor, qk_norm: bool) -> None:
 
 
 def test_a_scale_that_is_given_replaces_that_of_the_constants(values: Tensor, summary: Tensor) -> None:
-    own = GDPASelfAttention(DIM, HEADS, max_length=9, scale=1 / MAX_LENGTH).double()
+    own = GDPASelfAttention(DIM, HEADS, max_length=9, score_scale=1 / MAX_LENGTH).double()
     torch.testing.assert_close(own(values, OFFSETS), torch.cat([self_attention_row(own, x) for x in rows(values)]))
-    pool = GDPAPooling(DIM, HEADS, 3, max_length=9, scale=1 / MAX_LENGTH).double()
+    pool = GDPAPooling(DIM, HEADS, 3, max_length=9, score_scale=1 / MAX_LENGTH).double()
     expected = torch.stack([pooling_row(pool, pool.seeds, x) for x in rows(values)])
     torch.testing.assert_close(pool(values, OFFSETS), expected)
-    ffn = PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=9, scale=0.5).double()
+    ffn = PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=9, score_scale=0.5).double()
     keys, weights = ffn.mix[0::2] @ summary, ffn.mix[1::2] @ summary
     parts = [attention(x, k, v, tau=2) for x, k, v in zip(rows(values), keys, weights, strict=True)]
     torch.testing.assert_close(ffn(values, OFFSETS, summary), torch.cat(parts))

@@ -3,8 +3,11 @@
 A consumer takes a tile's blocks of keys from the last to the first, so that only the first one taken can reach over the
 end of the row. Two products are issued together: the scores of the next block, and the pending activations times the
 values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
-nothing drains between tiles, which is what decides the speed on short rows. The consumers take turns at issuing
-products, and pass the turn on when both are issued: they wait behind those of the other one, and do not mix with them.
+nothing drains between tiles, which is what decides the speed on short rows.
+
+Each consumer waits for its own products, which makes the two alternate. With tanh GELU in bfloat16 they take turns at
+issuing them as well, and pass the turn on when both products are issued: those of the other one wait behind them and
+do not mix with them.
 
 The product with the values is complete before the activations of the next block are. So a consumer waits for it when it
 has half of them: the place of the values is free for the loader that much earlier, and the other consumer waits for
@@ -98,6 +101,18 @@ def _joined(left, right):
 
 
 @gluon.jit
+def _take_turn(TURNS: gl.constexpr, C: gl.constexpr):
+    if TURNS:
+        take_turn(C)
+
+
+@gluon.jit
+def _pass_turn(TURNS: gl.constexpr, C: gl.constexpr):
+    if TURNS:
+        pass_turn(C)
+
+
+@gluon.jit
 def _store_rows(out, buffer, q_begin, q_count, HEADS: gl.constexpr, head, DV: gl.constexpr):
     """Write the first `q_count` rows of a block of outputs in shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
@@ -122,6 +137,10 @@ def attend(
     LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
     dtype: gl.constexpr = v_smem.dtype
+    # With longer activations, with ReLU and under a window turns take time.
+    TURNS: gl.constexpr = (
+        len(KINDS) == 1 and KINDS[0] == "gelu_tanh" and dtype == gl.bfloat16 and not LEFT and not RIGHT
+    )
     num_tiles = gl.load(schedule)
     turns = num_turns(num_tiles, HEADS, RUN)
     # A program without tiles goes through the motions for one block, without waiting for what never comes.
@@ -149,7 +168,7 @@ def attend(
         keep = False
     mbarrier.arrive(k_empty.index(0), count=1, pred=some & (not keep))
     if C == 1:
-        pass_turn(C)
+        _pass_turn(TURNS, C)
     for turn in range(turns):
         more = turn + 1 < turns
         q_begin = begin + C * ROWS
@@ -165,8 +184,8 @@ def attend(
             for i in range(num_blocks - todo):
                 k_load = base + i + 1
                 v_load = base + i
-                take_turn(C)
-                pass_turn(C)
+                _take_turn(TURNS, C)
+                _pass_turn(TURNS, C)
                 mbarrier.wait(k_full.index(k_load % STAGES), (k_load // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(k_load % STAGES), count=1, pred=not keep)
                 mbarrier.wait(v_full.index(v_load % STAGES), (v_load // STAGES) & 1)
@@ -177,14 +196,14 @@ def attend(
             k_stage = k_load % STAGES
             v_stage = v_load % STAGES
             mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
-            take_turn(C)
+            _take_turn(TURNS, C)
             s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             add = True
             if RUN > 1:
                 add = i > num_blocks - todo
             acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
-            pass_turn(C)
+            _pass_turn(TURNS, C)
             s = warpgroup_mma_wait(1, deps=(s_token,))
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=not keep)
             if LEFT or RIGHT:
@@ -209,7 +228,7 @@ def attend(
         next_slot = 2 * ((turn + 1) % 2) + C
         mbarrier.wait(q_full.index(next_slot), ((turn + 1) // 2) & 1, pred=more)
         mbarrier.wait(k_full.index(k_stage), (base // STAGES) & 1, pred=more)
-        take_turn(C)
+        _take_turn(TURNS, C)
         token = warpgroup_mma(
             q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
@@ -223,7 +242,7 @@ def attend(
         if RUN > 1:
             add = todo > 1
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
-        pass_turn(C)
+        _pass_turn(TURNS, C)
         if RUN > 1:
             keep_next = (turn + 2 < turns) & (new_row == next_row) & (new_head == next_head) & (next_blocks <= STAGES)
         else:
@@ -257,4 +276,4 @@ def attend(
         next_first, next_blocks, next_row, next_head = new_first, new_blocks, new_row, new_head
     tma.store_wait(0)
     if C == 0:
-        take_turn(C)
+        _take_turn(TURNS, C)

@@ -71,7 +71,7 @@ def _powers_and_turn(registers, consumer):
     powers = "".join(f"ex2.approx.ftz.f32 ${i}, ${i};\n" for i in range(registers))
     return f"""{{
     .reg .pred some;
-    {powers}setp.neu.f32 some, $15, 0f7149F2CA;
+    {powers}setp.neu.f32 some, $3, 0f7149F2CA;
     @some {turn_barrier("arrive", 1 - consumer)}
     }}"""
 

@@ -76,8 +76,9 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(options: dict[str,
     assert compiled.shared_bytes <= SHARED_LIMIT
 
 
-def test_turns_of_the_forward_have_barriers_of_their_own() -> None:
+def test_consumers_of_the_forward_take_turns_where_that_gains() -> None:
     assert_turns_have_barriers_of_their_own(compiled_forward())
+    assert not compiled_forward(names=("gelu",)).contains("bar.arrive")
 
 
 def compiled_backward(

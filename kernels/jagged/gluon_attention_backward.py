@@ -38,6 +38,11 @@ TOKENS_IN_FLIGHT = 32768
 # Of rows that several groups of queries see: the few rows that are under way are too few with as many as above.
 JOINT_TOKENS_IN_FLIGHT = 49152
 MAX_ROWS_IN_FLIGHT = 128
+# Where queries do not see what lies more than so far behind them, a key tile starts with later queries than the one
+# before and has fewer: it waits longer for it, in proportion to its work. More rows are under way then, until their
+# tiles of one number occupy half of the chip.
+CAUSAL_TOKENS_IN_FLIGHT = 262144
+CAUSAL_TILES_IN_FLIGHT = 64
 # With that many times as many queries as keys the key tiles of a row are few, and seldom wait for each other.
 LATE_FROM = 2
 HEAD_DIMS = (64, 128)
@@ -158,9 +163,7 @@ def attention_backward(
     # max_q may be far above most rows, but those come first that are not.
     length = min(max_q, max(2 * num_queries // (k_offsets.shape[0] - 1), (max_q + 1) // 2))
     runs = q_offsets.shape[0] // k_offsets.shape[0]
-    tokens = TOKENS_IN_FLIGHT if runs == 1 else JOINT_TOKENS_IN_FLIGHT
-    rows_in_flight = max(1, min(MAX_ROWS_IN_FLIGHT, tokens // (length * num_heads)))
-    members = 1 << (rows_in_flight.bit_length() - 1)
+    members = rows_in_flight(length * num_heads, num_heads, runs, right >= 0)
     table = remembered(
         lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs),
         ("tiles of keys", num_keys, members),
@@ -186,6 +189,15 @@ def attention_backward(
         dq, dk, dv, scale * LOG2_E, scale, left, right, *constants,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def rows_in_flight(tokens: int, num_heads: int, runs: int, causal: bool) -> int:
+    """How many rows are worked on at a time, a power of two, of which one has so many queries times heads."""
+    if causal:
+        rows = min(CAUSAL_TOKENS_IN_FLIGHT // tokens, CAUSAL_TILES_IN_FLIGHT // num_heads)
+    else:
+        rows = min((TOKENS_IN_FLIGHT if runs == 1 else JOINT_TOKENS_IN_FLIGHT) // tokens, MAX_ROWS_IN_FLIGHT)
+    return 1 << (max(rows, 1).bit_length() - 1)
 
 
 _launch_backward = Launcher(_backward, num_warps=4, maxnreg=MAX_REGISTERS)

@@ -95,6 +95,14 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     assert statistics.contains("ld.global.v4.b32")
 
 
+def test_more_rows_are_under_way_where_queries_see_only_keys_before_them() -> None:
+    rows = gluon_attention_backward.rows_in_flight
+    assert [rows(length * 4, 4, 1, False) for length in (64, 512, 2048, 100_000)] == [128, 16, 4, 1]
+    assert [rows(length * 4, 4, 1, True) for length in (64, 512, 4096, 8192, 100_000)] == [16, 16, 16, 8, 1]
+    assert rows(512 * 96, 96, 1, True) == 1
+    assert rows(512 * 4, 4, 2, False) == 16
+
+
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_key_tiles_come_in_order_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
     interpret(monkeypatch, attention_rows)

@@ -94,8 +94,10 @@ def backward(
     inputs = (q_desc, k_desc, v_desc, g_desc)
     sums_desc = lines_descriptor(scratch, head_dim)
     kinds, kinds_of_heads = head_kinds(activations)
+    # Advice to L2 pays for rows of at most two key tiles with four steps each, and costs a little with eight steps.
+    pairs = max_k <= 2 * KEYS and max_q <= 2 * KEYS
     constants = (
-        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, left >= 0, right >= 0,
+        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, pairs, left >= 0, right >= 0,
     )  # fmt: skip
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
@@ -110,7 +112,8 @@ def _backward_kernel(
     q_desc, k_desc, v_desc, g_desc, sums_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr,
     score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
-    G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -148,9 +151,9 @@ def _backward_kernel(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
-                             KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 0)),
+                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, LEFT, RIGHT, 0)),
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
-                             KINDS, HEAD_KINDS, HEADS, GROUP, LEFT, RIGHT, 1)),
+                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, LEFT, RIGHT, 1)),
             (load_tiles, ((q_desc, k_desc, v_desc, g_desc), (dk_ptr, dv_ptr), buffers, bars, table_ptr, tiles_stride,
                           left, right, Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
             (keep_order, (sums_desc, scratch_ptr, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right, HEADS,

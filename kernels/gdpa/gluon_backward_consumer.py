@@ -13,7 +13,8 @@ that is spilled takes as long to come back as one from memory. So there is one l
 from shared memory where they are used, see `gluon_backward_items`. And dp is asked for after the activations: in flight
 before, it would leave them so few registers that they would be made one after the other, each waiting for its tanh.
 
-dk and dv leave from registers: the place of the tile's values is that of sums of dq by then.
+dk and dv leave from registers: the place of the tile's values is that of sums of dq by then. Gradients are stored so
+that L2 forgets them first: nobody reads them soon, but queries, their gradients and sums of dq.
 
 Nothing of a row is summed, so a step needs its own tiles alone. But the slope of an activation at 0 is not 0: pairs
 that do not exist are masked in the scores, for p, and again in dp, for ds.
@@ -141,17 +142,38 @@ def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     row += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [rows], gl.int32, False, 1)
     column = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     pointer = pointer.to(gl.pointer_type(gl.int32), bitcast=True)
-    gl.store(gl.expand_dims(pointer + row * (STRIDE // 2), 1) + column, words, mask=gl.expand_dims(row < rows, 1))
+    target = gl.expand_dims(pointer + row * (STRIDE // 2), 1) + column
+    gl.store(target, words, mask=gl.expand_dims(row < rows, 1), cache_modifier=".cs")
 
 
 @gluon.jit
-def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr):
+def _store_to_stay(place, flat):
+    """flat to `place`, from where L2 is to write it to memory last."""
+    FOURS: gl.constexpr = flat.shape[0] // 4
+    even, odd = flat.reshape([FOURS, 2, 2]).split()
+    a, c = even.split()
+    b, d = odd.split()
+    four = gl.arange(0, FOURS, layout=a.type.layout)
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 p; createpolicy.fractional.L2::evict_last.b64 p, 1.0; "
+        "st.global.L2::cache_hint.v4.f32 [$1], {$2, $3, $4, $5}, p; mov.b32 $0, 0; }",
+        "=r,l,f,f,f,f", [place.to(gl.int64) + four.to(gl.int64) * 16, a, b, c, d], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr, PAIRS: gl.constexpr):
     """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
+
+    If no row has more than two key tiles (PAIRS), the other one comes so soon that L2 can be asked to keep what is
+    stored until then.
 
     The caller sees to it that the key tiles of a row take turns, in their order.
     """
     if last:
         _store_rows(dq * scale, pointer, rows, STRIDE)
+    elif PAIRS:
+        _store_to_stay(place, cells(dq))
     else:
         flat = cells(dq)
         cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
@@ -191,7 +213,8 @@ def _begin_dq(controls, step, v_s, slot, D: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _end_dq(
-    dq, controls, step, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, C: gl.constexpr,
+    dq, controls, step, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, PAIRS: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Columns C of dq of a step to where they belong; there is nothing before the first step."""
     control = read_control(controls, step)
@@ -200,14 +223,14 @@ def _end_dq(
     out = dq_ptr + (field(control, QUERY).to(gl.int64) * (HEADS * D) + (field(control, HEAD) * D + C * (D // 2)))
     first = kind & FIRST != 0
     last = (kind & LAST != 0) | (step < 0)
-    _put_dq(dq, _place_of(control, scratch_ptr, D, C), out, rows, scale, first, last, HEADS * D)
+    _put_dq(dq, _place_of(control, scratch_ptr, D, C), out, rows, scale, first, last, HEADS * D, PAIRS)
 
 
 @gluon.jit
 def differentiate(
     buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
+    PAIRS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, controls = buffers
@@ -282,7 +305,7 @@ def differentiate(
         dq = warpgroup_mma_wait(1, deps=(dq,))
         if starts & (leaves == 0) & (step > 0):
             mbarrier.arrive(k_empty.index(old_slot), count=1)
-        _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
+        _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, C)
         mbarrier.arrive(step_done.index(buffer), count=1)
         if leaves:
             _store_rows(
@@ -303,5 +326,5 @@ def differentiate(
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, C)
+    _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, C)
     mbarrier.arrive(step_done.index(step & 1), count=1)

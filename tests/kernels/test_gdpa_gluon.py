@@ -83,6 +83,7 @@ def test_consumers_of_the_forward_take_turns_where_that_gains() -> None:
 
 def compiled_backward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16",
+    pairs: bool = False,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
     constants = {f"{name}_STEP": d for name in "QKVG"} | {"HEADS": 2, "GROUP": 2, "LEFT": window, "RIGHT": window}
@@ -99,7 +100,7 @@ def compiled_backward(
     return compile_ahead(
         gluon_backward._backward_kernel,
         signature,
-        constants | {"KINDS": kinds, "HEAD_KINDS": heads},
+        constants | {"KINDS": kinds, "HEAD_KINDS": heads, "PAIRS": pairs},
         target="sm_90",
         gluon=True,
         maxnreg=gluon_backward.MAX_REGISTERS,
@@ -108,7 +109,13 @@ def compiled_backward(
 
 @pytest.mark.parametrize(
     ("options", "spill_bytes"),
-    [({}, 64), ({"d": 64, "dtype": "fp16"}, 128), ({"names": MIXED}, 2048), ({"window": True}, 512)],
+    [
+        ({}, 64),
+        ({"pairs": True}, 64),
+        ({"d": 64, "dtype": "fp16"}, 128),
+        ({"names": MIXED}, 2048),
+        ({"window": True}, 512),
+    ],
     ids=str,
 )
 def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str, Any], spill_bytes: int) -> None:
@@ -116,8 +123,11 @@ def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "stmatrix"):
         assert compiled.contains(instruction), instruction
     assert compiled.shared_bytes <= SHARED_LIMIT
-    # Four elements to a reduction; those of an element come in one order, so runs do not differ.
-    assert compiled.contains("atom.global.gpu.relaxed.add.v4.f32")
+    # Four elements to a reduction; those of an element come in one order, so runs do not differ. Of two key tiles to a
+    # row the first stores and the second takes.
+    pairs = options.get("pairs", False)
+    assert compiled.contains("atom.global.gpu.relaxed.add.v4.f32") == (not pairs)
+    assert compiled.contains("st.global.L2::cache_hint.v4.f32") == pairs
     # Little of it in the loop over steps, but where heads differ; how much depends on the compiler.
     assert compiled.spill_bytes <= spill_bytes
 
@@ -163,6 +173,8 @@ MANY = lengths_of(1100, 600, 3), lengths_of(1100, 300, 4)
 # Several tiles to a program, most of one step, and tiles without a step between them and behind them.
 SHORT = lengths_of(200, 70, 5), lengths_of(200, 300, 6)
 EMPTY = [0, 0, 0, 130, 0] * 40, [90, 0, 300, 260, 0] * 40
+# No more than two key tiles to a row.
+PAIRS = lengths_of(200, 256, 7), lengths_of(200, 256, 8)
 CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
     **{name: (RANDOM, {"names": (name,) * 4}) for name in ACTIVATIONS},
     "odd": (ODD, {}),
@@ -170,6 +182,9 @@ CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
     "one huge among empties": (HUGE, {}),
     "short rows": (SHORT, {}),
     "empty rows": (EMPTY, {}),
+    "pairs": (PAIRS, {}),
+    "pairs, grouped, 64 features": (PAIRS, {"heads": (6, 2), "width": 64}),
+    "pairs, window 70 20": (PAIRS, {"window": (70, 20)}),
     "runs": (RUNS, {}),
     "many tiles": (MANY, {}),
     "mixed": (RANDOM, {"names": MIXED}),
@@ -241,7 +256,7 @@ def test_gradients_match_float64(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
-@pytest.mark.parametrize("name", ["grouped", "short rows", "window 50 -1"])
+@pytest.mark.parametrize("name", ["grouped", "short rows", "pairs", "window 50 -1"])
 def test_gradients_have_equal_bits_in_every_run(name: str) -> None:
     (q, k, v), rest = problem(name)
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)

@@ -18,6 +18,7 @@ from kernels.gdpa.gluon_backward_items import (
 from kernels.jagged.gluon_backward_steps import (
     STAGES,
     await_flag,
+    forget,
     key_tiles_of,
     raise_flag,
     steps_of,
@@ -60,18 +61,6 @@ def _bring_sums(sums_desc, v_s, ds_full, dq_turn, step, slot, index, wanted):
 
 
 @gluon.jit
-def _forget(scratch_ptr, index, D: gl.constexpr):
-    """Sums of dq that have been read, at `index` unless that is negative: L2 need not write them to memory any more."""
-    if index >= 0:
-        lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [1], [0]))
-        address = scratch_ptr.to(gl.int64) + index.to(gl.int64) * (256 * D) + lane * 128
-        for part in gl.static_range(D // 64):
-            gl.inline_asm_elementwise(
-                "discard.global.L2 [$1], 128; mov.b32 $0, 0;", "=r,l", [address + part * 16384], gl.int32, False, 1
-            )
-
-
-@gluon.jit
 def keep_order(
     sums_desc, scratch_ptr, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
@@ -106,7 +95,7 @@ def keep_order(
                 raise_flag(flags_ptr, c)
                 b = await_flag(flags_ptr, index, height, step_done, step + 1, b)
                 _bring_sums(sums_desc, v_s, ds_full, dq_turn, step, tile & 1, index, wanted)
-                _forget(scratch_ptr, oldest, D)
+                forget(scratch_ptr, oldest, D)
                 first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
                 index = (head * GROUP + member) * tiles_stride + first_tile + i
                 height = j - first

@@ -103,7 +103,7 @@ def _backward(
                              dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
                              dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 1)),
-            (load_tiles, (descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
+            (load_tiles, (descs, buffers, bars, table_ptr, scratch_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, RUNS, LEFT, RIGHT)),
         ],
         [4, 1],

@@ -105,7 +105,9 @@ def store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     LAYOUT: gl.constexpr = x.type.layout
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-    gl.store(pointer + (row * STRIDE + column), x.to(pointer.dtype.element_ty), mask=(row < rows) & (column >= 0))
+    inside = (row < rows) & (column >= 0)
+    # L2 may forget them first: nobody reads gradients soon.
+    gl.store(pointer + (row * STRIDE + column), x.to(pointer.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
 @gluon.jit

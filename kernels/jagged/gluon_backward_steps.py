@@ -143,9 +143,24 @@ def _load_keys(descs, buffers, bars, keys, tile, K_STEP: gl.constexpr, V_STEP: g
         tma.async_copy_global_to_shared(v_desc, [key, head * V_STEP], full, v_s.index(slot * 2 + half))
 
 
+@gluon.constexpr_function
+def _discards(dim):
+    """PTX of a lane's share of the lines of a tile of sums."""
+    return " ".join(f"discard.global.L2 [$1+{part * 4096}], 128;" for part in range(dim // 16)) + " mov.b32 $0, 0;"
+
+
+@gluon.jit
+def forget(scratch_ptr, index, D: gl.constexpr):
+    """Sums of dq that have been read, at `index` unless that is negative: L2 need not write them to memory any more."""
+    if index >= 0:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        address = scratch_ptr.to(gl.int64) + index.to(gl.int64) * (256 * D) + lane * 128
+        gl.inline_asm_elementwise(_discards(D), "=r,l", [address], gl.int32, False, 1)
+
+
 @gluon.jit
 def load_tiles(
-    descs, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right,
+    descs, buffers, bars, table_ptr, scratch_ptr, flags_ptr, tiles_stride, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -153,7 +168,8 @@ def load_tiles(
 
     It also keeps the order in which key tiles add to dq. A flag counts how many have added to a tile of dq. It is
     raised when both consumers are seen to be done with the step after, in which they do it; `a`, `b` and `c` are the
-    flags to raise for the last three steps (-1 for none). dq_turn lets the consumers add to dq of a step once its flag
+    flags to raise for the last three steps (-1 for none), `read`, `older` and `oldest` those whose sums the consumers
+    have read since. dq_turn lets the consumers add to dq of a step once its flag
     has the height of the key tiles before. After the last step comes one more that carries no data: consumers look one
     step ahead.
     """
@@ -168,7 +184,11 @@ def load_tiles(
     c = -1
     index = 0
     height = 0
+    read = -1
+    older = -1
+    oldest = -1
     deltas = HEADS * GROUP * tiles_stride * 64
+    D: gl.constexpr = q_desc.block_type.shape[1]
     turns = turns_of(num_items)
     keys = keys_of(table_ptr, 0, num_items, HEADS, RUNS)
     queries = queries_of(table_ptr, 0, num_items, HEADS, RUNS)
@@ -206,9 +226,13 @@ def load_tiles(
                     raise_flag(flags_ptr, c)
                     b = await_flag(flags_ptr, index, height, ds_empty, step, b)
                     mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
+                    forget(scratch_ptr, oldest, D)
                     first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
                     index = q_head * tiles_stride + first_tile + i
                     height = j - first
+                    oldest = older
+                    older = read
+                    read = gl.where((j == last) & (j > first), index, -1)
                     c = b
                     b = a
                     a = index if j < last else -1

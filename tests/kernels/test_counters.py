@@ -53,6 +53,18 @@ def test_each_captured_kernel_has_one(gpu: SimpleNamespace) -> None:
     assert all(a != b for a, b in itertools.combinations(pointers, 2))
 
 
+def test_kernels_that_count_more_have_wider_lines(gpu: SimpleNamespace) -> None:
+    narrow, wide = counters.counter(DEVICE), counters.counter(DEVICE, 34)
+    assert wide.numel() >= 34
+    assert wide.data_ptr() != narrow.data_ptr()
+    assert counters.counter(DEVICE, 40) is wide
+    gpu.capturing, cleared = True, gpu.cleared
+    first, second = (counters.counter(DEVICE, 34) for _ in range(2))
+    assert first.numel() >= 34
+    assert gpu.cleared == cleared + 1, "two lines are one of twice the width"
+    assert not {first.data_ptr(), second.data_ptr()} & {narrow.data_ptr(), wide.data_ptr()}
+
+
 def test_a_graph_that_comes_first_clears_its_own(gpu: SimpleNamespace) -> None:
     gpu.capturing = True
     counters.counter(DEVICE)

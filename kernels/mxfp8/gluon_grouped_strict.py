@@ -15,6 +15,8 @@ multiplication that mends that and applies the scale. The factors are 2^32 small
 up to 2^39 can be applied; the sums are multiplied by 2^32. This bounds the operand of codes at both ends, unchecked: a
 scale of 2^40 or more, which a block has from a largest magnitude above 1.75 * 2^47 on, turns its elements into
 infinities and NaNs, and bits of an element below 2^-101 are rounded off. The dequantised operand has no such bounds.
+
+Where b comes as codes, two warps beside those that load dequantise it ahead (`gluon_dequantize_ahead`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.counters import counter
 from kernels.launch import Launcher, aligned, processors
+from kernels.mxfp8.gluon_dequantize_ahead import COUNTS, dequantize_ahead
 from kernels.mxfp8.gluon_grouped_tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
@@ -61,6 +64,9 @@ _LAG = gl.constexpr(2)
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
+# Where a warpgroup loads and dequantises ahead.
+_AHEAD_CONSUMER_REGISTERS = gl.constexpr(224)
+_AHEAD_REGISTERS = gl.constexpr(56)
 
 _UNIT = gl.constexpr(2.0**32)
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -209,9 +215,13 @@ def _kernel(
     M,
     N,
     K,
+    b_codes,
+    b_scales,
+    b_values,
     WGRAD: gl.constexpr,
     OUT_T: gl.constexpr,
     A_FORM: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -227,31 +237,53 @@ def _kernel(
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(order, count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
-                         M, N, OUT_T, 0)),
-            (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
-                         M, N, OUT_T, 1)),
-            (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
-                          places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
-                          _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T,
-                          WGRAD)),
-        ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
-    )  # fmt: skip
+    if AHEAD:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
+                             M, N, OUT_T, 0)),
+                (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
+                             M, N, OUT_T, 1)),
+                (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
+                              places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
+                              _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, True)),
+                (dequantize_ahead, (b_codes, b_scales, b_values, ticket, ends, num_groups, N, K)),
+            ],
+            [4, 2, 2],
+            [_AHEAD_CONSUMER_REGISTERS, _AHEAD_REGISTERS, _AHEAD_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
+                             M, N, OUT_T, 0)),
+                (_multiply, (out_desc, out, a_smem, b_smem, words, out_smem, full, empty, order, places, written, read,
+                             M, N, OUT_T, 1)),
+                (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
+                              places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
+                              _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, False)),
+            ],
+            [4, 4],
+            [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        )  # fmt: skip
 
 
-def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired: bool = False) -> Tensor:
+def grouped_mm(
+    codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired: bool = False, b_scales: Tensor | None = None
+) -> Tensor:
     """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16.
 
-    If `paired`, the codes are in `grouped` pairs. Scales may be in a table of WORDS.
+    With `b_scales` uint8 [E, N, K / 32], b is e4m3, which is dequantised on the way. N and K are multiples of 128. If
+    `paired`, the codes are in `grouped` pairs. Scales of the rows may be in a table of WORDS.
     """
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
     sizes, form = (groups, 0, -(-n // _TILE_N.value), 0, n, k), PAIRED_ROWS.value if paired else 0
-    _multiplied(codes, scales, b.flatten(0, 1), out, out, ends, sizes, form=form)
+    values, ahead = b, None
+    if b_scales is not None:
+        values = torch.empty(b.shape, dtype=torch.bfloat16, device=b.device)
+        ahead = b.view(torch.int32), b_scales.view(torch.int16), values.view(torch.int32)
+    _multiplied(codes, scales, values.flatten(0, 1), out, out, ends, sizes, form=form, ahead=ahead)
     return out
 
 
@@ -293,21 +325,24 @@ def _multiplied(
     form: int,
     wgrad: bool = False,
     transposed: bool = False,
+    ahead: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     _launch(
         (processors(codes.device), 1, 1),
-        (codes.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, transposed, form),
+        (codes.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, transposed, form, ahead is not None),
         descriptor(codes, ROWS.value, _BLOCK_K.value),
         descriptor(b, _TILE_N.value, _BLOCK_K.value),
         table_descriptor(scales if in_table(scales) else transposed_words(scales), _TILE_M.value),
         descriptor(rows, ROWS.value, COLUMNS.value),
         out,
-        counter(codes.device),
+        counter(codes.device, COUNTS + sizes[0] if ahead else 1),
         ends,
         *sizes,
+        *(ahead or (ends, ends, ends)),
         wgrad,
         transposed,
         form,
+        ahead is not None,
     )
 
 

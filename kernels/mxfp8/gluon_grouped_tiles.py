@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper import UncheckedDescriptor, barrier, halves, operand_layout, swizzled_layout
+from kernels.mxfp8.gluon_dequantize_ahead import await_values, clear_counts
 from kernels.mxfp8.gluon_grouped_order import group_at, locate, order_of_groups, seek, take
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
@@ -63,7 +64,7 @@ def announcements(CONSUMERS: gl.constexpr):
 def _announce(places, written, read, announced, row, count, column, steps):
     slot = announced % 2
     mbarrier.wait(read.index(slot), ((announced // 2) & 1) ^ 1)
-    entry = gl.arange(0, 4, _PLACE)
+    entry = gl.arange(0, 4, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     place = gl.where(entry == 0, row, gl.where(entry == 1, count, gl.where(entry == 2, column, steps)))
     places.index(slot).store(place)
     barrier()
@@ -145,6 +146,7 @@ def load_tiles(
     COLUMN_SCALES: gl.constexpr,
     OUT_T: gl.constexpr,
     LONGEST_FIRST: gl.constexpr,
+    AHEAD: gl.constexpr = False,
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
@@ -152,7 +154,8 @@ def load_tiles(
     and TILE_N rows of B. A_FORM and B_FORM say how the operands lie in memory. ROW_SCALES and COLUMN_SCALES: a stage
     also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
-    LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups.
+    LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups. AHEAD: B's values of a group are there
+    when `await_values` says so; `ticket` has the counts of `gluon_dequantize_ahead`.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
@@ -160,10 +163,13 @@ def load_tiles(
     TILE_M: gl.constexpr = BLOCKS * ROWS
     tile = gl.program_id(0)
     zero = gl.to_tensor(0)
-    order = order_of_groups(ends, num_groups, tiles_m * tiles_n, LONGEST_FIRST)
+    order = zero
+    if LONGEST_FIRST:
+        order = order_of_groups(ends, num_groups, tiles_m * tiles_n, LONGEST_FIRST)
     turn, base = seek(tile, zero, zero, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     loaded = 0
     announced = 0
+    known = gl.to_tensor(-1)
     while turn < num_groups:
         group = group_at(order, turn, num_groups, LONGEST_FIRST)
         row, count, column, first, last = locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M, BAND, WGRAD)
@@ -175,6 +181,8 @@ def load_tiles(
             out_row = row + group * M if WGRAD else row
             _announce(places, written, read, announced, out_row, count, column * TILE_N, steps)
         announced += 1
+        if AHEAD:
+            known = await_values(ticket, known, group, num_groups, N, K)
         for r in range(first, last, BLOCK_K):
             stage = loaded % STAGES
             bar = full.index(stage)
@@ -202,6 +210,8 @@ def load_tiles(
             loaded += 1
         tile, turn, base = take(ticket, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     _announce(places, written, read, announced, zero, zero, zero, zero)
+    if AHEAD:
+        clear_counts(ticket, num_groups)
 
 
 @gluon.jit

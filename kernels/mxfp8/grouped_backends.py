@@ -169,7 +169,8 @@ def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
         return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
     from kernels.mxfp8 import gluon_grouped_strict
 
-    return gluon_grouped_strict.grouped_mm(*_operands(a), _rounded(b), ends.contiguous(), paired=a.paired)
+    matrices, scales = (b.values, None) if isinstance(b, Rounded) else _operands(b)
+    return gluon_grouped_strict.grouped_mm(*_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon_strict", supports=_strict, priority=10)

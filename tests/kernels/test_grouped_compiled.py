@@ -38,7 +38,7 @@ def _bf16() -> Compiled:
     return _compiled(gluon_grouped_bf16._kernel, types, {"WGRAD": False, "B_T": False})
 
 
-def _strict(wgrad: bool) -> Compiled:
+def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
     types = {
         "a_desc": descriptor("fp8e4nv", 64, 64),
         "b_desc": descriptor("bf16", 256, 64),
@@ -46,8 +46,12 @@ def _strict(wgrad: bool) -> Compiled:
         "out_desc": descriptor("bf16", 64, 64),
         "out": "*bf16",
         "ticket": "*i32",
+        "b_codes": "*i32",
+        "b_scales": "*i16",
+        "b_values": "*i32",
     }
-    return _compiled(gluon_grouped_strict._kernel, types, {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0})
+    constants = {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0, "AHEAD": ahead}
+    return _compiled(gluon_grouped_strict._kernel, types, constants)
 
 
 def _fp8(wgrad: bool) -> Compiled:
@@ -71,11 +75,12 @@ def _fp8(wgrad: bool) -> Compiled:
         (_bf16, "m64n256k16.f32.bf16", 0),
         (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
         (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0),
         # Outside of the loops over the sums.
         (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
         (lambda: _fp8(True), "m64n64k32.f32.e4m3", 64),
     ],
-    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8_g128", "mxfp8_g128 wgrad"],
+    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8 of codes", "mxfp8_g128", "mxfp8_g128 wgrad"],
 )
 def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
     kernel = compiled()

@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 from kernels import counters, dispatch
 from kernels.mxfp8 import (
     gluon_dequantize,
+    gluon_dequantize_ahead,
     gluon_grouped_bf16,
+    gluon_quantize,
     grouped,
     grouped_backends,
     triton_grouped,
@@ -218,6 +220,25 @@ def test_quantised_products(sizes: list[int], group: int, square: bool) -> None:
 
 @hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes", [*ALIGNED.values(), [0] * 40, [128] * 20 + [0] * 30], ids=lambda sizes: str(sizes[:6])
+)
+def test_codes_that_are_dequantised_ahead_are_those_that_were_before(sizes: list[int]) -> None:
+    n, k, rows, experts = 1024, 640, sum(sizes) + 128, len(sizes)
+    a = Quantized(codes_of(rows, k, device="cuda"), scales_of(rows, k // 32, device="cuda"))
+    scales = torch.randint(0, 255, (experts, n, k // 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    b = Quantized(codes_of(experts, n, k, device="cuda", seed=1), scales.clamp(60, 160).cuda())
+    values = grouped.Rounded(gluon_dequantize.dequantize_interleaved(b.codes, b.scales))
+    ends = ends_of(sizes)
+    expected = grouped_backends.strict_fprop(a, values, ends)[: sum(sizes)]
+    for _ in range(10):
+        with poisoned_empty():
+            assert torch.equal(grouped_backends.strict_fprop(a, b, ends)[: sum(sizes)], expected)
+    assert not counters.counter(ends.device, gluon_dequantize_ahead.COUNTS + experts).any()
+
+
+@hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), [(640, 384), (384, 640)])
@@ -281,16 +302,24 @@ def test_nothing_waits_for_the_device() -> None:
 
 @hopper
 @pytest.mark.gpu
-def test_graphs_replayed_beside_each_other_count_their_own_tiles() -> None:
-    sizes = [700, 0, 64, 3000]
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) -> None:
+    sizes = [768, 0, 128, 3072]
     x, weight, ends = random(sum(sizes), 512), random(4, 1024, 512), ends_of(sizes)
-    expected = gluon_grouped_bf16.grouped_mm(x, weight, ends)
+    a, b = (
+        Quantized(*gluon_quantize.quantize_both(t, True, False, 32, False, grouped.MATRIX)[:2]) for t in (x, weight)
+    )
+    call = {
+        "bf16": lambda: gluon_grouped_bf16.grouped_mm(x, weight, ends),
+        "mxfp8": lambda: grouped_backends.strict_fprop(a, b, ends),
+    }[recipe]
+    expected = call()
     torch.cuda.synchronize()
     captured = []
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [gluon_grouped_bf16.grouped_mm(x, weight, ends) for _ in range(3)]
+            results = [call() for _ in range(3)]
         captured.append((graph, results, torch.cuda.Stream()))
     for _ in range(5):
         for graph, results, stream in captured:

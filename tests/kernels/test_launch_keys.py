@@ -130,7 +130,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
     products = (gluon_grouped_bf16, gluon_grouped_fp8, gluon_grouped_strict)
     for module in products:
         monkeypatch.setattr(module, "processors", lambda device: 132)
-        monkeypatch.setattr(module, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
+        monkeypatch.setattr(module, "counter", lambda device, size=1: torch.zeros(size, dtype=torch.int32))
 
     def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
         codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
@@ -157,6 +157,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
             gluon_grouped_fp8.grouped_wgrad(*operands, ends, dtype)
         for form in (MATRIX, WORDS):
             gluon_grouped_strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
+            codes, scales = codes_of(MATRIX, experts, n, k)
+            gluon_grouped_strict.grouped_mm(*codes_of(form, rows, k), codes, ends, b_scales=scales)
             columns = codes_of(form, n, rows)
             for transposed in (False, True):
                 values = torch.zeros(k, rows).bfloat16()

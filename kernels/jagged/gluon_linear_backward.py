@@ -44,10 +44,25 @@ _LOADER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
-def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights, rows, barriers, offsets, num_rows,
-          total, KIND: gl.constexpr, SUMS: gl.constexpr, LEVELS: gl.constexpr):  # fmt: skip
-    """The loading warpgroup: a half of the weight, then tiles of grad, point and x, and the rows of their places."""
-    full, empty, _, placed, ready = barriers
+def _lines(offsets, num_rows, first, base, high, LAYOUT: gl.constexpr):
+    """Where the sums of rows [base, base + 64) over a tile go, -1 for rows behind `high` and for empty ones.
+
+    That is a row's line of `sums` if the tile has all of it. Else it is one of two lines of the tile behind all rows:
+    the second one is for a row that begins here and goes on in the next tile.
+    """
+    row = base + gl.arange(0, ROWS, LAYOUT)
+    begin = gl.load(offsets + gl.minimum(row, num_rows)).to(gl.int32)
+    end = gl.load(offsets + gl.minimum(row + 1, num_rows)).to(gl.int32)
+    whole = (begin >= first) & (end <= first + ROWS)
+    line = gl.where(whole, row, num_rows + first // ROWS * 2 + (begin >= first).to(gl.int32))
+    return gl.where((row <= high) & (begin < end), line, -1)
+
+
+@gluon.jit
+def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights, barriers, total,
+          KIND: gl.constexpr):  # fmt: skip
+    """A warp that loads a half of the weight, then tiles of grad, point and x."""
+    full, empty, _, _, ready = barriers
     column = gl.program_id(0) % 2 * HALF
     mbarrier.expect(ready, 2 * PIECES * weight_desc.block_type.nbytes)
     for p in gl.static_range(PIECES):
@@ -67,44 +82,48 @@ def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights
             if KIND != "none":
                 tma.async_copy_global_to_shared(point_desc, [first, p * PIECE], bar, points.index(stage * PIECES + p))
         tma.async_copy_global_to_shared(x_desc, [first, column], bar, xs.index(stage))
-        if SUMS:
-            rows.index(stage).store(rows_of(offsets, num_rows, first, total, LEVELS))
-            barrier()
-            mbarrier.arrive(placed.index(stage), count=1)
         tile += 1  # noqa: SIM113
 
 
 @gluon.jit
-def _lines(row, base, high, offsets, first, num_rows, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of rows [base, base + 64): ones at the places that each has of a tile, where its sum goes, and if anywhere.
-
-    That is its line of `sums` if the tile has all of the row. Else it is one of two lines of the tile behind all rows:
-    the second one is for a row that begins here and goes on in the next tile.
-    """
-    slot = base + gl.arange(0, ROWS, gl.SliceLayout(1, gl.DotOperandLayout(0, LAYOUT, 2)))
-    ones = (gl.expand_dims(slot, 1) == gl.expand_dims(row, 0)).to(dtype)
-    of_row = base + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    begin = gl.load(offsets + gl.minimum(of_row, num_rows)).to(gl.int32)
-    end = gl.load(offsets + gl.minimum(of_row + 1, num_rows)).to(gl.int32)
-    whole = (begin >= first) & (end <= first + ROWS)
-    line = gl.where(whole, of_row, num_rows + first // ROWS * 2 + (begin >= first).to(gl.int32))
-    return ones, line, (of_row <= high) & (begin < end)
+def _place(rows, lines, barriers, offsets, num_rows, total, LEVELS: gl.constexpr):
+    """A warp that looks up the rows of the places of tiles, apart from the one whose loads would wait for that."""
+    _, empty, _, placed, _ = barriers
+    tile = 0
+    for first in range(gl.program_id(0) // 2 * ROWS, total, gl.num_programs(0) // 2 * ROWS):
+        stage = tile % STAGES
+        row = rows_of(offsets, num_rows, first, total, LEVELS)
+        LANES: gl.constexpr = row.type.layout
+        line = _lines(offsets, num_rows, first, gl.min(row, 0), gl.max(row, 0), LANES)
+        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
+        rows.index(stage).store(row)
+        lines.index(stage).store(line)
+        barrier()
+        mbarrier.arrive(placed.index(stage), count=1)
+        tile += 1  # noqa: SIM113
 
 
 @gluon.jit
-def _sum_rows(dz, ones, line, real, sums, E, column, LAYOUT: gl.constexpr):
+def _ones(row, base, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of rows [base, base + 64): ones at the places that each has of a tile."""
+    slot = base + gl.arange(0, ROWS, gl.SliceLayout(1, gl.DotOperandLayout(0, LAYOUT, 2)))
+    return (gl.expand_dims(slot, 1) == gl.expand_dims(row, 0)).to(dtype)
+
+
+@gluon.jit
+def _sum_rows(dz, ones, line, sums, E, column, LAYOUT: gl.constexpr):
     """The columns from `column` on, which `dz` has, of the sums of 64 rows."""
     columns = column + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
     result = gl.zeros((ROWS, PIECE), gl.float32, LAYOUT)
     result = warpgroup_mma(ones, dz, result, use_acc=False, is_async=True)
     result, ones = warpgroup_mma_wait(0, deps=(result, ones))
     at = gl.expand_dims(sums + line.to(gl.int64) * E, 1) + gl.expand_dims(columns, 0)
-    gl.store(at, result, gl.expand_dims(real, 1) & gl.expand_dims(columns < E, 0))
+    gl.store(at, result, gl.expand_dims(line >= 0, 1) & gl.expand_dims(columns < E, 0))
 
 
 @gluon.jit
-def _multiply(dx_desc, grads, points, xs, weights, rows, barriers, offsets, partials, sums, num_rows, total, E,
-              KIND: gl.constexpr, SUMS: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _multiply(dx_desc, grads, points, xs, weights, rows, lines, barriers, offsets, partials, sums, num_rows, total,
+              E, KIND: gl.constexpr, SUMS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C: dz of columns [128 C, 128 C + 128), these rows of dweight, and a quarter of the columns of dx."""
     dtype: gl.constexpr = grads.dtype
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
@@ -147,7 +166,8 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, barriers, offsets, part
             row = rows.index(stage).load(gl.SliceLayout(0, gl.DotOperandLayout(0, NARROW, 2)))
             low = gl.min(row, 0)
             high = gl.max(row, 0)
-            ones, line, real = _lines(row, low, high, offsets, first, num_rows, dtype, NARROW)
+            line = lines.index(stage).load(gl.SliceLayout(1, NARROW))
+            ones = _ones(row, low, dtype, NARROW)
         dx, upper, lower = warpgroup_mma_wait(0, deps=(dx, upper, lower))
         # In the place of the points, which are read.
         points.index(piece).store(dx.to(dtype))
@@ -156,10 +176,10 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, barriers, offsets, part
         if SUMS:
             dz = grads.index(piece + half)
             column = (2 * C + half) * PIECE
-            _sum_rows(dz, ones, line, real, sums, E, column, NARROW)
+            _sum_rows(dz, ones, line, sums, E, column, NARROW)
             for base in range(low + ROWS, high + 1, ROWS):  # with empty rows among them there are more than places
-                ones, line, real = _lines(row, base, high, offsets, first, num_rows, dtype, NARROW)
-                _sum_rows(dz, ones, line, real, sums, E, column, NARROW)
+                line = _lines(offsets, num_rows, first, base, high, gl.SliceLayout(1, NARROW))
+                _sum_rows(dz, _ones(row, base, dtype, NARROW), line, sums, E, column, NARROW)
         tma.store_wait(0)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
@@ -196,6 +216,7 @@ def _gradients_kernel(
     xs = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [2 * PIECES] + weight_desc.block_type.shape, weight_desc.layout)
     rows = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lines = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -213,15 +234,15 @@ def _gradients_kernel(
     barriers = (full, empty, made, placed, once.index(0))
     gl.warp_specialize(
         [
-            (_multiply, (dx_desc, grads, points, xs, weights, rows, barriers, offsets, partials, sums, num_rows, total,
-                         E, KIND, SUMS, 0)),
-            (_multiply, (dx_desc, grads, points, xs, weights, rows, barriers, offsets, partials, sums, num_rows, total,
-                         E, KIND, SUMS, 1)),
-            (_load, (grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights, rows, barriers, offsets,
-                     num_rows, total, KIND, SUMS, LEVELS)),
+            (_multiply, (dx_desc, grads, points, xs, weights, rows, lines, barriers, offsets, partials, sums,
+                         num_rows, total, E, KIND, SUMS, 0)),
+            (_multiply, (dx_desc, grads, points, xs, weights, rows, lines, barriers, offsets, partials, sums,
+                         num_rows, total, E, KIND, SUMS, 1)),
+            (_load, (grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights, barriers, total, KIND)),
+            (_place, (rows, lines, barriers, offsets, num_rows, total if SUMS else 0, LEVELS)),
         ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [4, 1, 1],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
 

@@ -11,14 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.hopper import UncheckedDescriptor, operand_layout
 
 ROWS = gl.constexpr(64)  # values of a tile
-
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+WINDOW = gl.constexpr(8)  # rows whose biases are added by the tensor cores
 
 
 @gluon.jit
-def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr):
+def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr, LANES: gl.constexpr):
     """The row that holds a place; 32 offsets at a time, because steps wait for each other."""
-    way = gl.arange(0, 32, layout=_LANES)
+    way = gl.arange(0, 32, layout=LANES)
     row = place * 0
     for level in gl.static_range(LEVELS):
         step = 1 << (5 * (LEVELS - 1 - level))
@@ -32,9 +31,10 @@ def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr):
 @gluon.jit
 def rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
     """The rows of a tile's places: those of the first and the last, and between them, if they differ, of each."""
-    lowest = _row_of(offsets, num_rows, first, LEVELS)
-    span = _row_of(offsets, num_rows, gl.minimum(first + ROWS, total) - 1, LEVELS) - lowest
-    place = first + gl.arange(0, ROWS, layout=_LANES)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lowest = _row_of(offsets, num_rows, first, LEVELS, LANES)
+    span = _row_of(offsets, num_rows, gl.minimum(first + ROWS, total) - 1, LEVELS, LANES) - lowest
+    place = first + gl.arange(0, ROWS, layout=LANES)
     row = place * 0 + lowest
     for level in gl.static_range(5 * LEVELS):
         step = 1 << (5 * LEVELS - 1 - level)

@@ -4,9 +4,9 @@
 
 Such a layer takes as long as reading x and writing the result, if nothing else is read and nobody waits. A program
 keeps the weight, or of a float32 one a part of its columns, in shared memory, and works through tiles of 64 values,
-whatever rows these are of: one warpgroup loads them with TMA and looks up their rows, two multiply and finish every
-other tile each (`gluon_linear_consumer`), so that one's product fills the tensor cores while the other applies the
-activation.
+whatever rows these are of. One warp loads them with TMA, another one looks up their rows (`gluon_linear_loader`), and
+two warpgroups multiply and finish them (`gluon_linear_consumer`, with float32 operands `gluon_linear_single`), so that
+the tensor cores work while an activation is applied.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels.custom_op import custom_op
-from kernels.hopper import barrier
 from kernels.jagged.gluon_linear_backward import SPAN, gradients
-from kernels.jagged.gluon_linear_consumer import RING, multiply
-from kernels.jagged.gluon_linear_tiles import ROWS, addressable, descriptor, rows_of
+from kernels.jagged.gluon_linear_consumer import multiply
+from kernels.jagged.gluon_linear_loader import HELD, load, place, place_single
+from kernels.jagged.gluon_linear_single import multiply_single
+from kernels.jagged.gluon_linear_tiles import ROWS, WINDOW, addressable, descriptor
 from kernels.jagged.triton_common import cdiv, next_power_of_2, precision_of, steps_of
 from kernels.jagged.triton_linear import linear_backward, linear_gradients, linear_like, save_linear
 from kernels.launch import Launcher, aligned, processors
@@ -29,46 +30,10 @@ from kernels.launch import Launcher, aligned, processors
 MAX_WIDTH = 256
 LINE = 128  # bytes of a row of a piece
 
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+# Three warpgroups at this limit fill the register file; the fetching warps give most of theirs to the consumers.
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _LOADER_REGISTERS = gl.constexpr(40)
-
-
-@gluon.jit
-def _load(x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS: gl.constexpr,
-          D_PIECES: gl.constexpr, SLOTS: gl.constexpr, TRANSPOSED: gl.constexpr, ROW_BIAS: gl.constexpr,
-          LEVELS: gl.constexpr):  # fmt: skip
-    """The loading warpgroup: the weight, then pieces of the tiles into a ring that does not stop between tiles."""
-    PIECE: gl.constexpr = x_desc.block_type.shape[1]
-    full, empty, placed, ready = barriers
-    mbarrier.expect(ready, D_PIECES * weight_desc.block_type.nbytes)
-    column = gl.program_id(0) % COLUMNS * (weights.shape[2] if TRANSPOSED else weights.shape[1])
-    for p in gl.static_range(D_PIECES):
-        if TRANSPOSED:
-            tma.async_copy_global_to_shared(weight_desc, [p * PIECE, column], ready, weights.index(p))
-        else:
-            tma.async_copy_global_to_shared(weight_desc, [column, p * PIECE], ready, weights.index(p))
-    tile = 0
-    start = gl.program_id(0) // COLUMNS * ROWS
-    for first in range(start, total, gl.num_programs(0) // COLUMNS * ROWS):
-        for p in gl.static_range(SLOTS):
-            piece = tile * SLOTS + p
-            slot = piece % RING
-            bar = full.index(slot)
-            mbarrier.wait(empty.index(slot), ((piece // RING) & 1) ^ 1)
-            if p < D_PIECES:
-                mbarrier.expect(bar, x_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(x_desc, [first, p * PIECE], bar, ring.index(slot))
-            else:
-                mbarrier.arrive(bar, count=1)
-        if ROW_BIAS:
-            # Whoever read these rows has released the pieces that the ones above take the place of.
-            index = tile % rows.shape[0]
-            rows.index(index).store(rows_of(offsets, num_rows, first, total, LEVELS))
-            barrier()
-            mbarrier.arrive(placed.index(index), count=1)
-        tile += 1  # noqa: SIM113
 
 
 @gluon.jit(do_not_specialize=["total", "num_rows"])
@@ -77,6 +42,7 @@ def _linear_kernel(
     weight_desc,
     out_desc,
     kept_desc,
+    row_bias_desc,
     out,
     for_backward,
     offsets,
@@ -86,7 +52,7 @@ def _linear_kernel(
     num_rows,
     row_bias_stride,
     E,
-    BLOCK_E: gl.constexpr,
+    SHARED: gl.constexpr,
     COLUMNS: gl.constexpr,
     D_PIECES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
@@ -99,39 +65,70 @@ def _linear_kernel(
 ):
     dtype: gl.constexpr = x_desc.dtype
     SINGLE: gl.constexpr = dtype == gl.float32
-    SLOTS: gl.constexpr = D_PIECES if SINGLE else max(D_PIECES, BLOCK_E // x_desc.block_type.shape[1])
-    HELD: gl.constexpr = (RING + SLOTS - 1) // SLOTS
+    RING: gl.constexpr = 12 if SINGLE else 8
+    PARTS: gl.constexpr = 2 if SHARED else 1
+    WIDTH: gl.constexpr = weight_desc.block_type.shape[1 if TRANSPOSED else 0]
+    # Consumers of half precision ask for the tile behind their last one, too.
+    AHEAD: gl.constexpr = 0 if SINGLE else 2 // PARTS
     ring = gl.allocate_shared_memory(dtype, [RING] + x_desc.block_type.shape, x_desc.layout)
-    weights = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
+    weights = gl.allocate_shared_memory(dtype, [PARTS * D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
     rows = gl.allocate_shared_memory(gl.int32, [HELD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    firsts = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    others = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     placed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
     # Only the first of the pair is waited for.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS)
     for i in gl.static_range(HELD):
         mbarrier.init(placed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=PARTS)
     mbarrier.init(once.index(0), count=1)
     mbarrier.init(once.index(1), count=2)
     fence_async_shared()
-    barriers = (full, empty, placed, once.index(0))
-    gl.warp_specialize(
-        [
-            (multiply, (out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias,
-                         row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
-                         ROW_BIAS, KEEP, EVEN, SINGLE, 0)),
-            (multiply, (out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias,
-                         row_bias_stride, total, E, BLOCK_E, COLUMNS, D_PIECES, SLOTS, TRANSPOSED, ACTIVATION, BIAS,
-                         ROW_BIAS, KEEP, EVEN, SINGLE, 1)),
-            (_load, (x_desc, weight_desc, ring, weights, rows, barriers, offsets, num_rows, total, COLUMNS, D_PIECES,
-                     SLOTS, TRANSPOSED, ROW_BIAS, LEVELS)),
-        ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
-    )  # fmt: skip
+    barriers = (full, empty, placed, taken, once.index(0))
+    if SINGLE:
+        gl.warp_specialize(
+            [
+                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
+                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 0)),
+                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
+                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 1)),
+                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
+                (place_single, (rows, barriers, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS, LEVELS)),
+            ],
+            [4, 1, 1],
+            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        slots = gl.allocate_shared_memory(dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+        # Eight lines of 64 columns are what the swizzle of an operand repeats; two are a piece of one.
+        LINES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        lines = gl.allocate_shared_memory(dtype, [HELD * PARTS * WIDTH // 32, WINDOW, 64], LINES)
+        landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(HELD):
+            mbarrier.init(landed.index(i), count=1)
+        fence_async_shared()
+        added = lines._reinterpret(dtype, [HELD * PARTS, 2 * WINDOW, WIDTH], LINES)
+        gl.warp_specialize(
+            [
+                (multiply, (out_desc, kept_desc, ring, weights, added, slots, rows, firsts, others, barriers, row_bias,
+                            row_bias_stride, total, E, WIDTH, SHARED, D_PIECES, TRANSPOSED, ACTIVATION, BIAS, ROW_BIAS,
+                            KEEP, 0)),
+                (multiply, (out_desc, kept_desc, ring, weights, added, slots, rows, firsts, others, barriers, row_bias,
+                            row_bias_stride, total, E, WIDTH, SHARED, D_PIECES, TRANSPOSED, ACTIVATION, BIAS, ROW_BIAS,
+                            KEEP, 1)),
+                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
+                (place, (row_bias_desc, bias, E, lines, rows, firsts, others, landed, barriers, offsets, num_rows,
+                         total, AHEAD, LEVELS, BIAS, ROW_BIAS)),
+            ],
+            [4, 1, 1],
+            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
+        )  # fmt: skip
 
 
 _launch = Launcher(_linear_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
@@ -158,13 +155,16 @@ def linear(
     transposed = not single and weight.stride(0) == 1 and weight.stride(1) != 1
     x, weight = addressable(x), addressable(weight.mT if transposed else weight)
     given = (bias is not None, row_bias is not None)
-    bias, row_bias = bias.contiguous() if given[0] else x, addressable(row_bias) if given[1] else x
+    bias = bias.contiguous() if given[0] else x
+    row_bias = addressable(row_bias) if given[1] else x
     offsets = offsets.contiguous()
     piece = LINE // x.element_size()
     block_e = min(max(64, next_power_of_2(width)), 128 if single else 256)
     columns = cdiv(width, block_e)
+    shared = block_e == 256
+    part = block_e // 2 if shared else block_e
     constants = (
-        block_e,
+        shared,
         columns,
         cdiv(inner, piece),
         transposed,
@@ -189,9 +189,10 @@ def linear(
             constants,
         ),
         descriptor(x, ROWS.value, piece),
-        descriptor(weight, *((piece, block_e) if transposed else (block_e, piece))),
+        descriptor(weight, *((piece, part) if transposed else (part, piece))),
         out_desc,
         descriptor(for_backward, ROWS.value, piece) if keep else out_desc,
+        descriptor(row_bias, WINDOW.value, piece),
         out,
         for_backward,
         offsets,

@@ -1,9 +1,11 @@
-"""The computing warpgroups of `jagged_linear` on Hopper; `gluon_linear` has the whole.
+"""The computing warpgroups of `jagged_linear` on Hopper in half precision; `gluon_linear` has the whole.
 
-A consumer has every other tile of 64 values. Half-precision results take the place of their operand in shared memory
-and leave by TMA; float32 ones leave from registers, and the operand's pieces are free as soon as they are multiplied.
+A consumer has 128 columns at most: half of those of each tile of 64 values, or all of every other one. The product of
+its next tile runs on the tensor cores while it finishes this one. Results leave through shared memory by TMA.
 
-Tensor cores take the leading bits of float32 operands, 10 of the fraction, which is a tf32 product.
+Biases are a product as well, because threads that look each up and add it are what a tile waits for: the rows of a
+tile's places follow each other, so that the biases of the first WINDOW of them, and of all places, are 16 more lines of
+the weight, and a matrix of ones and zeros says which of them a place adds.
 """
 
 from __future__ import annotations
@@ -19,173 +21,139 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper import barrier, halves
-from kernels.jagged.gluon_linear_tiles import ROWS
+from kernels.jagged.gluon_linear_tiles import ROWS, WINDOW
 from kernels.jagged.triton_activations import activate, kept
-
-RING = gl.constexpr(12)  # pieces of a tile in shared memory, each of ROWS lines; what the weight leaves room for
-
-
-@gluon.jit
-def _row_biases(row_bias, row, column, stride, E, EVEN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of columns from `column` on, as many as an instruction of LAYOUT has, for places of rows `row`."""
-    columns = column + gl.arange(0, LAYOUT.instr_shape[1], gl.SliceLayout(0, LAYOUT))
-    at = gl.expand_dims(row_bias + row.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-    if EVEN:
-        values = gl.load(at)
-    else:
-        values = gl.load(at, mask=gl.expand_dims(columns < E, 0), other=0)
-    return values
-
-
-@gluon.jit
-def _biased(z, column, bias, E, BIAS: gl.constexpr, EVEN: gl.constexpr):
-    """Columns from `column` on with the bias of all places."""
-    if BIAS:
-        columns = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
-        if EVEN:
-            values = gl.load(bias + columns)
-        else:
-            values = gl.load(bias + columns, mask=columns < E, other=0)
-        z += gl.expand_dims(values.to(gl.float32), 0)
-    return z
 
 
 @gluon.jit
 def _put(desc, slot, value, first, column):
+    """To global memory through `slot`, once what it had before has been copied out."""
+    tma.store_wait(0)
     slot.store(value.to(desc.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [first, column], slot)
 
 
 @gluon.jit
-def _finish(z, out_desc, kept_desc, ring, bias, first, piece, E,
-            COLUMN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr,
-            EVEN: gl.constexpr):  # fmt: skip
-    """Bias, activation and half-precision stores of one or two pieces from column COLUMN on, from the operand's place.
+def _finish(z, out_desc, kept_desc, slot, first, column, ACTIVATION: gl.constexpr, KEEP: gl.constexpr):
+    """Activation and half-precision stores of 64 columns."""
+    if KEEP:
+        _put(kept_desc, slot, kept(z, ACTIVATION, True), first, column)
+    _put(out_desc, slot, activate(z, ACTIVATION, True), first, column)
 
-    What is kept for the backward goes through the same place: one piece is activated while the other is
-    copied out.
-    """
-    PIECE: gl.constexpr = out_desc.block_type.shape[1]
-    if z.shape[1] > PIECE:
-        left, right = halves(z)
-        NEXT: gl.constexpr = COLUMN + PIECE
-        left_slot = ring.index(piece % RING)
-        right_slot = ring.index((piece + 1) % RING)
-        left = _biased(left, COLUMN, bias, E, BIAS, EVEN)
-        if KEEP:
-            _put(kept_desc, left_slot, kept(left, ACTIVATION, True), first, COLUMN)
-        else:
-            _put(out_desc, left_slot, activate(left, ACTIVATION, True), first, COLUMN)
-        right = _biased(right, NEXT, bias, E, BIAS, EVEN)
-        if KEEP:
-            _put(kept_desc, right_slot, kept(right, ACTIVATION, True), first, NEXT)
-            left = activate(left, ACTIVATION, True)
-            tma.store_wait(1)
-            _put(out_desc, left_slot, left, first, COLUMN)
-            right = activate(right, ACTIVATION, True)
-            tma.store_wait(1)
-            _put(out_desc, right_slot, right, first, NEXT)
-        else:
-            _put(out_desc, right_slot, activate(right, ACTIVATION, True), first, NEXT)
+
+@gluon.jit
+def _parts(z, COUNT: gl.constexpr):
+    """One or two equal parts of the columns."""
+    if COUNT == 1:
+        parts = (z,)
     else:
-        slot = ring.index(piece % RING)
-        z = _biased(z, COLUMN, bias, E, BIAS, EVEN)
-        if KEEP:
-            _put(kept_desc, slot, kept(z, ACTIVATION, True), first, COLUMN)
-            tma.store_wait(0)
-        _put(out_desc, slot, activate(z, ACTIVATION, True), first, COLUMN)
+        parts = halves(z)
+    return parts
 
 
 @gluon.jit
-def _store(out, z, first, column, total, E):
-    LAYOUT: gl.constexpr = z.type.layout
-    places = first + gl.arange(0, z.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = gl.expand_dims(out + places.to(gl.int64) * E, 1) + gl.expand_dims(columns, 0)
-    gl.store(at, z, gl.expand_dims(places < total, 1) & gl.expand_dims(columns < E, 0))
+def _adding(rows, placed, index, phase, dtype: gl.constexpr, ROW_BIAS: gl.constexpr, OPERAND: gl.constexpr):
+    """[64, 2 WINDOW]: ones where a place adds a line, which is that of its row, if it has one, and the bias."""
+    line = gl.expand_dims(gl.arange(0, 2 * WINDOW, gl.SliceLayout(0, OPERAND)), 0)
+    row = gl.full((ROWS,), -1, gl.int32, gl.SliceLayout(1, OPERAND))
+    mbarrier.wait(placed.index(index), phase)
+    if ROW_BIAS:
+        row = rows.index(index).load(gl.SliceLayout(1, OPERAND))
+    return (((gl.expand_dims(row, 1) == line) & (line < WINDOW)) | (line == WINDOW)).to(dtype)
 
 
 @gluon.jit
-def _finish_single(z, out, for_backward, bias, first, column, total, E,
-                   ACTIVATION: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """float32 from registers: four threads of a matrix instruction's result have a whole sector of 32 bytes."""
-    if z.shape[1] > 64:
-        left, right = halves(z)
-        HALF: gl.constexpr = z.shape[1] // 2
-        _finish_single(left, out, for_backward, bias, first, column, total, E, ACTIVATION,
-                       BIAS, KEEP, EVEN)  # fmt: skip
-        _finish_single(right, out, for_backward, bias, first, column + HALF, total, E,
-                       ACTIVATION, BIAS, KEEP, EVEN)  # fmt: skip
+def _begin(ring, weights, added, rows, full, placed, tile, WIDTH: gl.constexpr, D_PIECES: gl.constexpr,
+           TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr, HALF: gl.constexpr,
+           LAYOUT: gl.constexpr):  # fmt: skip
+    """The product of a tile with its biases, which is only ordered, and of that the operand in registers."""
+    PARTS: gl.constexpr = weights.shape[0] // D_PIECES
+    BIASED: gl.constexpr = BIAS or ROW_BIAS
+    z = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
+    ones = tile
+    if BIASED:
+        HELD: gl.constexpr = rows.shape[0]
+        index = tile % HELD if ROW_BIAS else 0  # without biases of rows all tiles add the same lines
+        phase = (tile // HELD) & 1 if ROW_BIAS else 0
+        ones = _adding(rows, placed, index, phase, ring.dtype, ROW_BIAS, gl.DotOperandLayout(0, LAYOUT, 2))
+        z = warpgroup_mma(ones, added.index(index * PARTS + HALF), z, use_acc=False, is_async=True)
+    for p in gl.static_range(D_PIECES):
+        piece = tile * D_PIECES + p
+        slot = piece % ring.shape[0]
+        mbarrier.wait(full.index(slot), (piece // ring.shape[0]) & 1)
+        weight = weights.index(HALF * D_PIECES + p)
+        if not TRANSPOSED:
+            weight = weight.permute((1, 0))
+        z = warpgroup_mma(ring.index(slot), weight, z, use_acc=BIASED or p > 0, is_async=True)
+    return z, ones
+
+
+@gluon.jit
+def _release(z, ones, empty, tile, RING: gl.constexpr, D_PIECES: gl.constexpr, BEGIN: gl.constexpr,
+             END: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
+    """Waits for the product with pieces [BEGIN, END) and gives their places back."""
+    if BIASED:
+        z, ones = warpgroup_mma_wait(D_PIECES - END, deps=(z, ones))
     else:
-        z = _biased(z, column, bias, E, BIAS, EVEN)
-        if KEEP:
-            _store(for_backward, z, first, column, total, E)
-        _store(out, activate(z, ACTIVATION, False), first, column, total, E)
+        z = warpgroup_mma_wait(D_PIECES - END, deps=(z,))
+    barrier()
+    for p in gl.static_range(BEGIN, END):
+        mbarrier.arrive(empty.index((tile * D_PIECES + p) % RING), count=1)
+    return z, ones
 
 
 @gluon.jit
-def multiply(out_desc, kept_desc, ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
-              total, E, BLOCK_E: gl.constexpr, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr, SLOTS: gl.constexpr,
-              TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
-              KEEP: gl.constexpr, EVEN: gl.constexpr, SINGLE: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Consumer C: every other tile."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, BLOCK_E, 256 // ring.dtype.primitive_bitwidth]
-    )
-    PIECE: gl.constexpr = ring.shape[2]
-    WIDTH: gl.constexpr = min(BLOCK_E, 128)
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // ring.dtype.primitive_bitwidth])
-    full, empty, placed, ready = barriers
-    column = gl.program_id(0) % COLUMNS * BLOCK_E
+def _moved(z):
+    """In other registers, which the compiler would otherwise change while the next product is on its way to them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _number(numbers, index, LAYOUT: gl.constexpr):
+    return gl.sum(numbers.index(index).load(LAYOUT), 0)
+
+
+@gluon.jit
+def multiply(out_desc, kept_desc, ring, weights, added, slots, rows, firsts, others, barriers, row_bias,
+             row_bias_stride, total, E, WIDTH: gl.constexpr, SHARED: gl.constexpr, D_PIECES: gl.constexpr,
+             TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
+             KEEP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Consumer C: half of the columns of all tiles if they are SHARED, else all of every other tile."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    HALF: gl.constexpr = C if SHARED else 0
+    EVERY: gl.constexpr = 1 if SHARED else 2
+    BIASED: gl.constexpr = BIAS or ROW_BIAS
+    RING: gl.constexpr = ring.shape[0]
+    PIECE: gl.constexpr = 64
+    PARTS: gl.constexpr = WIDTH // PIECE
+    full, empty, placed, taken, ready = barriers
     mbarrier.wait(ready, 0)
-    tile = C
-    step = gl.num_programs(0) // COLUMNS * ROWS
-    for first in range(gl.program_id(0) // COLUMNS * ROWS + C * step, total, 2 * step):
-        z = gl.zeros((ROWS, BLOCK_E), gl.float32, LAYOUT)
-        index = tile % rows.shape[0]
-        if ROW_BIAS:  # of the first half, on their way while the tensor cores work
-            mbarrier.wait(placed.index(index), (tile // rows.shape[0]) & 1)
-            row = rows.index(index).load(gl.SliceLayout(1, PART))
-            added = _row_biases(row_bias, row, column, row_bias_stride, E, EVEN, PART)
-        for p in gl.static_range(SLOTS):
-            piece = tile * SLOTS + p
-            slot = piece % RING
-            mbarrier.wait(full.index(slot), (piece // RING) & 1)
-            if p < D_PIECES:
-                weight = weights.index(p)
-                if not TRANSPOSED:
-                    weight = weight.permute((1, 0))
-                z = warpgroup_mma(ring.index(slot), weight, z, use_acc=p > 0, is_async=True)
-            if SINGLE and p > 0:
-                z = warpgroup_mma_wait(1, deps=(z,))
-                barrier()
-                mbarrier.arrive(empty.index((piece - 1) % RING), count=1)
-        z = warpgroup_mma_wait(0, deps=(z,))
-        barrier()  # all of the operand is read
-        if SINGLE:
-            mbarrier.arrive(empty.index((tile * SLOTS + SLOTS - 1) % RING), count=1)
-            if ROW_BIAS:
-                z += gl.convert_layout(added, LAYOUT).to(gl.float32)
-            _finish_single(z, out, for_backward, bias, first, column, total, E, ACTIVATION, BIAS, KEEP, EVEN)
-        else:
-            base = tile * SLOTS
-            if BLOCK_E > WIDTH:
-                left, right = halves(z)
-                if ROW_BIAS:
-                    left += gl.convert_layout(added, left.type.layout).to(gl.float32)
-                    added = _row_biases(row_bias, row, WIDTH, row_bias_stride, E, EVEN, PART)
-                _finish(left, out_desc, kept_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
-                if ROW_BIAS:
-                    right += gl.convert_layout(added, right.type.layout).to(gl.float32)
-                _finish(right, out_desc, kept_desc, ring, bias, first, base + WIDTH // PIECE, E, WIDTH, ACTIVATION,
-                        BIAS, KEEP, EVEN)  # fmt: skip
-            else:
-                if ROW_BIAS:
-                    z += gl.convert_layout(added, LAYOUT).to(gl.float32)
-                _finish(z, out_desc, kept_desc, ring, bias, first, base, E, 0, ACTIVATION, BIAS, KEEP, EVEN)
-            tma.store_wait(0)
+    tile = C - HALF
+    step = gl.num_programs(0) * ROWS
+    z, ones = _begin(ring, weights, added, rows, full, placed, tile, WIDTH, D_PIECES, TRANSPOSED, BIAS, ROW_BIAS, HALF,
+                     LAYOUT)  # fmt: skip
+    z, ones = _release(z, ones, empty, tile, RING, D_PIECES, 0, D_PIECES, BIASED)
+    for first in range(gl.program_id(0) * ROWS + tile * step, total, EVERY * step):
+        done = _moved(z)
+        if ROW_BIAS:
+            index = tile % rows.shape[0]
+            if _number(others, index, ONE) > 0:  # places have rows that are not among the lines
+                row = rows.index(index).load(gl.SliceLayout(1, LAYOUT))
+                columns = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+                line = _number(firsts, index, ONE) + gl.where(row < 0, ~row, row)
+                at = gl.expand_dims(row_bias + line.to(gl.int64) * row_bias_stride, 1) + gl.expand_dims(columns, 0)
+                mask = gl.expand_dims((row < 0) | (row >= WINDOW), 1) & gl.expand_dims(columns < E, 0)
+                done += gl.load(at, mask, other=0).to(gl.float32)
             barrier()
-            for p in gl.static_range(SLOTS):
-                mbarrier.arrive(empty.index((base + p) % RING), count=1)
-        tile += 2
+            mbarrier.arrive(taken.index(index), count=1)
+        tile += EVERY
+        z, ones = _begin(ring, weights, added, rows, full, placed, tile, WIDTH, D_PIECES, TRANSPOSED, BIAS, ROW_BIAS,
+                         HALF, LAYOUT)  # fmt: skip
+        parts = _parts(done, PARTS)
+        for i in gl.static_range(PARTS):
+            _finish(parts[i], out_desc, kept_desc, slots.index(C), first, HALF * WIDTH + i * PIECE, ACTIVATION, KEEP)
+            z, ones = _release(z, ones, empty, tile, RING, D_PIECES, D_PIECES * i // PARTS,
+                               D_PIECES * (i + 1) // PARTS, BIASED)  # fmt: skip
+    tma.store_wait(0)

@@ -22,17 +22,19 @@ from tests.kernels.jagged_problems import offsets_of
 FEW_WORDS = 64
 
 
-@pytest.mark.parametrize(("dtype", "block_e"), [("bf16", 256), ("fp32", 128)])
-def test_compiles(dtype: str, block_e: int) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_compiles(dtype: str, keep: bool) -> None:
     kernel = gluon_linear._linear_kernel
-    line = 64 if dtype == "bf16" else 32
-    constants = {"BLOCK_E": block_e, "COLUMNS": 256 // block_e, "D_PIECES": 256 // line, "TRANSPOSED": False}
-    constants |= {"ACTIVATION": "gelu", "BIAS": True, "ROW_BIAS": True, "KEEP": True, "EVEN": True}
+    half = dtype == "bf16"
+    line = 64 if half else 32
+    constants = {"SHARED": half, "COLUMNS": 1 if half else 2, "D_PIECES": 256 // line, "TRANSPOSED": False}
+    constants |= {"ACTIVATION": "gelu", "BIAS": True, "ROW_BIAS": True, "KEEP": keep, "EVEN": True}
     constants["LEVELS"] = 2
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
     signature |= dict.fromkeys(("out", "for_backward", "bias", "row_bias"), f"*{dtype}") | {"offsets": "*i64"}
     signature |= dict.fromkeys(("x_desc", "out_desc", "kept_desc"), descriptor(dtype, 64, line))
-    signature["weight_desc"] = descriptor(dtype, block_e, line)
+    signature |= {"weight_desc": descriptor(dtype, 128, line), "row_bias_desc": descriptor(dtype, 8, line)}
     compiled = compile_ahead(
         kernel,
         signature,
@@ -43,7 +45,9 @@ def test_compiles(dtype: str, block_e: int) -> None:
         maxnreg=gluon_linear._MAX_REGISTERS,
     )
     assert compiled.spill_bytes <= FEW_WORDS
+    # The next product runs while this one is finished.
     assert compiled.contains("wgmma.mma_async")
+    assert not compiled.serialized
     assert compiled.shared_bytes <= 227 * 1024
 
 
@@ -159,6 +163,20 @@ def test_matches_the_reference(lengths: list[int], inner: int, width: int, dtype
         out = jagged.jagged_linear(**inputs, **given, backend="gluon")
         exact = jagged.jagged_linear(**{name: tensor.double() for name, tensor in inputs.items()}, **given)
         assert_close_to_oracle(out, exact, ROUNDED)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, allow_tf32: Callable[[bool], None]) -> None:
+    allow_tf32(True)
+    lengths = [0, 5, 0, 70, 1, 0, 3, 2, 2, 1, 1, 4, 300]
+    offsets, inputs = offsets_of(lengths).cuda(), problem(lengths, 256, 256, dtype)
+    for row, value in ((1, float("inf")), (2, float("nan")), (6, -float("inf")), (11, float("nan"))):
+        inputs["row_bias"][row, 7 * row] = value
+    out = jagged.jagged_linear(**inputs, offsets=offsets, backend="gluon")
+    exact = jagged.jagged_linear(**{k: v.double() for k, v in inputs.items()}, offsets=offsets, backend="reference")
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    assert torch.allclose(out.double(), exact, rtol=1e-2, atol=1e-1, equal_nan=True)
 
 
 @hopper

@@ -1,0 +1,150 @@
+"""The warps of `jagged_linear` on Hopper that fetch: the weight and the tiles, and what rows add to these.
+
+`gluon_linear` has the whole.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels.hopper import barrier
+from kernels.jagged.gluon_linear_tiles import ROWS, WINDOW, rows_of
+
+HELD = gl.constexpr(2)  # tiles whose rows are known
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0]))  # of columns, for a warp
+
+
+@gluon.jit
+def load(x_desc, weight_desc, ring, weights, barriers, total, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr,
+          AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr):  # fmt: skip
+    """A warp that loads the weight, then pieces of the tiles into a ring that does not stop between tiles."""
+    PIECE: gl.constexpr = x_desc.block_type.shape[1]
+    PARTS: gl.constexpr = weights.shape[0] // D_PIECES
+    WIDTH: gl.constexpr = weights.shape[2] if TRANSPOSED else weights.shape[1]
+    full, empty, _, _, ready = barriers
+    mbarrier.expect(ready, PARTS * D_PIECES * weight_desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        column = (gl.program_id(0) % COLUMNS * PARTS + part) * WIDTH
+        for p in gl.static_range(D_PIECES):
+            place = [p * PIECE, column] if TRANSPOSED else [column, p * PIECE]
+            tma.async_copy_global_to_shared(weight_desc, place, ready, weights.index(part * D_PIECES + p))
+    step = gl.num_programs(0) // COLUMNS * ROWS
+    piece = 0
+    for first in range(gl.program_id(0) // COLUMNS * ROWS, total + AHEAD * step, step):
+        for p in gl.static_range(D_PIECES):
+            slot = piece % ring.shape[0]
+            mbarrier.wait(empty.index(slot), ((piece // ring.shape[0]) & 1) ^ 1)
+            if first < total:
+                mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(x_desc, [first, p * PIECE], full.index(slot), ring.index(slot))
+            else:
+                mbarrier.arrive(full.index(slot), count=1)
+            piece += 1
+
+
+@gluon.jit
+def _put_bias(bias, E, lines, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr):
+    """What tiles have in common: the bias is the line behind WINDOW others, and the rest zeros."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    PIECE: gl.constexpr = lines.shape[2]
+    CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
+    line = gl.expand_dims(gl.arange(0, WINDOW, gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT)), 0)
+    zeros = gl.zeros((WINDOW, PIECE), lines.dtype, LAYOUT)
+    for c in gl.static_range(CHUNKS):
+        values = zeros
+        if BIAS:
+            at = bias + c * PIECE + column + line * 0
+            values = gl.load(at, (line == 0) & (c * PIECE + column < E), other=0).to(lines.dtype)
+        for i in gl.static_range(HELD):
+            lines.index((i * CHUNKS + c) * 2 + 1).store(values)
+            if not ROW_BIAS:
+                lines.index((i * CHUNKS + c) * 2).store(zeros)
+
+
+@gluon.jit
+def _clear(lines, index):
+    """Puts zeros where one of the WINDOW lines has what is not finite, and returns a bit for each such line.
+
+    Places of other rows multiply it by zero, which would be no zero.
+    """
+    PIECE: gl.constexpr = lines.shape[2]
+    CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
+    EXPONENT: gl.constexpr = 0x7F80 if lines.dtype == gl.bfloat16 else 0x7C00
+    pairs = lines._reinterpret(gl.int32, [lines.shape[0], WINDOW, PIECE // 2], gl.NVMMASharedLayout(128, 32, 2))
+    found = gl.zeros((WINDOW, PIECE // 2), gl.int32, PAIRS)
+    for c in gl.static_range(CHUNKS):
+        words = pairs.index((index * CHUNKS + c) * 2).load(PAIRS)
+        high = (words & (EXPONENT << 16)) == EXPONENT << 16
+        found |= (high | ((words & EXPONENT) == EXPONENT)).to(gl.int32)
+    wrong = gl.max(found, 1)
+    bits = gl.sum(wrong << gl.arange(0, WINDOW, gl.SliceLayout(1, PAIRS)), 0)
+    if bits > 0:
+        for c in gl.static_range(CHUNKS):
+            line = pairs.index((index * CHUNKS + c) * 2)
+            line.store(gl.where(gl.expand_dims(wrong, 1) > 0, 0, line.load(PAIRS)))
+    return bits
+
+
+@gluon.jit
+def place_single(rows, barriers, offsets, num_rows, total, COLUMNS: gl.constexpr, LEVELS: gl.constexpr):
+    """A warp that looks up the rows of the places of the tiles."""
+    _, _, placed, taken, _ = barriers
+    tile = 0
+    step = gl.num_programs(0) // COLUMNS * ROWS
+    for first in range(gl.program_id(0) // COLUMNS * ROWS, total, step):
+        index = tile % HELD
+        row = rows_of(offsets, num_rows, first, total, LEVELS)
+        mbarrier.wait(taken.index(index), ((tile // HELD) & 1) ^ 1)
+        rows.index(index).store(row)
+        barrier()
+        mbarrier.arrive(placed.index(index), count=1)
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def place(row_bias_desc, bias, E, lines, rows, firsts, others, landed, barriers, offsets, num_rows, total,
+          AHEAD: gl.constexpr, LEVELS: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr):  # fmt: skip
+    """A warp that looks up the rows of the places of the tiles, and loads the biases of the first WINDOW of them.
+
+    Of a place whose row's bias is not among the lines, the row is stored as a number that no line has.
+    """
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
+    _, _, placed, taken, _ = barriers
+    if not ROW_BIAS:
+        _put_bias(bias, E, lines, BIAS, ROW_BIAS)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(placed.index(0), count=1)
+    else:
+        step = gl.num_programs(0) * ROWS
+        row = rows_of(offsets, num_rows, gl.program_id(0) * ROWS, total, LEVELS)
+        _put_bias(bias, E, lines, BIAS, ROW_BIAS)
+        tile = 0
+        for first in range(gl.program_id(0) * ROWS, total + AHEAD * step, step):
+            index = tile % HELD
+            low = gl.min(row, 0)
+            row -= low
+            mbarrier.wait(taken.index(index), ((tile // HELD) & 1) ^ 1)
+            mbarrier.expect(landed.index(index), CHUNKS * row_bias_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                at = [low, c * row_bias_desc.block_type.shape[1]]
+                tma.async_copy_global_to_shared(
+                    row_bias_desc, at, landed.index(index), lines.index((index * CHUNKS + c) * 2)
+                )
+            # Of the next tile, while they are on their way.
+            next_row = rows_of(offsets, num_rows, gl.minimum(first + step, total - 1), total, LEVELS)
+            mbarrier.wait(landed.index(index), (tile // HELD) & 1)
+            row = gl.where(((_clear(lines, index) >> gl.minimum(row, WINDOW)) & 1) > 0, ~row, row)
+            other = ((row < 0) | (row >= WINDOW)).to(gl.int32)
+            rows.index(index).store(row)
+            firsts.index(index).store(gl.full((1,), 0, gl.int32, ONE) + low)
+            others.index(index).store(gl.full((1,), 0, gl.int32, ONE) + gl.max(other, 0))
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(placed.index(index), count=1)
+            row = next_row
+            tile += 1  # noqa: SIM113

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels.custom_op import custom_op
 from kernels.jagged.gluon_linear_backward import SPAN, gradients
 from kernels.jagged.gluon_linear_consumer import multiply
-from kernels.jagged.gluon_linear_loader import HELD, load, place, place_single
+from kernels.jagged.gluon_linear_loader import HELD, find, load, place
 from kernels.jagged.gluon_linear_single import multiply_single
 from kernels.jagged.gluon_linear_tiles import ROWS, WINDOW, addressable, descriptor
 from kernels.jagged.triton_common import cdiv, next_power_of_2, precision_of, steps_of
@@ -99,7 +99,7 @@ def _linear_kernel(
                 (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
                                    total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 1)),
                 (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
-                (place_single, (rows, barriers, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS, LEVELS)),
+                (find, (rows, placed, taken, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS, AHEAD, LEVELS)),
             ],
             [4, 1, 1],
             [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
@@ -109,8 +109,13 @@ def _linear_kernel(
         # Eight lines of 64 columns are what the swizzle of an operand repeats; two are a piece of one.
         LINES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         lines = gl.allocate_shared_memory(dtype, [HELD * PARTS * WIDTH // 32, WINDOW, 64], LINES)
+        found = gl.allocate_shared_memory(gl.int32, [HELD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        known = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+        used = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
         landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(HELD):
+            mbarrier.init(known.index(i), count=1)
+            mbarrier.init(used.index(i), count=1)
             mbarrier.init(landed.index(i), count=1)
         fence_async_shared()
         added = lines._reinterpret(dtype, [HELD * PARTS, 2 * WINDOW, WIDTH], LINES)
@@ -123,11 +128,13 @@ def _linear_kernel(
                             row_bias_stride, total, E, WIDTH, SHARED, D_PIECES, TRANSPOSED, ACTIVATION, BIAS, ROW_BIAS,
                             KEEP, 1)),
                 (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
-                (place, (row_bias_desc, bias, E, lines, rows, firsts, others, landed, barriers, offsets, num_rows,
-                         total, AHEAD, LEVELS, BIAS, ROW_BIAS)),
+                (find, (found, known, used, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS,
+                        AHEAD if ROW_BIAS else 0, LEVELS)),
+                (place, (row_bias_desc, bias, E, lines, found, rows, firsts, others, landed, known, used, barriers,
+                         total, AHEAD, BIAS, ROW_BIAS)),
             ],
-            [4, 1, 1],
-            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
+            [4, 1, 1, 1],
+            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
         )  # fmt: skip
 
 

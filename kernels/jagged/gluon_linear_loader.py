@@ -89,55 +89,56 @@ def _clear(lines, index):
 
 
 @gluon.jit
-def place_single(rows, barriers, offsets, num_rows, total, COLUMNS: gl.constexpr, LEVELS: gl.constexpr):
-    """A warp that looks up the rows of the places of the tiles."""
-    _, _, placed, taken, _ = barriers
+def find(rows, known, used, offsets, num_rows, total, COLUMNS: gl.constexpr, AHEAD: gl.constexpr,
+         LEVELS: gl.constexpr):  # fmt: skip
+    """A warp that looks up the rows of the places of the tiles; `known` says so, `used` that they were read."""
     tile = 0
     step = gl.num_programs(0) // COLUMNS * ROWS
-    for first in range(gl.program_id(0) // COLUMNS * ROWS, total, step):
+    for first in range(gl.program_id(0) // COLUMNS * ROWS, total + AHEAD * step, step):
         index = tile % HELD
-        row = rows_of(offsets, num_rows, first, total, LEVELS)
-        mbarrier.wait(taken.index(index), ((tile // HELD) & 1) ^ 1)
+        row = rows_of(offsets, num_rows, gl.minimum(first, total - 1), total, LEVELS)
+        mbarrier.wait(used.index(index), ((tile // HELD) & 1) ^ 1)
         rows.index(index).store(row)
         barrier()
-        mbarrier.arrive(placed.index(index), count=1)
+        mbarrier.arrive(known.index(index), count=1)
         tile += 1  # noqa: SIM113
 
 
 @gluon.jit
-def place(row_bias_desc, bias, E, lines, rows, firsts, others, landed, barriers, offsets, num_rows, total,
-          AHEAD: gl.constexpr, LEVELS: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr):  # fmt: skip
-    """A warp that looks up the rows of the places of the tiles, and loads the biases of the first WINDOW of them.
+def place(row_bias_desc, bias, E, lines, found, rows, firsts, others, landed, known, used, barriers, total,
+          AHEAD: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr):  # fmt: skip
+    """A warp that loads the biases of the first WINDOW rows of the tiles, of which `find` has found all.
 
     Of a place whose row's bias is not among the lines, the row is stored as a number that no line has.
     """
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
     _, _, placed, taken, _ = barriers
+    _put_bias(bias, E, lines, BIAS, ROW_BIAS)
     if not ROW_BIAS:
-        _put_bias(bias, E, lines, BIAS, ROW_BIAS)
         fence_async_shared()
         barrier()
         mbarrier.arrive(placed.index(0), count=1)
     else:
-        step = gl.num_programs(0) * ROWS
-        row = rows_of(offsets, num_rows, gl.program_id(0) * ROWS, total, LEVELS)
-        _put_bias(bias, E, lines, BIAS, ROW_BIAS)
         tile = 0
-        for first in range(gl.program_id(0) * ROWS, total + AHEAD * step, step):
+        step = gl.num_programs(0) * ROWS
+        for _first in range(gl.program_id(0) * ROWS, total + AHEAD * step, step):
             index = tile % HELD
+            phase = (tile // HELD) & 1
+            mbarrier.wait(known.index(index), phase)
+            row = found.index(index).load(ONE)
+            barrier()
+            mbarrier.arrive(used.index(index), count=1)
             low = gl.min(row, 0)
             row -= low
-            mbarrier.wait(taken.index(index), ((tile // HELD) & 1) ^ 1)
+            mbarrier.wait(taken.index(index), phase ^ 1)
             mbarrier.expect(landed.index(index), CHUNKS * row_bias_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 at = [low, c * row_bias_desc.block_type.shape[1]]
                 tma.async_copy_global_to_shared(
                     row_bias_desc, at, landed.index(index), lines.index((index * CHUNKS + c) * 2)
                 )
-            # Of the next tile, while they are on their way.
-            next_row = rows_of(offsets, num_rows, gl.minimum(first + step, total - 1), total, LEVELS)
-            mbarrier.wait(landed.index(index), (tile // HELD) & 1)
+            mbarrier.wait(landed.index(index), phase)
             row = gl.where(((_clear(lines, index) >> gl.minimum(row, WINDOW)) & 1) > 0, ~row, row)
             other = ((row < 0) | (row >= WINDOW)).to(gl.int32)
             rows.index(index).store(row)
@@ -146,5 +147,4 @@ def place(row_bias_desc, bias, E, lines, rows, firsts, others, landed, barriers,
             fence_async_shared()
             barrier()
             mbarrier.arrive(placed.index(index), count=1)
-            row = next_row
             tile += 1  # noqa: SIM113

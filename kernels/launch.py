@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_thread = threading.local()
 
 
 class Launcher:
@@ -32,6 +35,8 @@ class Launcher:
 
         `options` of this launch, such as num_warps, are decided by the key, too.
         """
+        if not hasattr(_thread, "bound"):
+            _bind()
         device, compiled = self._compiled.get(key, (None, None))
         # The key names the device of the tensors, which need not be the current one.
         if compiled is None or device != torch._C._cuda_getDevice():
@@ -48,6 +53,16 @@ class Launcher:
             # No metadata of the launch and no hooks, which would be called even if nobody had set one.
             nothing = (None, None, None)
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *nothing, *arguments)
+
+
+def _bind() -> None:
+    """Have CUDA bind its context to this thread, as any operator of PyTorch's does on a GPU.
+
+    Descriptors cannot be made without one, and a launch may be the first work of a thread, such as autograd's.
+    """
+    if torch.cuda.is_initialized():
+        torch.zeros((), device="cuda")
+        _thread.bound = True
 
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -331,3 +332,14 @@ def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) ->
     for _, results, _ in captured:
         assert all(torch.equal(result, expected) for result in results)
     assert int(counters.counter(x.device)[0]) == 0
+
+
+@hopper
+@pytest.mark.gpu
+def test_a_launch_may_be_the_first_work_of_a_thread() -> None:
+    sizes = [128, 64]
+    x, weight, ends = random(sum(sizes), 512), random(2, 256, 512), ends_of(sizes)
+    expected = gluon_grouped_bf16.grouped_mm(x, weight, ends)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(gluon_grouped_bf16.grouped_mm, x, weight, ends).result(), expected)

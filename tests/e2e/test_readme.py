@@ -42,7 +42,8 @@ def clone(tmp_path: Path) -> Path:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tmp_path / name)
     (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        (tmp_path / ".venv" / part).symlink_to(Path(sys.prefix) / part)
     for device in ("cpu", "cuda"):
         (tmp_path / f".venv/installed-{device}").touch()
     return tmp_path

@@ -16,7 +16,6 @@ from kernels import dispatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.named import named
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from train.config import Config, EventsConfig, ModelConfig
 from train.data import build_source
@@ -24,7 +23,7 @@ from train.data.source import Source
 from train.data.summary import summarise
 from train.distributed import World
 from train.graphs import use_graphs
-from train.metrics.collection import OwnMetric
+from train.metrics.collection import OwnMetric, own_metrics
 from train.sparse import ids_per_request, shard
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Job:
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
-    metrics = {name.rpartition(".")[2]: named(name, "tracking.metrics") for name in config.tracking.metrics}
+    metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, rank=world.rank, barrier=world.barrier)
     if world.is_first:

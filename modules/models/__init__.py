@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from modules.batch import FeatureSpec
+from modules.import_object import import_object
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.interformer import InterFormer
-from modules.named import named
 
 MODELS: dict[str, type[nn.Module]] = {"interformer": InterFormer, "din": DIN, "dcnv2": DCNv2, "dlrm": DLRM}
 
@@ -27,5 +27,5 @@ def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
         )
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
-    model = MODELS[name] if name in MODELS else named(name, "model.name")
+    model = MODELS[name] if name in MODELS else import_object(name, "model.name")
     return model(spec, **fields)

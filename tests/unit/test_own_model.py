@@ -58,6 +58,10 @@ def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> N
     assert "like/top_share" in results["valid"]
     again = evaluate.main([f"run_dir={own / 'run'}", f"out={own / 'scored'}", "runtime.device=cpu"])
     assert again == results["test"]
+    with pytest.raises(ValueError, match=r"tracking\.metrics=my_metrics\.auc: another metric is called auc"):
+        train_here(own / "other", "tracking.metrics=[my_metrics.auc]", base=options)
+    with pytest.raises(ValueError, match=r"theirs\.top_share: another metric is called top_share"):
+        train_here(own / "other", "tracking.metrics=[my_metrics.top_share,theirs.top_share]", base=options)
     with pytest.raises(ValueError, match=r"tracking\.metrics=my_metrics\.other cannot be imported .*PYTHONPATH"):
         train_here(own / "other", "tracking.metrics=[my_metrics.other]", base=options)
     with pytest.raises(ValueError, match=r"model\.name=theirs\.TwoTower cannot be imported"):

@@ -16,6 +16,7 @@ from train.data import mapping, store
 from train.data.columns import NUMBER, Coded, CodedLists, coded_integers
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
+from train.data.numeric import signed_log
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import SPLITS, Requests, group_requests
 from train.data.rows import Join, Rows
@@ -48,7 +49,10 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     request = rows.required_ids(cfg.request).codes if cfg.request else None
     labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
     weights = rows.weights(cfg.weight) if cfg.weight else None
-    numeric = {name: _scale(rows.numbers(name), name in cfg.log_numeric) for name in _numeric(cfg)}
+    numeric = {
+        name: signed_log(rows.numbers(name)) if name in cfg.log_numeric else rows.numbers(name)
+        for name in _numeric(cfg)
+    }
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
     builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}
@@ -226,10 +230,6 @@ def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
     if valid and test:
         part_of_file[:train] = SPLITS.index("train")
     return part_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
-
-
-def _scale(numbers: np.ndarray, logarithmic: bool) -> np.ndarray:
-    return np.sign(numbers) * np.log1p(np.abs(numbers)) if logarithmic else numbers
 
 
 def _dense(

@@ -23,6 +23,7 @@ from train.data import mapping, store
 from train.data.columns import Coded, CodedLists
 from train.data.files import Table
 from train.data.histories import History
+from train.data.numeric import scaled
 from train.data.requests import Requests
 from train.data.vocabulary import Hashing, Occurrences, Vocabulary
 
@@ -49,8 +50,7 @@ def standardise(
     # Of a column that holds one number the deviation is a rounding of the mean, and another number would become 1e16.
     std = float(sample.std()) if sample.size and sample.min() < sample.max() else 0.0
     used = earlier or {"mean": mean, "std": std}
-    scaled = (values - used["mean"]) / (used["std"] if used["std"] > 0 else 1.0)
-    return np.nan_to_num(scaled, nan=0.0).astype(np.float32), used
+    return scaled(values, used), used
 
 
 def write(

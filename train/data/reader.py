@@ -14,6 +14,7 @@ from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, Spar
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
 from train.data.columns import read_ids
+from train.data.numeric import scaled, signed_log
 from train.data.vocabulary import Hashing
 
 
@@ -91,10 +92,7 @@ class RequestReader:
         for index, name in enumerate(names):
             given = [_column(row, name, whose) for row in rows]
             values = np.array([np.nan if value is None else value for value in given], np.float64)
-            if name in self.logarithmic:
-                values = np.sign(values) * np.log1p(np.abs(values))
-            scale = self.numeric[name]
-            columns[:, index] = np.nan_to_num((values - scale["mean"]) / (scale["std"] or 1.0))
+            columns[:, index] = scaled(signed_log(values) if name in self.logarithmic else values, self.numeric[name])
         return columns
 
     def _events(self, event: EventType, histories: Mapping[str, Sequence[Mapping[str, Any]]], time: int) -> Events:

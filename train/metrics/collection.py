@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modules.import_object import import_object
 from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
 from train.metrics.gauc import gauc
 from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights
@@ -15,6 +16,21 @@ from train.metrics.ne import log_loss, normalized_entropy
 
 OwnMetric = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | float]
 """Of logits, labels (0 or 1), weights and groups [N] of the rows of all ranks whose label was observed: one number."""
+BUILT_IN = ("log_loss", "ne", "auc", "gauc", "auc_error_bound", "calibration", "label_rate", "examples")
+
+
+def own_metrics(paths: Sequence[str]) -> dict[str, OwnMetric]:
+    """Functions by their own names. ValueError for a name that another metric has, and for what cannot be imported."""
+    found: dict[str, OwnMetric] = {}
+    for path in paths:
+        name = path.rpartition(".")[2]
+        if name in BUILT_IN or name in found:
+            raise ValueError(
+                f"tracking.metrics={path}: another metric is called {name}; rename the function, e.g. own_{name}"
+            )
+        found[name] = import_object(path, "tracking.metrics")
+    return found
+
 
 NUM_SUMS = 5  # a task's rows, weight, weighted labels, weighted predictions, weighted log loss
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 
-def named(name: str, key: str) -> Any:
+def import_object(name: str, key: str) -> Any:
     """What `package.module.attribute` names. Raises ValueError, with the `key` that said so, where there is nothing."""
     module, dot, attribute = name.rpartition(".")
     try:

@@ -7,6 +7,7 @@ SIGUSR1 besides, which would end torchrun at once and leave its processes behind
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from torch.distributed import run
@@ -22,8 +23,10 @@ def main(arguments: list[str]) -> int:
     except SignalException as stopped:
         return STATUS if stopped.sigval in SIGNALS else 128 + stopped.sigval
     except ChildFailedError as error:
-        # Of a run that another node, or a signal that went to its processes alone, has stopped.
-        if any(failure.exitcode != STATUS for failure in error.failures.values()):
+        # Of a run that another node, or a signal that went to its processes alone, has stopped. When the first of them
+        # has ended, torchrun terminates the others, which may be past handling that.
+        ended = {failure.exitcode for failure in error.failures.values()}
+        if STATUS not in ended or ended - {STATUS, -signal.SIGTERM}:
             raise
         return STATUS
     return 0

@@ -89,9 +89,13 @@ def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:
 def test_the_launcher_tells_a_stop_from_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node's signal, or one to the processes alone: torchrun sees nothing but their statuses."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ends.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    options = ["--standalone", "--nproc-per-node", "2", "ends.py"]
-    assert agent([*options, "0"]) == 0
-    assert agent([*options, str(STATUS)]) == STATUS
+    (tmp_path / "ends.py").write_text("import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['RANK'])]))")
+    (tmp_path / "lags.py").write_text(
+        f"import os, sys, time; sys.exit({STATUS}) if os.environ['RANK'] == '0' else time.sleep(600)"
+    )
+    options = ["--standalone", "--nproc-per-node", "2"]
+    assert agent([*options, "ends.py", "0", "0"]) == 0
+    assert agent([*options, "ends.py", str(STATUS), str(STATUS)]) == STATUS
+    assert agent([*options, "lags.py"]) == STATUS
     with pytest.raises(Exception, match="ends.py FAILED"):
-        agent([*options, "3"])
+        agent([*options, "ends.py", "3", "3"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.jagged import jagged_dense_elementwise, segment_sum
+from kernels.jagged.checks import check_offsets
 
 if TYPE_CHECKING:  # it takes TorchRec, which a layer in another model need not have
     from modules.batch import RequestBatch
@@ -44,7 +45,11 @@ class CandidateRows:
 
     @classmethod
     def of_offsets(cls, offsets: Tensor, num_candidates: int) -> CandidateRows:
-        """Of offsets [rows + 1] that end at `num_candidates`, the first size of the candidates' tensors."""
+        """Of offsets [rows + 1] that end at `num_candidates`, the first size of the candidates' tensors.
+
+        ValueError for offsets that do not, on the CPU: on a GPU looking would be a wait.
+        """
+        check_offsets(num_candidates, offsets)
         rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
         return cls(torch.repeat_interleave(rows, offsets.diff(), output_size=num_candidates), offsets)
 

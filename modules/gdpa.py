@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kernels.gdpa import add_norms, gdpa, layer_norm
 from modules.jagged_attention import head_dim
+from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 from modules.norms import rms_norm
 from modules.rotary import rotate
@@ -73,6 +74,7 @@ class GDPASelfAttention(nn.Module):
         queries: Tensor | None = None,
     ) -> Tensor:
         """`queries` [N, dim] stand for the values, in keys and values too."""
+        check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values if queries is None else queries)
         query, key, value = projected.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         query, key = _normalised(self.qk_norm, query, key)
@@ -137,6 +139,7 @@ class GDPAPooling(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor, *, queries: Tensor | None = None) -> Tensor:
         """`queries` [num_seeds, dim] stand for the seeds."""
+        check_maximum(offsets, self.max_length, "max_length")
         queries = self.seeds if queries is None else queries
         query = self.query(queries).view(-1, self.num_heads, self.head_dim)
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
@@ -204,6 +207,11 @@ class PersonalizedFFN(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
         """`queries` [N, dim] stand for the values."""
+        check_maximum(offsets, self.max_length, "max_length")
+        if summary.shape[1:] != (self.mix.shape[1], self.num_heads * self.head_dim):
+            raise ValueError(
+                f"summary must be [B, {self.mix.shape[1]}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
+            )
         # A batched product: matmul would transpose the summary to make one large product of it, features apart.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
@@ -230,9 +238,9 @@ class PersonalizedFFN(nn.Module):
 class Attention(Protocol):
     """What `GDPABlock` can be put around."""
 
-    def queries(self, *inputs: Any) -> Tensor: ...
+    def queries(self, *inputs: Any, **named: Any) -> Tensor: ...
 
-    def __call__(self, *inputs: Any, queries: Tensor) -> Tensor: ...
+    def __call__(self, *inputs: Any, queries: Tensor, **named: Any) -> Tensor: ...
 
 
 class GDPABlock(nn.Module):
@@ -247,9 +255,9 @@ class GDPABlock(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, *inputs: Any) -> Tensor:
-        queries = self.attention.queries(*inputs)
-        attended = self.attention(*inputs, queries=layer_norm(queries)).to(queries.dtype)
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        queries = self.attention.queries(*inputs, **named)
+        attended = self.attention(*inputs, **named, queries=layer_norm(queries)).to(queries.dtype)
         return add_norms(attended, queries.expand_as(attended))
 
 

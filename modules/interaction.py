@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_dense_bmm
 from kernels.offsets import scaled_offsets
 from modules.broadcast import CandidateRows, shared_part
+from modules.maxima import check_maximum
 from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
 
@@ -38,6 +39,9 @@ class DotInteraction(nn.Module):
         return self.pairs.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """ValueError for another number of tokens, whose pairs would be other ones."""
+        if tokens.shape[1] != self.num_tokens:
+            raise ValueError(f"the layer was built for {self.num_tokens} tokens, got a tensor {list(tokens.shape)}")
         gram = torch.bmm(tokens, tokens.mT).flatten(1)
         return gram.index_select(1, self.pairs) * self.scale
 
@@ -56,6 +60,7 @@ def products_across(tokens: Tensor, shared: Tensor, rows: CandidateRows, max_can
     `max_candidates` is a constant that no request exceeds.
     """
     num_tokens, num_shared = tokens.shape[1], shared.shape[1]
+    check_maximum(rows.offsets, max_candidates, "max_candidates")
     # All tokens of a request's candidates are rows of one product with its tokens.
     offsets = scaled_offsets(rows.offsets, num_tokens)
     products = jagged_dense_bmm(tokens.flatten(0, 1), offsets, shared.mT, max_candidates * num_tokens)

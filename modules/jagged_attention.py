@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.jagged import jagged_attention
+from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 from modules.rotary import rotate
 
@@ -33,6 +34,7 @@ class JaggedSelfAttention(nn.Module):
     def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`; without it the order of
         tokens has no effect but through masks."""
+        check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
         query, key, value = projected.unbind(1)
         if rotation is not None:

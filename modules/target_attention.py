@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kernels.ikbo import joint_attention, stacked_linear, target_attention
 from kernels.offsets import scaled_offsets
 from modules.jagged_attention import head_dim
+from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 
 
@@ -50,6 +51,8 @@ class TargetAttention(nn.Module):
     def forward(self, queries: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
         -> [C, num_queries, dim]. A candidate of a request without events gets zeros."""
+        _check_queries(queries, self.num_queries)
+        check_maximum(offsets, self.max_length, "max_length")
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
         attended = target_attention(
             self.query(queries).unflatten(-1, (self.num_heads, self.head_dim)),
@@ -84,8 +87,9 @@ class SelfAndTargetAttention(nn.Module):
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
         self.num_heads = num_heads
-        self.max_queries = (max_length, max_candidates * num_queries)
         self.num_queries = num_queries
+        self.max_candidates = max_candidates
+        self.max_length = max_length
         self.query = nn.Linear(dim, dim, bias=False)
         self.target_query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
@@ -97,6 +101,9 @@ class SelfAndTargetAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
         -> (values attended [N, dim], queries attended [C, num_queries, dim])."""
+        _check_queries(queries, self.num_queries)
+        check_maximum(offsets, self.max_length, "max_length")
+        check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
@@ -110,8 +117,8 @@ class SelfAndTargetAttention(nn.Module):
             value,
             [offsets, scaled_offsets(candidate_offsets, self.num_queries)],
             offsets,
-            max_q=self.max_queries,
-            max_k=self.max_queries[0],
+            max_q=(self.max_length, self.max_candidates * self.num_queries),
+            max_k=self.max_length,
             sizes=sizes,
         )
         own, target = attended.flatten(1).split(sizes)
@@ -126,3 +133,8 @@ class SelfAndTargetAttention(nn.Module):
         target = num_queries * (linear_flops(self.target_query) + linear_flops(self.target_output))
         own = num_tokens * (linear_flops(self.query) + linear_flops(self.key_value) + linear_flops(self.output))
         return own + target + 4 * self.query.in_features * pairs
+
+
+def _check_queries(queries: Tensor, num_queries: int) -> None:
+    if queries.dim() != 3 or queries.shape[1] != num_queries:
+        raise ValueError(f"queries must be [C, num_queries={num_queries}, dim], got {list(queries.shape)}")

@@ -1,0 +1,77 @@
+"""What does not fit a module is an error in that module's words, not in those of an operator behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from modules.broadcast import CandidateRows
+from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
+from modules.interaction import DHENLayer, DotInteraction
+from modules.jagged_attention import JaggedSelfAttention
+from modules.rotary import rotation
+from modules.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.wukong import WukongLayer
+
+DIM, HEADS = 8, 2
+OFFSETS, CANDIDATES = torch.tensor([0, 3, 8]), torch.tensor([0, 2, 5])  # rows of 3 and 5; 2 and 3 candidates
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, DIM)
+
+
+def target(kind: type[torch.nn.Module], candidates: int = 3, length: int = 5, queries: int = 2) -> object:
+    layer = kind(DIM, HEADS, queries, max_candidates=candidates, max_length=length)
+    return layer(tokens(5, 2), CANDIDATES, tokens(8), OFFSETS)
+
+
+def interaction(kind: type[torch.nn.Module], num_own: int, **options: int) -> object:
+    layer = kind(6, DIM, rank=2, hidden=[4], dropout=0.0, num_shared=4, **options)
+    return layer(tokens(5, num_own), tokens(2, 4), CandidateRows.of_offsets(CANDIDATES, 5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: JaggedSelfAttention(DIM, HEADS, max_length=4)(tokens(8), OFFSETS), "more than max_length=4"),
+        (lambda: GDPASelfAttention(DIM, HEADS, max_length=4)(tokens(8), OFFSETS), "more than max_length=4"),
+        (lambda: GDPAPooling(DIM, HEADS, 2, max_length=4)(tokens(8), OFFSETS), "more than max_length=4"),
+        (
+            lambda: PersonalizedFFN(DIM, HEADS, 3, 4, max_length=4)(tokens(8), OFFSETS, tokens(2, 3)),
+            "more than max_length=4",
+        ),
+        (
+            lambda: PersonalizedFFN(DIM, HEADS, 3, 4, max_length=5)(tokens(8), OFFSETS, tokens(2, 2)),
+            r"summary must be \[B, 3, 8\], got \[2, 2, 8\]",
+        ),
+        (lambda: target(TargetAttention, length=4), "more than max_length=4"),
+        (lambda: target(TargetAttention, candidates=2), "more than max_candidates=2"),
+        (lambda: target(TargetAttention, queries=3), r"queries must be \[C, num_queries=3, dim\], got \[5, 2, 8\]"),
+        (lambda: target(SelfAndTargetAttention, length=4), "more than max_length=4"),
+        (lambda: target(SelfAndTargetAttention, candidates=2), "more than max_candidates=2"),
+        (lambda: target(SelfAndTargetAttention, queries=3), r"num_queries=3, dim\], got \[5, 2, 8\]"),
+        (lambda: interaction(DHENLayer, 2, max_candidates=2), "row 1 has 3 values, more than max_candidates=2"),
+        (
+            lambda: interaction(WukongLayer, 2, max_candidates=2, num_fmb=2, num_lcb=2),
+            "row 1 has 3 values, more than max_candidates=2",
+        ),
+        (lambda: interaction(DHENLayer, 3, max_candidates=3), r"built for 2 tokens, got a tensor \[5, 3, 8\]"),
+        (lambda: DotInteraction(3)(tokens(5, 4)), r"built for 3 tokens, got a tensor \[5, 4, 8\]"),
+        (lambda: CandidateRows.of_offsets(CANDIDATES, 6), "offsets end at 5 but there are 6 values"),
+        (lambda: CandidateRows.of_offsets(CANDIDATES.float(), 5), "must be .* int32 or int64"),
+        (lambda: CandidateRows.of_offsets(torch.tensor([2, 3]), 5), "offsets begin with 2"),
+    ],
+)
+def test_the_error_names_what_the_module_was_given(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_block_takes_its_inputs_by_name() -> None:
+    values, angles = tokens(8), rotation(torch.arange(8), DIM // HEADS)
+    block = GDPABlock(GDPASelfAttention(DIM, HEADS, max_length=5))
+    torch.testing.assert_close(block(values, offsets=OFFSETS, rotation=angles), block(values, OFFSETS, angles))

@@ -161,7 +161,8 @@ def named(run_dir: str, path: str) -> Path:
     Raises ValueError unless one of the two is named, the other empty, and when the run has no whole checkpoint.
     """
     if bool(run_dir) == bool(path):
-        raise ValueError("name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH")
+        other = ", not both" if path else ""
+        raise ValueError(f"name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH{other}")
     if path:
         return Path(path)
     folder = Path(run_dir) / "checkpoints"

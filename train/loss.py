@@ -16,6 +16,11 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tenso
     DDP and TorchRec average gradients over ranks: each rank's sum is divided by the all-reduced weight and multiplied
     by the number of ranks. Returns this rank's share (the mean over ranks is the loss) and the global weight.
     """
+    if logits.shape != labels.shape:
+        raise ValueError(
+            f"the model gives logits {list(logits.shape)} where labels are [C, tasks] = {list(labels.shape)}; "
+            "both have one shape"
+        )
     observed = ~labels.isnan()
     weight = torch.where(observed, weights, 0)
     target = torch.where(observed, labels, 0)

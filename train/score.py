@@ -225,6 +225,10 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     options, others = split_options(arguments, defaults, "export=DIR candidates=10,100")
     if others:
         raise ValueError(f"{others[0]!r} is not one of {', '.join(f'{name}=...' for name in options)}")
+    given = options["candidates"].split(",")
+    if not all(count.isdecimal() and int(count) for count in given):
+        raise ValueError(f"candidates={options['candidates']} must be numbers of at least 1, e.g. candidates=10,100")
+    counts = [int(count) for count in given]
     folder = Path(options["export"])
     scorer = Scorer(folder)
     about = json.loads((folder / "export.json").read_text())
@@ -240,7 +244,6 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
     models[1].embedding = models[0].embedding  # one copy of the tables
     dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
-    counts = [int(count) for count in options["candidates"].split(",")]
     rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))

@@ -18,7 +18,7 @@ def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
     """The model called `name`, or the class `module.Class`, for the data of `spec`; `fields` are its other arguments.
 
     A model has `forward(tokens, batch) -> logits [C, tasks]`, `aux_loss() -> scalar tensor` and `flops_per_batch(
-    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`.
+    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`. ValueError for one that lacks one.
     """
     if name not in MODELS and "." not in name:
         raise ValueError(
@@ -27,5 +27,15 @@ def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
         )
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
-    model = MODELS[name] if name in MODELS else import_object(name, "model.name")
-    return model(spec, **fields)
+    if name in MODELS:
+        return MODELS[name](spec, **fields)
+    own = import_object(name, "model.name")
+    model = own(spec, **fields) if callable(own) else own
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model.name={name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}")
+    if lacking := [method for method in ("aux_loss", "flops_per_batch") if not hasattr(model, method)]:
+        raise ValueError(
+            f"model.name={name} lacks {' and '.join(lacking)}; `Architecture` in modules/models/ranking.py says what a "
+            "model has"
+        )
+    return model

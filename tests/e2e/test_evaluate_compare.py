@@ -139,6 +139,8 @@ def test_export_names_what_is_wrong() -> None:
             export.main(arguments)
     with pytest.raises(ValueError, match="is not one of export="):
         score.main(["run_dir=x"])
+    with pytest.raises(ValueError, match="candidates=10,ten must be numbers of at least 1"):
+        score.main(["export=x", "candidates=10,ten"])
 
 
 def test_an_export_is_made_from_the_newest_requests_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +150,8 @@ def test_an_export_is_made_from_the_newest_requests_that_will_do(monkeypatch: py
 
 
 def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
-    for arguments in (["split=test"], ["run_dir=x", "checkpoint=y"]):
-        with pytest.raises(ValueError, match="name a run or one of its checkpoints"):
+    for arguments, said in ((["split=test"], "checkpoint=PATH$"), (["run_dir=x", "checkpoint=y"], "not both$")):
+        with pytest.raises(ValueError, match=f"name a run or one of its checkpoints.*{said}"):
             evaluate.main(arguments)
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         evaluate.main(["run_dir=nowhere"])

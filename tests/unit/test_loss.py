@@ -29,3 +29,10 @@ def test_weights_that_sum_to_less_than_one_are_divided_by_their_sum() -> None:
     small, weight = ranking_loss(logits, labels, torch.tensor([[0.03], [0.01]]))
     torch.testing.assert_close(small, whole)
     torch.testing.assert_close(weight, torch.tensor(0.04))
+
+
+def test_logits_of_another_shape_than_the_labels_are_an_error_that_names_both() -> None:
+    labels = torch.zeros(4, 2)
+    for logits in (torch.zeros(4, 1), torch.zeros(1, 2), torch.zeros(4)):
+        with pytest.raises(ValueError, match=r"gives logits \[.*\] where labels are \[C, tasks\] = \[4, 2\]"):
+            ranking_loss(logits, labels, torch.ones(4, 2))

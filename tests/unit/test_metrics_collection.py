@@ -150,3 +150,22 @@ def test_shapes_are_checked():
     collection = MetricSet(["click"], {"click": 0.3}, CPU, exact_auc=True)
     with pytest.raises(ValueError, match=r"labels has shape \[3\], expected .* \[3, 1\]"):
         collection.update(torch.zeros(3, 1), torch.zeros(3), torch.ones(3, 1), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind", "message"),
+    [
+        (
+            lambda logits, labels, weights, group: logits,
+            ValueError,
+            r"metric own of tracking\.metrics must be one number",
+        ),
+        (lambda logits, labels: 0.0, TypeError, "takes 2 positional arguments"),
+    ],
+)
+def test_a_metric_of_one_s_own_that_fails_is_named(metric, kind, message):
+    collection = MetricSet(list(RATES), RATES, CPU, exact_auc=True, own={"own": metric})
+    collection.update(*rows())
+    with pytest.raises(kind, match=message) as failure:
+        collection.compute()
+    assert kind is ValueError or "raised by the metric own of tracking.metrics" in failure.value.__notes__[0]

@@ -49,6 +49,15 @@ def test_the_page_s_model_is_one(num_events: int, own: Path) -> None:
     torch.testing.assert_close(model(batch.expand()), logits)
 
 
+def test_what_is_no_model_is_refused_by_what_it_lacks(own: Path) -> None:
+    bare = "class Bare(nn.Module):\n    def __init__(self, spec):\n        super().__init__()\n"
+    (own / "others.py").write_text(f"from torch import nn\n\n{bare}\nNUMBER = 3\n")
+    with pytest.raises(ValueError, match=r"others\.NUMBER must make an nn\.Module.*it gives 3"):
+        models.build("others.NUMBER", random_spec(1))
+    with pytest.raises(ValueError, match=r"others\.Bare lacks aux_loss and flops_per_batch; `Architecture` in"):
+        models.build("others.Bare", random_spec(1))
+
+
 def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> None:
     options = [override for override in TINY if not override.startswith("model.")]
     options += [f"hydra.searchpath=[file://{own}/my_configs]", "model=two_tower", "model.dim=16", "runtime.steps=2"]

@@ -155,14 +155,21 @@ class MetricSet:
         return {
             "auc": torch.stack([auc(scores, labels, weights) for scores, labels, weights in rows]),
             "gauc": torch.stack([gauc(scores, labels, weights, group) for scores, labels, weights in rows]),
-            **{name: torch.stack([self._own(metric, row, group) for row in rows]) for name, metric in self.own.items()},
+            **{name: torch.stack([self._own(name, row, group) for row in rows]) for name in self.own},
         }
 
-    def _own(self, metric: OwnMetric, row: tuple[Tensor, Tensor, Tensor], group: Tensor) -> Tensor:
+    def _own(self, name: str, row: tuple[Tensor, Tensor, Tensor], group: Tensor) -> Tensor:
         observed = ~row[1].isnan()
         scores, labels, weights = (column[observed] for column in row)
-        value = metric(scores, labels, weights, group[observed])
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        try:
+            value = self.own[name](scores, labels, weights, group[observed])
+        except Exception as error:
+            error.add_note(f"raised by the metric {name} of tracking.metrics, on {len(scores)} rows")
+            raise
+        value = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        if value.dim():
+            raise ValueError(f"the metric {name} of tracking.metrics must be one number, got {list(value.shape)}")
+        return value
 
 
 def gather_rows(rows: Tensor) -> Tensor:

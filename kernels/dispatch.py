@@ -21,6 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -123,10 +124,18 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
     """Text that says which backend serves `op` for these facts and why each other one does not.
 
     Give a tensor as `like`, or `device`, `capability` (None on the CPU) and `dtype` as facts, so that a machine
-    that is not here can be asked about: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`.
+    that is not here can be asked about: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`. ValueError for
+    an unknown operator, and for one whose backends look at facts that are not given.
     """
     if like is not None:
         facts = _facts_of(like) | facts
+    asked = [parameter for backend in _by_priority(op) for parameter in signature(backend.supports).parameters.values()]
+    missing = {each.name: None for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
+    if missing := [name for name in missing if name not in facts]:
+        raise ValueError(
+            f"the backends of {op} look at {', '.join(missing)} as well: "
+            f"explain({op!r}, like=tensor, {', '.join(f'{name}=...' for name in missing)})"
+        )
     lines = [f"{op} with " + ", ".join(f"{name}={value}" for name, value in facts.items())]
     try:
         chosen = _select(op, backend, facts)[0].name

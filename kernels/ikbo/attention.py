@@ -29,8 +29,14 @@ def nested_offsets(*levels: Tensor) -> Tensor:
     if not levels:
         raise ValueError("nested_offsets needs at least one level, e.g. nested_offsets(user_to_vendor, vendor_to_ad)")
     composed = levels[0]
-    for inner in levels[1:]:
-        check_offsets(inner.shape[0] - 1, composed)
+    for level, inner in enumerate(levels[1:]):
+        try:
+            check_offsets(inner.shape[0] - 1, composed)
+        except ValueError as error:
+            raise ValueError(
+                f"level {level} does not fit level {level + 1}: {error}; levels come outermost first, e.g. "
+                "nested_offsets(user_to_vendor, vendor_to_ad)"
+            ) from None
         composed = inner[composed]
     return composed
 

@@ -56,6 +56,8 @@ def quantize(
         raise ValueError(f"quantize takes a floating tensor of at least one axis, got {x.dtype} {tuple(x.shape)}")
     if group not in GROUPS:
         raise ValueError(f"group must be one of {GROUPS}, got {group}")
+    if not -x.dim() <= axis < x.dim():
+        raise ValueError(f"axis {axis} is not one of x {tuple(x.shape)}, which has axes {-x.dim()} to {x.dim() - 1}")
     axis = axis % x.dim()
     if square and (group == BLOCK or x.dim() < 2 or axis < x.dim() - 2):
         raise ValueError(

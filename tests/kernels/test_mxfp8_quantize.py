@@ -74,6 +74,8 @@ def test_what_cannot_be_quantised_says_what_can() -> None:
         mxfp8.quantize(torch.zeros(4, 4), square=True)
     with pytest.raises(ValueError, match="square needs group=128"):
         mxfp8.quantize(torch.zeros(4, 4, 4), 0, group=128, square=True)
+    with pytest.raises(ValueError, match=r"axis 2 is not one of x \(4, 4\), which has axes -2 to 1"):
+        mxfp8.quantize(torch.zeros(4, 4), 2)
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 64), (0, 64), (2, 3, 40, 70), (3, 0, 32), (2, 5, 0)])

@@ -4,7 +4,7 @@ Nothing here knows a model. A family is a folder: public functions in `__init__`
 faster backends beside it. Importing this package registers every backend and needs neither a GPU nor Triton.
 """
 
-from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8
+from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8, tokens
 from kernels.custom_op import defined_in
 
-__all__ = ["defined_in", "dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8"]
+__all__ = ["defined_in", "dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"]

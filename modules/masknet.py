@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from kernels import dispatch
 from modules.mlp import MLP, linear_flops
 from modules.norms import rms_norm
 
@@ -25,7 +26,9 @@ class MaskNet(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """[N, num_fields * dim] -> [N, dim]."""
-        normed = rms_norm(values.unflatten(1, (self.num_fields, -1))).flatten(1)
+        # Rows of tables are float32; under autocast all that is made of them here has its dtype.
+        fields = values.unflatten(1, (self.num_fields, -1))
+        normed = rms_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)
         return self.output(normed * self.mask(normed))
 
     def flops(self, num_tokens: float) -> float:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.tokens import rotate
+
+__all__ = ["BASE", "rotate", "rotation"]
+
 BASE = 10_000.0
 """InterFormer states no base; this is the original one."""
 
@@ -14,13 +18,3 @@ def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angle = positions[:, None].float() * BASE ** (-pair / head_dim)
     return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x [N, H, d] by its token's angles; feature i is paired with feature i + d/2.
-
-    Computed in at least float32 and returned in the dtype of x.
-    """
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

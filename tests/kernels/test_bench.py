@@ -147,7 +147,7 @@ def test_jagged_family_on_the_cpu(tmp_path: Path) -> None:
     assert_family_was_timed("jagged", tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gdpa", "ikbo", "moe"])
+@pytest.mark.parametrize("family", ["gdpa", "ikbo", "moe", "tokens"])
 def test_family_on_the_cpu(family: str, tmp_path: Path) -> None:
     assert main([family, *QUICK, str(tmp_path)]) == 0
     assert_family_was_timed(family, tmp_path)
@@ -193,7 +193,7 @@ def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert families() == ["gdpa", "ikbo", "jagged", "moe", "mxfp8"]
+    assert families() == ["gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"]
     with pytest.raises(SystemExit):
         main(["jaged"])
     assert "jagged" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""What is done to each token by itself, in one pass over memory where PyTorch's operators make several.
+
+The equations are in the README of this folder.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.tokens import norm, rotary  # noqa: F401  register their backends
+
+__all__ = ["rms_norm", "rotate"]
+
+
+def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + 1e-5) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
+
+    Statistics are at least float32. Zeros stay zeros with a finite gradient. ValueError for integers.
+    """
+    dtype = dtype or x.dtype
+    for name, kind in (("x", x.dtype), ("dtype", dtype)):
+        if not kind.is_floating_point:
+            raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
+    return _chosen("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -> Tensor:
+    """Rotate each head of x [N, H, d] by its token's angles; feature i is paired with feature i + d / 2.
+
+    cos and sin are [N, d / 2], of any floating dtype. Computed in at least float32; the result has the dtype of x. x
+    may be a view of a fused projection and is read where it is. ValueError for shapes that do not fit.
+    """
+    if x.dim() != 3 or x.shape[2] % 2 or cos.shape != sin.shape or cos.shape != (x.shape[0], x.shape[2] // 2):
+        raise ValueError(
+            f"shapes do not fit: x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected x "
+            "[N, H, d] with an even d, cos and sin [N, d / 2]"
+        )
+    angles_learn = cos.requires_grad or sin.requires_grad
+    return _chosen("rotate", backend, x, width=x.shape[2], angles=cos.dtype, angles_learn=angles_learn)(x, cos, sin)
+
+
+def _chosen(op: str, backend: str | None, x: Tensor, **facts: object) -> ...:
+    """In compiled code the reference, if nobody asked for another: a compiler fuses it with its neighbours."""
+    if torch.compiler.is_compiling() and dispatch.requested(op, backend) is None:
+        backend = "reference"
+    return dispatch.choose(op, backend, x, **facts)

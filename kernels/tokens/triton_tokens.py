@@ -1,0 +1,135 @@
+"""RMSNorm and rotation in Triton: heads of tokens whole in registers, tensors read where they are.
+
+With n = s x and s = 1 / sqrt(mean(x^2) + epsilon): dx = s (dn - n mean(n dn)). A rotation's gradient is the rotation by
+the negative angles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.jagged.triton_common import cdiv, next_power_of_2
+from kernels.launch import Launcher, aligned
+from kernels.tokens.norm import EPSILON
+
+_EPSILON = tl.constexpr(EPSILON)
+_VALUES = 4096  # of a program, in as many heads as that gives
+
+
+@triton.jit
+def _heads(num_heads, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """(token int64, head, whether they exist) of the ROWS heads of this program, counted over all tokens."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row // HEADS, row % HEADS, row < num_heads
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rms_norm_kernel(
+    x, out, x_token, x_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    tl.store(out + places, (values * s[:, None]).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rms_norm_backward_kernel(
+    grad, x, dx, x_token, x_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    dn = tl.load(grad + places, inside, 0.0).to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    n = values * s[:, None]
+    result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
+    tl.store(dx + places, result.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rotate_kernel(
+    x, cos, sin, out, x_token, x_head, num_heads, INVERSE: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """WIDTH is half of a head: features i and i + WIDTH are turned together."""
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    angles = (token * WIDTH)[:, None] + column[None, :]
+    c = tl.load(cos + angles, inside, 0.0).to(tl.float32)
+    s = tl.load(sin + angles, inside, 0.0).to(tl.float32)
+    if INVERSE:
+        s = -s
+    places = x + (token * x_token + head * x_head)[:, None] + column[None, :]
+    first, second = tl.load(places, inside, 0.0).to(tl.float32), tl.load(places + WIDTH, inside, 0.0).to(tl.float32)
+    places = out + ((token * HEADS + head) * (2 * WIDTH))[:, None] + column[None, :]
+    tl.store(places, (first * c - second * s).to(out.dtype.element_ty), inside)
+    tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
+
+
+def tiling(width: int) -> dict[str, int]:
+    """Constants of the kernels for heads, or halves of them, of `width` values."""
+    block = next_power_of_2(width)
+    return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block, "num_warps": 8 if block > _VALUES else 4}
+
+
+_launch_norm = Launcher(rms_norm_kernel)
+_launch_norm_backward = Launcher(rms_norm_backward_kernel)
+_launch_rotate = Launcher(rotate_kernel)
+
+
+def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """n like x [..., D], contiguous, in `dtype`."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _over_heads(_launch_norm, x.shape[-1], x, (out,))
+    return out
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """dx like x, contiguous."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad.contiguous())
+    return dx
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """x [N, H, d] turned by its tokens' angles, or back, contiguous; cos and sin [N, d / 2]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _over_heads(_launch_rotate, x.shape[2] // 2, x, (cos.contiguous(), sin.contiguous(), out), options=(inverse,))
+    return out
+
+
+def _over_heads(
+    launch: Launcher, width: int, x: Tensor, others: tuple[Tensor, ...], *before: Tensor, options: tuple[bool, ...] = ()
+) -> None:
+    """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
+
+    `before` and `others` are the contiguous tensors that come before and behind x among the arguments."""
+    if not x.numel():
+        return
+    if x.dim() != 3:
+        x = x.contiguous().view(-1, 1, x.shape[-1])
+    elif x.stride(2) != 1:
+        x = x.contiguous()
+    num_tokens, heads, _ = x.shape
+    constants = tiling(width)
+    warps = constants.pop("num_warps")
+    strides, fixed = (x.stride(0), x.stride(1)), (*options, heads, *constants.values())
+    tensors = (*before, x, *others)
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    launch(
+        (cdiv(num_tokens * heads, constants["ROWS"]), 1, 1),
+        (x.device, *dtypes, *aligned(*tensors), *strides, *fixed),
+        *tensors, *strides, num_tokens * heads, *fixed, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""RMSNorm and rotation of tokens: the specifications by their formulas, the Triton kernels interpreted and compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels import dispatch, tokens
+from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
+from kernels.tokens import norm, rms_norm, rotary, rotate
+from kernels.tokens.norm import EPSILON
+from tests.kernels.devices import SHARED_LIMITS
+
+EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
+ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
+ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
+
+
+def normalised(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + EPSILON).sqrt()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[2] // 2
+    product = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)[:, None]
+    return torch.cat([product.real, product.imag], -1)
+
+
+def view_of_wider(shape: tuple[int, ...]) -> Tensor:
+    """Random numbers of `shape` that lie apart, as those of a query in a fused projection do."""
+    wide = torch.randn(*shape[:-2], shape[-2] + 3, shape[-1], generator=torch.Generator().manual_seed(1)).double()
+    return wide[..., 1 : 1 + shape[-2], :]
+
+
+def angles_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(shape[0], shape[2] // 2, generator=torch.Generator().manual_seed(2)).double() * 3
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+def test_norm_reference_is_the_formula(shape: tuple[int, ...]) -> None:
+    reference = partial(rms_norm, backend="reference")
+    check_gradients(reference, normalised, {"x": view_of_wider(shape)}, EXACT)
+
+
+@pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
+def test_rotation_reference_is_complex_multiplication(shape: tuple[int, ...]) -> None:
+    cos, sin = angles_of(shape)
+    check_gradients(
+        lambda x: rotate(x, cos, sin, backend="reference"),
+        lambda x: turned(x, cos, sin),
+        {"x": view_of_wider(shape)},
+        EXACT,
+    )
+
+
+def test_angles_can_learn() -> None:
+    x, (cos, sin) = torch.randn(3, 2, 4, dtype=torch.float64), angles_of((3, 2, 4))
+    check_gradients(partial(rotate, x), partial(turned, x), {"cos": cos, "sin": sin}, EXACT)
+    refusal = dispatch.explain(
+        "rotate", device="cuda", capability=(9, 0), dtype=torch.bfloat16, width=4, angles=torch.float32,
+        angles_learn=True,
+    )  # fmt: skip
+    assert "makes no gradient of cos and sin" in refusal
+
+
+def test_a_dtype_of_ones_own() -> None:
+    x = torch.randn(4, 8)
+    assert torch.equal(rms_norm(x, dtype=torch.bfloat16), rms_norm(x).bfloat16())
+    assert rms_norm(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_bad_arguments() -> None:
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"x must be of a floating type, e\.g\. torch\.bfloat16, got torch\.int64"):
+        rms_norm(x.long())
+    with pytest.raises(ValueError, match="dtype must be of a floating type"):
+        rms_norm(x, dtype=torch.int32)
+    for cos in (torch.zeros(4, 8), torch.zeros(3, 4), torch.zeros(4)):
+        with pytest.raises(ValueError, match=r"cos and sin \[N, d / 2\]"):
+            rotate(x, cos, cos)
+
+
+def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def choose(op: str, backend: str | None, *_: object, **__: object) -> Callable[..., Tensor]:
+        asked.append(backend)
+        return lambda *tensors: tensors[0]
+
+    monkeypatch.setattr(tokens.dispatch, "choose", choose)
+    x = torch.ones(2, 4)
+    rms_norm(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    rms_norm(x)
+    rms_norm(x, backend="triton")
+    rotate(x[:, None], x[:, :2], x[:, :2])
+    assert asked == [None, "reference", "triton", "reference"]
+
+
+def test_autocast_leaves_the_dtype_alone() -> None:
+    # That of CUDA widens norms, that of the CPU does not. A fake tensor goes through it without a GPU.
+    with FakeTensorMode():
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert norm.rms_norm(x, torch.bfloat16).dtype is torch.bfloat16
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+def test_norm_in_the_interpreter(
+    shape: tuple[int, ...], out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted(monkeypatch)
+    with poisoned_empty():
+        check_gradients(
+            lambda x: norm._rms_norm(x, out_dtype), normalised, {"x": view_of_wider(shape).float()}, ROUNDED
+        )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
+def test_rotation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    cos, sin = (angle.float() for angle in angles_of(shape))
+    with poisoned_empty():
+        check_gradients(
+            lambda x: rotary._rotate(x, cos, sin, False),
+            lambda x: turned(x, cos.to(x), sin.to(x)),
+            {"x": view_of_wider(shape).float()},
+            ROUNDED,
+        )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    shape = (5, 2, 48)
+    cos, sin = (angle.float() for angle in angles_of(shape))
+    x = torch.randn(shape, requires_grad=True)
+    for served, formula in (
+        (rotary._rotate(x, cos, sin, False), turned(x, cos, sin)),
+        (norm._rms_norm(x, x.dtype), normalised(x)),
+    ):
+        ours, expected = (torch.autograd.grad(out.sum(), x)[0] for out in (served, formula))
+        torch.testing.assert_close(ours, expected)
+
+
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
+    from kernels.tokens import triton_tokens
+    from tests.kernels.interpreting import interpret
+
+    interpret(monkeypatch, triton_tokens)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "rotate"])
+def test_kernels_compile_without_spills(name: str, target: str) -> None:
+    from kernels.tokens import triton_tokens
+
+    constants = triton_tokens.tiling(128) | {"HEADS": 4} | ({"INVERSE": True} if name == "rotate" else {})
+    num_warps = constants.pop("num_warps")
+    kernel = getattr(triton_tokens, f"{name}_kernel")
+    types = {"cos": "*fp32", "sin": "*fp32", "x_token": "i32", "x_head": "i32", "num_heads": "i32"}
+    signature = {argument: types.get(argument, "*bf16") for argument in kernel.arg_names if argument not in constants}
+    compiled = compile_ahead(
+        kernel, signature, constants, target=target, num_warps=num_warps, divisible_by_16=("x_token", "x_head")
+    )
+    assert compiled.spill_bytes == 0
+    assert compiled.contains("ld.global.v4.b32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+class TestOnAGPU:
+    @pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 8192), (1000, 512)], ids=str)
+    def test_norm(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        x = view_of_wider(shape).to("cuda", dtype)
+        for out_dtype in (dtype, torch.float32):
+            with poisoned_empty():
+                check_gradients(partial(rms_norm, dtype=out_dtype, backend="triton"), normalised, {"x": x}, ROUNDED)
+
+    @pytest.mark.parametrize("shape", [*ROTATED_SHAPES, (1000, 2, 128)], ids=str)
+    def test_rotation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of(shape))
+        with poisoned_empty():
+            check_gradients(
+                lambda x: rotate(x, cos, sin, backend="triton"),
+                lambda x: turned(x, cos.to(x), sin.to(x)),
+                {"x": view_of_wider(shape).to("cuda", dtype)},
+                ROUNDED,
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_than_two_to_the_31_elements() -> None:
+    x = torch.full((2**24 + 1, 2, 64), 3.0, dtype=torch.bfloat16, device="cuda")
+    assert bool((rms_norm(x)[-1] == 1).all())
+    quarter = torch.zeros(len(x), 32, device="cuda")
+    assert bool((rotate(x, quarter, quarter + 1)[-1, :, 32:] == 3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_opcheck() -> None:
+    x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
+    torch.library.opcheck(norm._rms_norm.definition, (x, torch.bfloat16))
+    cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
+    torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, False))

@@ -232,6 +232,7 @@ def jagged_attention(
         biased="bias" in features,
         positive_scale=scale > 0,
         few_queries=max_q < 64,
+        query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; not the size of a batch of many
     )
     if not getattr(attend, "checks_lengths", False):
         check_lengths(q_offsets, max_q, "max_q")

@@ -173,3 +173,37 @@ def _triton_supports(
 triton_attention = dispatch.register("jagged_attention", "triton", supports=_triton_supports, priority=5)(
     attention_operator("triton", _triton_forward, _triton_backward)
 )
+
+
+# Query rows of a key head, those of all heads that share it, which a tile of the kernels for few of them holds.
+MAX_DECODE_ROWS = 32
+
+
+def _decode_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from kernels.jagged.triton_attention_decode import forward
+
+    return forward(*arguments)
+
+
+def _decode_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    from kernels.jagged.triton_attention_decode import backward
+
+    return backward(*arguments)
+
+
+def _decode_supports(
+    *, dtype: torch.dtype, masked: bool, block_local: bool, biased: bool, query_rows: int, **facts: Any
+) -> str | None:
+    if reason := _triton_supports(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if masked or block_local or biased:
+        return "has neither masks nor block-local attention nor biases"
+    if query_rows > MAX_DECODE_ROWS:
+        return f"needs max_q times heads of a key head of at most {MAX_DECODE_ROWS}"
+    return None
+
+
+# A tile of any other holds 64 queries or more of one head.
+decode_attention = dispatch.register("jagged_attention", "decode", supports=_decode_supports, priority=30)(
+    attention_operator("decode", _decode_forward, _decode_backward, features=False)
+)

@@ -169,6 +169,7 @@ def test_who_serves() -> None:
         "biased": False,
         "positive_scale": True,
         "few_queries": False,
+        "query_rows": 64,
     }
     explain = partial(dispatch.explain, "jagged_attention", "triton")
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):

@@ -35,7 +35,7 @@ class StepTracer:
     """`with tracer.run(): ... tracer.step()` writes `trace.json`, `kernels.txt`, `breakdown.json`; step 0: nothing."""
 
     def __init__(self, first_step: int, folder: Path, device: torch.device) -> None:
-        self._folder, self._device = folder, device
+        self._folder, self._device, self._last_untraced = folder, device, first_step - 1
         self._profile: profile | None = None
         self.breakdown: dict[str, float] = {}  # what breakdown.json holds, once it is written
         if first_step:
@@ -51,6 +51,9 @@ class StepTracer:
 
     def step(self) -> None:
         if self._profile is not None:
+            # What the device has still to do of the steps before would be counted with those of the trace.
+            if self._device.type == "cuda" and self._profile.step_num == self._last_untraced:
+                torch.cuda.synchronize(self._device)
             self._profile.step()
 
     def _write(self, finished: profile) -> None:

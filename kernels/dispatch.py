@@ -130,8 +130,8 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
     if like is not None:
         facts = _facts_of(like) | facts
     asked = [parameter for backend in _by_priority(op) for parameter in signature(backend.supports).parameters.values()]
-    missing = {each.name: None for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
-    if missing := [name for name in missing if name not in facts]:
+    needed = [each.name for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if missing := [name for name in dict.fromkeys(needed) if name not in facts]:
         raise ValueError(
             f"the backends of {op} look at {', '.join(missing)} as well: "
             f"explain({op!r}, like=tensor, {', '.join(f'{name}=...' for name in missing)})"

@@ -124,7 +124,9 @@ class Runner:
         slot = self._slots.get()
         command = [str(LAUNCHER), *self.overrides, *(f"{key}={value}" for key, value in job.values.items())]
         run_dir = job.folder.absolute()
-        own = {**slot, "NPROC": str(self.nproc), "RUN_DIR": str(run_dir)}
+        # Its torchrun and python are those of this process, also where their environment is not activated.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        own = {**slot, "PATH": path, "NPROC": str(self.nproc), "RUN_DIR": str(run_dir)}
         if self.module:
             own["MODULE"] = self.module
         environment = {"WANDB_RUN_GROUP": run_dir.parent.name, **os.environ, **own}

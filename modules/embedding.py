@@ -54,7 +54,7 @@ class FeatureEmbedding(nn.Module):
             if "." in table:
                 raise ValueError(
                     f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
-                    f"e.g. data.tables={{{table}: {table.replace('.', '_')}}}"
+                    f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
                 )
             features.setdefault(table, []).append(name)
         self.collection = EmbeddingCollection(

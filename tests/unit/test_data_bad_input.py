@@ -303,6 +303,7 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
         ({"labels": {}}, "at least one task"),
         ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),
         ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER, e.g. 'rating >= 4'"),
+        ({"labels": {"click": "price == 1"}}, "compare one as COLUMN >= NUMBER, e.g. 'rating >= 4'"),
         ({"histories": {"a": HistoryConfig([])}}, r"data\.histories\.a\.fields is empty"),
         ({"histories": {"a": HistoryConfig(["item"], lists=True, where={"click": 1})}}, r"data\.histories\.a\.lists"),
         ({"histories": {"a": HistoryConfig(["item"], times="time")}}, r"data\.histories\.a\.times"),

@@ -321,7 +321,7 @@ def test_specs_that_no_model_can_be_built_for_are_named():
     dotted = dataclasses.replace(
         spec, tables={**spec.tables, "user.id": 3}, request=(SparseFeature("user", "user.id"),)
     )
-    with pytest.raises(ValueError, match=r"data.tables=\{user.id: user_id\}"):
+    with pytest.raises(ValueError, match=r"\+data\.tables=\{user\.id: user_id\}"):
         FeatureEmbedding(dotted, 8)
 
 

@@ -202,6 +202,16 @@ def test_two_dynamic_sizes_pass_through_with_their_ranges() -> None:
     assert {str(limits) for limits in again.range_constraints.values()} == {"VR[1, 64]", "VR[1, 4096]", "VR[2, 65]"}
 
 
+def test_a_program_for_one_request_is_made_of_an_example_with_one() -> None:
+    model = Model(product)
+    sizes = (None, SIZES["candidate"], None)
+    graph, report = ikbo_rewrite(model, inputs(torch.tensor([3])), dynamic_shapes=sizes)
+    (swap,) = report.swapped
+    assert swap.requests == "1"
+    assert swap.candidates.endswith("in 1..4096")
+    assert_same(model, graph, inputs(torch.tensor([5])))
+
+
 def test_training_the_rewritten_model_trains_the_model() -> None:
     model, graph, _ = rewritten(product)
     weight = model.mix.weight.detach().clone()

@@ -155,7 +155,7 @@ def _check(cfg: EventsConfig) -> None:
             raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
     for task, text in cfg.labels.items():
         _, compared, threshold = text.partition(">=")
-        if ("<" in text or ">" in text) and not (compared and re.match(NUMBER, threshold.strip())):
+        if any(sign in text for sign in ("<", ">", "==")) and not (compared and re.match(NUMBER, threshold.strip())):
             raise ValueError(
                 f"data.labels.{task}={text!r} must name a column of 0 and 1 or compare one as COLUMN >= NUMBER, "
                 "e.g. 'rating >= 4'"

@@ -82,5 +82,14 @@ def test_what_is_missing_is_named(rows: list[dict[str, Any]], tmp_path: Path) ->
         read({"country": "de"}, [rows[0]], {"seen": [], "clicked": []}, 0)
     with pytest.raises(ValueError, match="histories has no 'clicked'"):
         read(rows[0], [rows[0]], {"seen": []}, 0)
+    nothing: dict[str, list[Any]] = {"seen": [], "clicked": []}
+    for change, message in (
+        ({"tags": "t1|t2"}, r"a candidate has tags='t1\|t2'; it must be a list of ids, such as \['t1\|t2'\]"),
+        ({"item": ["3"]}, r"a candidate has item=\['3'\]; it must be one id"),
+        ({"price": "cheap"}, "a candidate has price='cheap'; it must be a finite number, or None"),
+        ({"price": float("inf")}, "a candidate has price=inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(rows[0], [rows[0], rows[1] | change], nothing, 0)
     unknown = read({"user": "nobody"}, [rows[0]], {"seen": [], "clicked": []}, 0)
     assert unknown.request_sparse["user"].values().tolist() == [0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class RequestReader:
 
         Events have their `time` beside their fields, which is in seconds since 1970, as is the request's; the newest
         that are older than it are taken, as many as in training. None is a missing value, an id that the run does not
-        know is unknown, lists are lists. Raises ValueError for columns and event types that are not there.
+        know is unknown, lists are lists. Raises ValueError for columns and event types that are not there, for a list
+        where an id belongs and the other way round, and for what is no finite number.
         """
         spec = self.spec
         return pack(
@@ -71,9 +73,13 @@ class RequestReader:
 
     def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
         values = [_column(row, feature.name, whose) for row in rows]
+        for value in values:
+            if value is not None and feature.is_list != (isinstance(value, Iterable) and not isinstance(value, str)):
+                wanted = f"a list of ids, such as [{value!r}]" if feature.is_list else "one id, not several"
+                raise ValueError(f"{whose} has {feature.name}={value!r}; it must be {wanted}")
         if not feature.is_list:
             return Ids(self._known(feature.table, values))
-        lists = [value or [] for value in values]
+        lists = [[] if value is None else list(value) for value in values]
         return Ids(
             self._known(feature.table, [item for items in lists for item in items]),
             np.array([len(items) for items in lists], np.int64),
@@ -90,8 +96,7 @@ class RequestReader:
     def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
-            given = [_column(row, name, whose) for row in rows]
-            values = np.array([np.nan if value is None else value for value in given], np.float64)
+            values = np.array([_number(_column(row, name, whose), name, whose) for row in rows], np.float64)
             columns[:, index] = scaled(signed_log(values) if name in self.logarithmic else values, self.numeric[name])
         return columns
 
@@ -104,6 +109,19 @@ class RequestReader:
             np.array([each["time"] for each in newest], np.int64),
             np.array([len(newest)]),
         )
+
+
+def _number(value: Any, name: str, whose: str) -> float:
+    """As files have it: nothing is a missing number, NaN and infinities are none."""
+    if value is None:
+        return np.nan
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = np.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{whose} has {name}={value!r}; it must be a finite number, or None where it is missing")
+    return number
 
 
 def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:

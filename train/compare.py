@@ -174,7 +174,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     names = {Arm.parse(text).name for text in options.arms}
     if len(names) < len(options.arms) or len(names) < 2:
         parser.error(
-            "the arms need different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 b:model.dropout=0.1"
+            "name two arms or more, of different names, e.g. --arms bf16 mxfp8 or --arms a:model.dropout=0 "
+            "b:model.dropout=0.1"
         )
     if options.jobs > 1 and "RANK" in os.environ:
         parser.error("--jobs starts processes itself; leave torchrun out, or --jobs")

@@ -294,6 +294,6 @@ def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
 
 def _number(value: float) -> str:
     """Five digits after the point where NE and AUC differ, none for counts."""
-    if abs(value) >= 100:
+    if abs(value) >= 100 or (abs(value) > 1 and float(value).is_integer()):
         return f"{value:,.0f}"
     return f"{value:.5f}" if abs(value) >= 0.01 else f"{value:.3g}"

@@ -208,14 +208,14 @@ def test_table():
     table = format_table(
         {
             "valid": {"click/ne": 0.98765, "click/examples": 12345.0, "like/ne": math.nan, "examples_per_s": 4321.4},
-            "test": {"click/ne": 1.5},
+            "test": {"click/ne": 1.5, "click/examples": 90.0},
         }
     )
     assert table.splitlines() == [
         "split   task       ne  examples",
         "valid  click  0.98765    12,345",
         "valid   like      nan          ",
-        " test  click  1.50000          ",
+        " test  click  1.50000        90",
         "valid examples_per_s 4,321",
     ]
 

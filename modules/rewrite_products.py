@@ -123,7 +123,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, most: int | None, s
         k_offsets,
         max_candidates=q.shape[0] if most is None else most,
         max_k=length,
-        scale=scale,
+        score_scale=scale,
     )
     return out.transpose(1, 2)
 

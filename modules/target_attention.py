@@ -62,7 +62,7 @@ class TargetAttention(nn.Module):
             offsets,
             max_candidates=self.max_candidates,
             max_k=self.max_length,
-            scale=self.score_scale,
+            score_scale=self.score_scale,
             activation=self.activation,
         )
         return self.output(attended.view(queries.shape))

@@ -50,7 +50,7 @@ def target_attention(
     *,
     max_candidates: int,
     max_k: int,
-    scale: float | None = None,
+    score_scale: float | None = None,
     activation: str | Sequence[str] | None = None,
     out_scale: float = 1.0,
     backend: str | None = None,
@@ -63,8 +63,8 @@ def target_attention(
     allowed, and a candidate of a request without keys gets zeros. A sequence of offsets describes a tree, outermost
     first: see `nested_offsets`.
 
-    Without `activation` weights are a softmax of scale q k, `scale` 1 / sqrt(d) by default. With one (a name of
-    `kernels.gdpa.ACTIVATIONS`, or one per head) they are out_scale * act(scale q k), and `scale` must be given.
+    Without `activation` weights are a softmax of score_scale q k, 1 / sqrt(d) by default. With one (a name of
+    `kernels.gdpa.ACTIVATIONS`, or one per head) they are out_scale * act(score_scale q k), and it must be given.
 
     `max_candidates` and `max_k` are constants that no request exceeds. q, k and v have one floating dtype; in an
     autocast region they take its dtype. ValueError for shapes, dtypes, names and, on the CPU, offsets that do not fit.
@@ -77,31 +77,31 @@ def target_attention(
     if offsets.device.type == "cpu":  # elsewhere the check of max_q below is one, and one is enough
         check_lengths(offsets, max_candidates, "max_candidates")
     rows, row_offsets, max_q = q.flatten(0, 1), scaled_offsets(offsets, num_seeds), max_candidates * num_seeds
-    check_weights(activation, scale, out_scale)
+    check_weights(activation, score_scale, out_scale)
     if activation is None:
         out = jagged_attention(
-            *(rows, k, v, row_offsets, k_offsets), max_q=max_q, max_k=max_k, scale=scale, backend=backend
+            *(rows, k, v, row_offsets, k_offsets), max_q=max_q, max_k=max_k, scale=score_scale, backend=backend
         )
     else:
-        assert scale is not None
+        assert score_scale is not None
         out = gdpa(
             *(rows, k, v, row_offsets, k_offsets),
             max_q=max_q,
             max_k=max_k,
             activation=activation,
-            score_scale=scale,
+            score_scale=score_scale,
             out_scale=out_scale,
             backend=backend,
         )
     return out.unflatten(0, (num_candidates, num_seeds))
 
 
-def check_weights(activation: str | Sequence[str] | None, scale: float | None, out_scale: float) -> None:
+def check_weights(activation: str | Sequence[str] | None, score_scale: float | None, out_scale: float) -> None:
     """ValueError for scales that do not go with a softmax, or with activations."""
     if activation is None and out_scale != 1.0:
         raise ValueError(f"out_scale={out_scale} is for activations; a softmax's weights sum to one: use 1.0")
-    if activation is not None and scale is None:
-        raise ValueError(f"activation {activation!r} needs a scale: peers differ in it; e.g. scale=1 / max_k")
+    if activation is not None and score_scale is None:
+        raise ValueError(f"activation {activation!r} needs score_scale: peers differ in it; e.g. 1 / max_k")
 
 
 def joint_attention(

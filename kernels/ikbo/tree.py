@@ -27,7 +27,7 @@ def tree_attention(
     *,
     max_candidates: Sequence[int],
     max_k: Sequence[int],
-    scale: float | None = None,
+    score_scale: float | None = None,
     activation: str | Sequence[str] | None = None,
     out_scale: float = 1.0,
     backend: str | None = None,
@@ -43,7 +43,7 @@ def tree_attention(
     One softmax spans the keys of all levels. With `activation` nothing is normalised, so the result is the sum over
     levels, in float32, of what each adds; `backend` is one of GDPA's then. Everything else is as in `target_attention`.
     """
-    check_weights(activation, scale, out_scale)
+    check_weights(activation, score_scale, out_scale)
     levels = len(candidate_offsets)
     if not levels == len(k) == len(v) == len(k_offsets) == len(max_candidates) == len(max_k) or not levels:
         raise ValueError(
@@ -85,7 +85,7 @@ def tree_attention(
     operands = dispatch.autocast_operands(q=q, **named)
     q, keys_and_values = operands[0].flatten(0, 1), operands[1:]
     if activation is not None:
-        assert scale is not None
+        assert score_scale is not None
         keys_of, values_of = keys_and_values[:levels], keys_and_values[levels:]
         parts = zip(keys_of, values_of, q_offsets, k_offsets, max_candidates, max_k, strict=True)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -95,17 +95,17 @@ def tree_attention(
                 max_q=most * num_seeds,
                 max_k=length,
                 activation=activation,
-                score_scale=scale,
+                score_scale=score_scale,
                 out_scale=out_scale,
                 backend=backend,
             ).to(wide)
             for keys, values, query_rows, key_rows, most, length in parts
         ]
         return sum(terms[1:], terms[0]).to(q.dtype).unflatten(0, (num_candidates, num_seeds))
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
+    if score_scale is None:
+        score_scale = 1.0 / math.sqrt(head_dim)
     attend = dispatch.choose(
-        "tree_attention", backend, q, head_dim=head_dim, value_dim=v[0].shape[2], positive_scale=scale > 0
+        "tree_attention", backend, q, head_dim=head_dim, value_dim=v[0].shape[2], positive_scale=score_scale > 0
     )
     out = attend(
         q,
@@ -115,7 +115,7 @@ def tree_attention(
         list(k_offsets),
         [count * num_seeds for count in max_candidates],
         list(max_k),
-        scale,
+        score_scale,
     )
     return out.unflatten(0, (num_candidates, num_seeds))
 

@@ -55,7 +55,7 @@ def test_every_candidate_attends_as_if_alone(case: str, activation: str | None) 
             max_candidates=max(counts),
             max_k=max(lengths),
             activation=activation,
-            scale=8**-0.5 if activation else None,
+            score_scale=8**-0.5 if activation else None,
         )
 
     check_gradients(ours, lambda q, k, v: oracle(q, k, v, counts, lengths, activation), {"q": q, "k": k, "v": v}, SUMS)
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_named() -> None:
         target_attention(q[0], k, k, offsets, keys, **limits)
     with pytest.raises(ValueError, match="max_candidates=2"):
         target_attention(q, k, k, offsets, keys, max_candidates=2, max_k=5)
-    with pytest.raises(ValueError, match="needs a scale"):
+    with pytest.raises(ValueError, match="needs score_scale"):
         target_attention(q, k, k, offsets, keys, activation="gelu", **limits)
     with pytest.raises(ValueError, match="out_scale=2.0 is for activations"):
         target_attention(q, k, k, offsets, keys, out_scale=2.0, **limits)

@@ -74,7 +74,7 @@ def oracle(
     return torch.stack(rows) if rows else q[..., : v[0].shape[2]] * 0
 
 
-GDPA: dict[str, Any] = {"activation": ("gelu", "silu"), "scale": 0.3, "out_scale": 2.0}
+GDPA: dict[str, Any] = {"activation": ("gelu", "silu"), "score_scale": 0.3, "out_scale": 2.0}
 
 
 @pytest.mark.parametrize(("weigh", "options"), [(softmax, {}), (gelu_and_silu, GDPA)], ids=["softmax", "activations"])
@@ -89,7 +89,7 @@ def test_levels_are_attended_to_together(case: str, weigh: Callable[[Tensor], Te
         return attend(q, [k0, k1], [v0, v1], tree_of, **options)
 
     def expected(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
-        return oracle(q, [k0, k1], [v0, v1], tree_of, weigh, options.get("scale"))
+        return oracle(q, [k0, k1], [v0, v1], tree_of, weigh, options.get("score_scale"))
 
     check_gradients(ours, expected, {"q": q, **names}, SUMS)
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_named() -> None:
     q, keys = torch.zeros(3, 1, 2, 4), torch.zeros(5, 1, 4)
     offsets, k_offsets = torch.tensor([0, 3]), torch.tensor([0, 5])
     limits: dict[str, Any] = {"max_candidates": (3,), "max_k": (5,)}
-    for options, message in (({"activation": "gelu"}, "needs a scale"), ({"out_scale": 2.0}, "is for activations")):
+    for options, message in (({"activation": "gelu"}, "needs score_scale"), ({"out_scale": 2.0}, "is for activations")):
         with pytest.raises(ValueError, match=message):
             tree_attention(q, [keys], [keys], [offsets], [k_offsets], **limits, **options)
     with pytest.raises(ValueError, match="every level needs"):

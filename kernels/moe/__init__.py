@@ -20,7 +20,7 @@ __all__ = ["Order", "combine", "experts", "gather", "swiglu", "top_k"]
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
+    selected_experts: Tensor,
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -28,14 +28,14 @@ def experts(
     recipe: str,
     backend: str | None = None,
 ) -> Tensor:
-    """out_n = sum_j weights[n, j] * expert chosen[n, j] of x_n, an expert being W_down (silu(W_gate x) * (W_up x)).
+    """out_n = sum_j weights[n, j] * expert selected_experts[n, j] of x_n; each is W_down (silu(W_gate x) * (W_up x)).
 
     Args:
-        x: [N, D]; chosen: [N, k] int64, 0..E - 1; weights: [N, k], usually float32.
+        x: [N, D]; selected_experts: [N, k] int64, 0..E - 1; weights: [N, k], usually float32.
         gate_up: [E, 2F, D], W_gate in rows 0:F and W_up in rows F:2F; down: [E, D, F].
         recipe: of the products, one of `kernels.mxfp8.RECIPES`.
     Returns:
-        [N, D] in autocast's dtype in its regions, else in that of x. Gradients for all but `chosen`.
+        [N, D] in autocast's dtype in its regions, else in that of x. Gradients for all but `selected_experts`.
     Raises:
         ValueError: unknown recipe, or shapes that don't fit together.
     """
@@ -50,10 +50,10 @@ def experts(
             f"down must be [E, D, F] = [{num_experts}, {dim}, {double // 2}] for gate_up [E, 2F, D] = "
             f"{list(gate_up.shape)}, got {list(down.shape)}"
         )
-    if chosen.shape != weights.shape or chosen.dim() != 2 or chosen.shape[0] != x.shape[0]:
+    if selected_experts.shape != weights.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
         raise ValueError(
-            f"chosen and weights must be [{x.shape[0]}, k], a row for each token, got {list(chosen.shape)} and "
-            f"{list(weights.shape)}"
+            f"selected_experts and weights must be [{x.shape[0]}, k], a row for each token, got "
+            f"{list(selected_experts.shape)} and {list(weights.shape)}"
         )
     out_dtype = dispatch.autocast_dtype(x)
     facts = {
@@ -64,4 +64,4 @@ def experts(
         "expert_dim": double // 2,
         "num_experts": num_experts,
     }
-    return dispatch.choose("moe_experts", backend, x, **facts)(x, chosen, weights, gate_up, down, recipe)
+    return dispatch.choose("moe_experts", backend, x, **facts)(x, selected_experts, weights, gate_up, down, recipe)

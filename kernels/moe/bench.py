@@ -102,17 +102,17 @@ def _torch_top_k(scores: Tensor, k: int) -> Tensor:
 def route(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, choose: Callable[[Tensor, int], Tensor] = _torch_top_k
 ) -> tuple[Tensor, Tensor]:
-    """(experts [N, k], weights [N, k] float32): softmax scores, selected by score + bias [N, E], normalised."""
+    """(selected_experts [N, k], weights [N, k] float32): softmax scores, by score + bias [N, E], normalised."""
     scores = functional.linear(x, gate).float().softmax(-1)
-    chosen = choose(scores.detach() + bias, top_k)
-    weights = scores.gather(1, chosen)
-    return chosen, weights / weights.sum(-1, keepdim=True)
+    selected_experts = choose(scores.detach() + bias, top_k)
+    weights = scores.gather(1, selected_experts)
+    return selected_experts, weights / weights.sum(-1, keepdim=True)
 
 
 def torch_layer(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, *, bias: Tensor, top_k: int) -> Tensor:
     """The layer in bfloat16 out of PyTorch's parts."""
-    chosen, weights = route(x, gate, bias, top_k)
-    flat = chosen.flatten()
+    selected_experts, weights = route(x, gate, bias, top_k)
+    flat = selected_experts.flatten()
     order = flat.argsort(stable=True)
     ends = flat.new_zeros(len(gate_up)).scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
     token = order // top_k
@@ -124,10 +124,10 @@ def torch_layer(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, *, bias:
 
 def exact_layer(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, *, bias: Tensor, top_k: int) -> Tensor:
     """The layer one expert at a time, in the operands' dtype."""
-    chosen, weights = route(x, gate, bias, top_k)
+    selected_experts, weights = route(x, gate, bias, top_k)
     out = torch.zeros_like(x)
     for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
-        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        token, slot = (selected_experts == expert).nonzero(as_tuple=True)
         halves = (x[token] @ first.t()).chunk(2, 1)
         rows = (functional.silu(halves[0]) * halves[1]) @ second.t()
         out = out.index_add(0, token, rows * weights[token, slot, None])
@@ -153,9 +153,9 @@ def _layer(phase: str, n: int, d: int, f: int, e: int, top_k: int, device: torch
     on_gpu = device.type == "cuda"
 
     def ours(recipe: str, x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        chosen, weights = (_compiled(route) if on_gpu else route)(x, gate, bias, top_k, moe.top_k)
+        selected_experts, weights = (_compiled(route) if on_gpu else route)(x, gate, bias, top_k, moe.top_k)
         backend = "fused" if on_gpu else None
-        return moe.experts(x, chosen, weights, gate_up, down, recipe=recipe, backend=backend)
+        return moe.experts(x, selected_experts, weights, gate_up, down, recipe=recipe, backend=backend)
 
     def runner(layer: Layer, dtype: torch.dtype | None = None) -> Runner:
         own = {

@@ -74,6 +74,7 @@ def _both(weight: Tensor, group: int) -> tuple[Operand, *tuple[Tensor, ...]]:
     return operand, transposed.codes, transposed.scales, transposed.differ
 
 
+# Saved programs hold these names: the experts of a token stay `chosen` here.
 @custom_op("gemsmith::moe_experts")
 def _forward(
     x: Tensor,
@@ -286,9 +287,9 @@ def _supports(
 
 
 @dispatch.register("moe_experts", "fused", supports=_supports, priority=10)
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> Tensor:
+def experts(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> Tensor:
     """See `kernels.moe.experts`."""
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))
     group = GROUPS.get(recipe, 0)
     dtype = dispatch.autocast_dtype(x)
-    return _forward(x, chosen, weights, gate_up, down, group, dtype, keep)[0]
+    return _forward(x, selected_experts, weights, gate_up, down, group, dtype, keep)[0]

@@ -45,18 +45,18 @@ def capacity_of(num_selections: int, num_experts: int) -> int:
     return (num_selections + torch.sym_min(num_experts, num_selections) * (ROWS - 1)) // ROWS * ROWS
 
 
-def permutation(experts: Tensor, num_experts: int) -> Permutation:
-    """Of experts [N, k], integers in 0..num_experts - 1. The sort is stable, and no size depends on the routing."""
-    chosen = experts.flatten().long()
-    order = chosen.argsort(stable=True)
-    counts = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+def permutation(selected_experts: Tensor, num_experts: int) -> Permutation:
+    """Of selected_experts [N, k], 0..num_experts - 1, integers. The sort is stable; no size depends on the routing."""
+    flat = selected_experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     padded = -(-counts // ROWS) * ROWS
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
-    row = torch.arange(chosen.numel(), device=chosen.device) + shift[chosen[order]]
-    selections = chosen.new_full((capacity_of(chosen.numel(), num_experts),), -1).scatter_(0, row, order)
+    row = torch.arange(flat.numel(), device=flat.device) + shift[flat[order]]
+    selections = flat.new_full((capacity_of(flat.numel(), num_experts),), -1).scatter_(0, row, order)
     rows = torch.empty_like(order).scatter_(0, order, row)
-    order = _tile_order(selections // experts.shape[1], padded.sum())
-    return Permutation(rows.view(experts.shape).int(), selections.int(), padded.cumsum(0).int(), order)
+    order = _tile_order(selections // selected_experts.shape[1], padded.sum())
+    return Permutation(rows.view(selected_experts.shape).int(), selections.int(), padded.cumsum(0).int(), order)
 
 
 def _tile_order(tokens: Tensor, end: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class Order(NamedTuple):
     inverse: Tensor  # [N * k] int64: the row of each selection
 
 
-def gather(x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-    """x [N, D] -> rows [N * k, D] sorted by the experts chosen [N, k]; those of an expert keep their tokens' order."""
-    order = chosen.flatten().argsort(stable=True)
+def gather(x: Tensor, selected_experts: Tensor) -> tuple[Tensor, Order]:
+    """x [N, D] -> rows [N * k, D] sorted by selected_experts [N, k]; those of an expert keep their tokens' order."""
+    order = selected_experts.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    top_k = chosen.shape[1]
+    top_k = selected_experts.shape[1]
     return _Gather.apply(x, order // top_k, inverse.view(-1, top_k)), Order(order, inverse)
 
 
@@ -99,11 +99,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @dispatch.register("moe_experts", "reference")
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> Tensor:
+def experts(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> Tensor:
     """See `kernels.moe.experts`."""
-    rows, order = gather(x, chosen)
+    rows, order = gather(x, selected_experts)
     # bincount would sync with the host. Integer atomics commute, so this scatter is deterministic.
-    flat = chosen.flatten()
+    flat = selected_experts.flatten()
     ends = flat.new_zeros(gate_up.shape[0]).scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).to(torch.int32)
     hidden = swiglu(grouped_mm(rows, gate_up, ends, recipe=recipe))
     return combine(grouped_mm(hidden, down, ends, recipe=recipe), weights, order)

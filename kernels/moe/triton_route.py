@@ -20,25 +20,25 @@ _BLOCKS = 64  # of tiles that a program ranks
 
 
 @triton.jit
-def _hits(experts, first, num_selections, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def _hits(selected_experts, first, num_selections, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Whether selection first + i went to expert e, int32 [BLOCK, EXPERTS]."""
     at = first + tl.arange(0, BLOCK)
-    chosen = tl.load(experts + at, mask=at < num_selections, other=-1).to(tl.int32)
-    return at, (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+    expert = tl.load(selected_experts + at, mask=at < num_selections, other=-1).to(tl.int32)
+    return at, (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_selections", "steps"])
-def count_kernel(experts, counts, num_selections, steps, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def count_kernel(selected_experts, counts, num_selections, steps, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([EXPERTS], tl.int32)
     for step in range(steps):
-        _, hits = _hits(experts, (tl.program_id(0) * steps + step) * BLOCK, num_selections, EXPERTS, BLOCK)
+        _, hits = _hits(selected_experts, (tl.program_id(0) * steps + step) * BLOCK, num_selections, EXPERTS, BLOCK)
         total += tl.sum(hits, 0)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
 @triton.jit(do_not_specialize=["num_selections", "steps"])
 def place_kernel(
-    experts,
+    selected_experts,
     counts,
     rows,
     selections,
@@ -67,7 +67,7 @@ def place_kernel(
 
     place = start + earlier
     for step in range(steps):
-        at, hits = _hits(experts, (program * steps + step) * BLOCK, num_selections, EXPERTS, BLOCK)
+        at, hits = _hits(selected_experts, (program * steps + step) * BLOCK, num_selections, EXPERTS, BLOCK)
         row = tl.sum(hits * (tl.cumsum(hits, 0) - 1 + place[None, :]), 1)
         tl.store(rows + at, row, mask=at < num_selections)
         tl.store(selections + row, at, mask=at < num_selections)
@@ -124,28 +124,28 @@ def order_kernel(
 _launch_order = Launcher(order_kernel, num_warps=4)
 
 
-def permutation(experts: Tensor, num_experts: int) -> Permutation:
+def permutation(selected_experts: Tensor, num_experts: int) -> Permutation:
     """See `reference.permutation`; rows of `selections` behind the last end are not written."""
-    count = experts.numel()
-    rows = experts.new_empty(experts.shape, dtype=torch.int32)
-    selections = experts.new_empty(capacity_of(count, num_experts), dtype=torch.int32)
-    ends = experts.new_empty(num_experts, dtype=torch.int32)
+    count = selected_experts.numel()
+    rows = selected_experts.new_empty(selected_experts.shape, dtype=torch.int32)
+    selections = selected_experts.new_empty(capacity_of(count, num_experts), dtype=torch.int32)
+    ends = selected_experts.new_empty(num_experts, dtype=torch.int32)
     num_tiles = selections.shape[0] // ROWS
-    order = experts.new_empty(num_tiles, dtype=torch.int32)
+    order = selected_experts.new_empty(num_tiles, dtype=torch.int32)
     if count == 0:
         return Permutation(rows, selections, ends.zero_(), order)
-    experts = experts.contiguous()
+    selected_experts = selected_experts.contiguous()
     width = next_power_of_2(num_experts)
     block = max(min(_HITS // width, 1024), 16)
     steps = cdiv(count, block * _PROGRAMS)
     programs = cdiv(count, block * steps)
-    counts = experts.new_empty(programs, width, dtype=torch.int32)
-    key = (experts.device, experts.dtype, width, block, *aligned(experts))
-    _launch_count((programs, 1, 1), key, experts, counts, count, steps, width, block)
+    counts = selected_experts.new_empty(programs, width, dtype=torch.int32)
+    key = (selected_experts.device, selected_experts.dtype, width, block, *aligned(selected_experts))
+    _launch_count((programs, 1, 1), key, selected_experts, counts, count, steps, width, block)
     _launch_place(
         (programs, 1, 1),
         (*key, num_experts),
-        experts,
+        selected_experts,
         counts,
         rows,
         selections,
@@ -158,10 +158,10 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
         max(4096 // width, 1),
         ROWS,
     )
-    top_k = experts.shape[1]
+    top_k = selected_experts.shape[1]
     arguments = (selections, ends, order, num_experts, num_tiles, top_k, NEIGHBOURS, ROWS, _BLOCKS)
     grid = (cdiv(num_tiles, NEIGHBOURS * _BLOCKS), 1, 1)
-    _launch_order(grid, (experts.device, top_k), *arguments)
+    _launch_order(grid, (selected_experts.device, top_k), *arguments)
     return Permutation(rows, selections, ends, order)
 
 

@@ -24,7 +24,7 @@ class Dispatcher:
 
         The sort is stable: within an expert rows keep the order of their tokens.
         """
-        rows, order = moe.gather(x, routing.experts)
+        rows, order = moe.gather(x, routing.selected_experts)
         return rows, routing.counts.cumsum(0).int(), order
 
     def combine(self, rows: Tensor, routing: Routing, order: moe.Order) -> Tensor:

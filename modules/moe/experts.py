@@ -43,7 +43,9 @@ class Experts(Quantizable):
         With `Dispatcher` itself this is one operator. Another one brings the rows to the experts and back.
         """
         if type(dispatcher) is Dispatcher:
-            return experts(x, routing.experts, routing.weights, self.w_gate_up, self.w_down, recipe=self.recipe)
+            return experts(
+                x, routing.selected_experts, routing.weights, self.w_gate_up, self.w_down, recipe=self.recipe
+            )
         rows, ends, handle = dispatcher.dispatch(x, routing)
         return dispatcher.combine(self.grouped(rows, ends), routing, handle)
 

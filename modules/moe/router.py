@@ -18,7 +18,7 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": partial(torch.softma
 class Routing(NamedTuple):
     """N tokens, k experts each, E experts."""
 
-    experts: Tensor  # [N, k] int64, distinct within a row
+    selected_experts: Tensor  # [N, k] int64, distinct within a row
     weights: Tensor  # [N, k] mixing weights, fp32
     scores: Tensor  # [N, E] fp32
     counts: Tensor  # [E] int64, selections of each expert; sums to N * k
@@ -88,17 +88,17 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x [N, dim] of any float dtype."""
         scores = SCORES[self.score](self.gate(x))
-        experts = self._select(scores.detach())
-        weights = scores.gather(1, experts)
+        selected_experts = self._select(scores.detach())
+        weights = scores.gather(1, selected_experts)
         if self.normalize_weights:
             # All selected scores can underflow to 0 together, when the bias selects them.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         # bincount would sync with the host. Integer atomics commute, so this scatter is deterministic.
-        chosen = experts.flatten()
-        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        flat = selected_experts.flatten()
+        counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         if self.training:
             self.tokens_per_expert += counts
-        return Routing(experts, weights, scores, counts)
+        return Routing(selected_experts, weights, scores, counts)
 
     def _select(self, scores: Tensor) -> Tensor:
         if self.force_balance:

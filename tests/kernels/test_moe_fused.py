@@ -36,7 +36,7 @@ def compare(
     """Output and every gradient of `run` against float64, on the same rounded inputs."""
     own = {name: value.to(device, dtype if name == "x" else None).requires_grad_() for name, value in leaves.items()}
     exact = {name: value.detach().double().cpu().requires_grad_() for name, value in own.items()}
-    y = run(chosen=chosen.to(device), recipe=recipe, **own)
+    y = run(selected_experts=chosen.to(device), recipe=recipe, **own)
     expected = one_at_a_time(chosen, **exact)
     assert y.dtype is dtype
     grads = torch.autograd.grad(y, list(own.values()), upstream.to(device, dtype))
@@ -86,7 +86,7 @@ def qualities(run, case: tuple, recipe: str, device: str) -> dict[str, float]:
     exact = {name: value.double().requires_grad_() for name, value in leaves.items()}
     results = []
     for y, inputs in (
-        (run(chosen=chosen.to(device), recipe=recipe, **own), own),
+        (run(selected_experts=chosen.to(device), recipe=recipe, **own), own),
         (one_at_a_time(chosen, **exact), exact),
     ):
         results.append((y, *torch.autograd.grad(y, list(inputs.values()), upstream.to(y))))
@@ -118,7 +118,7 @@ def test_a_graph_that_is_kept_can_be_differentiated_again(on_cpu: None, recipe: 
     """The last backward writes its results over what the forward kept, and no other one does."""
     chosen, leaves, upstream = layer(40, 64, 128, 3, 2)
     own = {name: value.requires_grad_() for name, value in leaves.items()}
-    y = fused.experts(chosen=chosen, recipe=recipe, **own)
+    y = fused.experts(selected_experts=chosen, recipe=recipe, **own)
     hidden = y.grad_fn.saved_tensors[3]
     before = hidden.clone()
     first = torch.autograd.grad(y, list(own.values()), upstream, retain_graph=True)
@@ -135,7 +135,7 @@ def test_the_fused_operator_traces(recipe: str) -> None:
     with FakeTensorMode():
         chosen, leaves, upstream = layer(10, 64, 128, 3, 2)
         leaves = {name: value.requires_grad_() for name, value in leaves.items()}
-        y = fused.experts(chosen=chosen, recipe=recipe, **leaves)
+        y = fused.experts(selected_experts=chosen, recipe=recipe, **leaves)
         grads = torch.autograd.grad(y, list(leaves.values()), upstream)
     assert [grad.shape for grad in grads] == [value.shape for value in leaves.values()]
 
@@ -143,9 +143,9 @@ def test_the_fused_operator_traces(recipe: str) -> None:
 def test_one_graph_serves_any_number_of_tokens(on_cpu: None) -> None:
     """Also fewer selections than experts, and numbers that are known on the device alone."""
 
-    def function(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def function(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         some = (x[:, 0] < 10).nonzero()[:, 0]
-        return fused.experts(x[some], chosen[some], weights[some], gate_up, down, "bf16")
+        return fused.experts(x[some], selected_experts[some], weights[some], gate_up, down, "bf16")
 
     graphs = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
@@ -188,10 +188,12 @@ def test_what_needs_no_gradient_costs_none(
     """`inputs` and `weights` are how many gradients of the products' inputs and weights are computed."""
     chosen, leaves, upstream = layer(40, 64, 128, 3, 2)
     own = {name: value.clone().requires_grad_() for name, value in leaves.items()}
-    full = torch.autograd.grad(fused.experts(chosen=chosen, recipe=recipe, **own), list(own.values()), upstream)
+    full = torch.autograd.grad(
+        fused.experts(selected_experts=chosen, recipe=recipe, **own), list(own.values()), upstream
+    )
     expected = dict(zip(own, full, strict=True))
     frozen = {name: value.clone().requires_grad_(name in needed) for name, value in leaves.items()}
-    y = fused.experts(chosen=chosen, recipe=recipe, **frozen)
+    y = fused.experts(selected_experts=chosen, recipe=recipe, **frozen)
     calls = {"fprop": 0, "wgrad": 0}
 
     def counted(name: str):
@@ -217,7 +219,7 @@ def test_what_needs_no_gradient_costs_none(
 def test_a_result_without_a_gradient_gives_none(on_cpu: None) -> None:
     chosen, leaves, _ = layer(20, 64, 128, 3, 2)
     own = {name: value.requires_grad_() for name, value in leaves.items()}
-    ungraded(fused.experts(chosen=chosen, recipe="bf16", **own)).backward()
+    ungraded(fused.experts(selected_experts=chosen, recipe="bf16", **own)).backward()
     assert all(x.grad is None for x in own.values())
 
 
@@ -227,7 +229,7 @@ def test_a_graph_with_frozen_experts(on_cpu: None) -> None:
     torch.compiler.reset()
     compiled = torch.compile(fused.experts, backend="aot_eager", fullgraph=True)
     actual, expected = (
-        torch.autograd.grad(function(chosen=chosen, recipe="bf16", **leaves), leaves["x"], upstream)[0]
+        torch.autograd.grad(function(selected_experts=chosen, recipe="bf16", **leaves), leaves["x"], upstream)[0]
         for function in (compiled, fused.experts)
     )
     assert torch.equal(actual, expected)
@@ -236,15 +238,15 @@ def test_a_graph_with_frozen_experts(on_cpu: None) -> None:
 def test_bad_shapes_say_what_fits() -> None:
     chosen, leaves, _ = layer(4, 32, 128, 3, 2)
     with pytest.raises(ValueError, match=r"x must be \[N, 32\].*got \[4, 31\]"):
-        moe.experts(chosen=chosen, recipe="none", **leaves | {"x": leaves["x"][:, 1:]})
+        moe.experts(selected_experts=chosen, recipe="none", **leaves | {"x": leaves["x"][:, 1:]})
     with pytest.raises(ValueError, match=r"down must be \[E, D, F\] = \[3, 32, 128\]"):
-        moe.experts(chosen=chosen, recipe="none", **leaves | {"down": leaves["down"].mT})
-    with pytest.raises(ValueError, match=r"chosen and weights must be \[4, k\].*\[3, 2\]"):
-        moe.experts(chosen=chosen[1:], recipe="none", **leaves)
+        moe.experts(selected_experts=chosen, recipe="none", **leaves | {"down": leaves["down"].mT})
+    with pytest.raises(ValueError, match=r"selected_experts and weights must be \[4, k\].*\[3, 2\]"):
+        moe.experts(selected_experts=chosen[1:], recipe="none", **leaves)
     with pytest.raises(ValueError, match=r"gate_up must be \[E, 2F, D\], got \[256, 32\]"):
-        moe.experts(chosen=chosen, recipe="none", **leaves | {"gate_up": leaves["gate_up"][0]})
+        moe.experts(selected_experts=chosen, recipe="none", **leaves | {"gate_up": leaves["gate_up"][0]})
     with pytest.raises(ValueError, match="unknown recipe 'fp8'"):
-        moe.experts(chosen=chosen, recipe="fp8", **leaves)
+        moe.experts(selected_experts=chosen, recipe="fp8", **leaves)
 
 
 @pytest.mark.gpu
@@ -310,7 +312,7 @@ def test_gpu_experts_are_bitwise_repeatable_and_do_not_sync() -> None:
     chosen, upstream = chosen.cuda(), upstream.cuda()
 
     def run() -> list[Tensor]:
-        y = moe.experts(chosen=chosen, recipe="mxfp8_g128", backend="fused", **own)
+        y = moe.experts(selected_experts=chosen, recipe="mxfp8_g128", backend="fused", **own)
         return [y, *torch.autograd.grad(y, list(own.values()), upstream)]
 
     first = run()

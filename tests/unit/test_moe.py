@@ -119,7 +119,7 @@ class LoopDispatcher:
     """Another dispatcher: rows by expert and then token, found with Python lists."""
 
     def dispatch(self, x: Tensor, routing: Routing):
-        pairs = [(e, n, j) for n, chosen in enumerate(routing.experts.tolist()) for j, e in enumerate(chosen)]
+        pairs = [(e, n, j) for n, chosen in enumerate(routing.selected_experts.tolist()) for j, e in enumerate(chosen)]
         pairs.sort()
         ends = [sum(e <= expert for e, _, _ in pairs) for expert in range(len(routing.counts))]
         return x[[n for _, n, _ in pairs]], torch.tensor(ends, dtype=torch.int32), pairs
@@ -210,7 +210,7 @@ def test_aux_loss_and_its_gradient_by_hand():
     moe = make_moe(4, 2, score="sigmoid", aux_loss_weight=0.3)
     x = torch.randn(10, DIM, dtype=torch.float64)
     moe(x)
-    counts = torch.bincount(moe.router(x).experts.flatten(), minlength=4)
+    counts = torch.bincount(moe.router(x).selected_experts.flatten(), minlength=4)
     scores = torch.sigmoid(x @ moe.router.gate.weight.t())
     mean_share = (scores / scores.sum(1, keepdim=True)).mean(0)
     expected = 0.3 * 4 * (counts.double() / 20 * mean_share).sum()

@@ -95,7 +95,7 @@ class FeatureSpec:
         return len(self.candidate) + bool(self.candidate_dense)
 
     @property
-    def max_history(self) -> int:
+    def max_events(self) -> int:
         """Longest history of a request, over all event types together."""
         return sum(event.max_length for event in self.histories)
 

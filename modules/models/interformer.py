@@ -134,7 +134,7 @@ class InterFormer(nn.Module):
         num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
         num_tokens = num_request + num_candidate
         num_summary = num_cls + num_pma + num_recent
-        max_length = num_cls + spec.max_history
+        max_length = num_cls + spec.max_events
 
         def summary(num_tokens: int) -> Summary:
             return Summary(num_tokens, num_cls, dim, gate)

@@ -76,7 +76,7 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
 
     def two_passes() -> Runner:
         def step() -> tuple[Tensor, ...]:
-            along, across = (mxfp8.quantize(x, axis, group=group, backend="reference") for axis in (1, 0))
+            along, across = (mxfp8.quantize(x, axis, block_size=group, backend="reference") for axis in (1, 0))
             return along.codes, along.scales, across.codes.t().contiguous(), across.scales.t().contiguous()
 
         return Runner(step, lambda outputs: outputs)

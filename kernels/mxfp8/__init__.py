@@ -45,28 +45,28 @@ __all__ = [
 
 
 def quantize(
-    x: Tensor, axis: int = -1, *, group: int = BLOCK, square: bool = False, backend: str | None = None
+    x: Tensor, axis: int = -1, *, block_size: int = BLOCK, square: bool = False, backend: str | None = None
 ) -> MXTensor:
     """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable.
 
-    With group 128 four neighbouring blocks share a scale, and with `square` 128 x 128 elements of the last two axes.
-    ValueError for integers, scalars, other groups, and squares of anything but matrices in groups of 128.
+    With block_size 128 four neighbours share a scale, and with `square` 128 x 128 elements of the last two axes.
+    ValueError for integers, scalars, other sizes, and squares of anything but matrices in blocks of 128.
     """
     if not x.is_floating_point() or x.dim() == 0:
         raise ValueError(f"quantize takes a floating tensor of at least one axis, got {x.dtype} {tuple(x.shape)}")
-    if group not in GROUPS:
-        raise ValueError(f"group must be one of {GROUPS}, got {group}")
+    if block_size not in GROUPS:
+        raise ValueError(f"block_size must be one of {GROUPS}, got {block_size}")
     if not -x.dim() <= axis < x.dim():
         raise ValueError(f"axis {axis} is not one of x {tuple(x.shape)}, which has axes {-x.dim()} to {x.dim() - 1}")
     axis = axis % x.dim()
-    if square and (group == BLOCK or x.dim() < 2 or axis < x.dim() - 2):
+    if square and (block_size == BLOCK or x.dim() < 2 or axis < x.dim() - 2):
         raise ValueError(
-            f"square needs group=128 and one of the last two axes of a matrix, got group={group}, axis {axis} of "
-            f"{tuple(x.shape)}"
+            f"square needs block_size=128 and one of the last two axes of a matrix, got block_size={block_size}, "
+            f"axis {axis} of {tuple(x.shape)}"
         )
     # Axes from the end, which is what a kernel is chosen by.
     choice = dispatch.choose("mxfp8_quantize", backend, x, axis=axis - x.dim())
-    return choice(x.detach(), axis, group, square)
+    return choice(x.detach(), axis, block_size, square)
 
 
 def dequantize(quantized: MXTensor, dtype: torch.dtype = torch.float32, *, backend: str | None = None) -> Tensor:

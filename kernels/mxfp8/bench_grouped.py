@@ -65,7 +65,7 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = Fal
         return x
     square = weight and group == 128
     if x.device.type != "cuda":
-        codes, scales, _ = mxfp8.quantize(x, -1, group=group, square=square)
+        codes, scales, _ = mxfp8.quantize(x, -1, block_size=group, square=square)
         return Quantized(codes.contiguous(), scales.contiguous(), group)
     from kernels.mxfp8 import gluon_quantize, gluon_weights
 

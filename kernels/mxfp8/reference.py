@@ -32,7 +32,7 @@ operand is quantised from the high-precision tensor. Weights stay float32 master
 **On a chip without block-scaled matrix instructions** the same numbers come from multiplying dequantised operands: an
 element times its scale has four significant bits, so bfloat16 holds it exactly, and accumulation is in float32.
 
-**Groups of 128** (`group=128`, recipe "mxfp8_g128"). Four neighbouring blocks take the scale of the largest of them, so
+**Groups of 128** (`block_size=128`, recipe "mxfp8_g128"). Four neighbouring blocks take the scale of the largest, so
 that the tensor is MXFP8 like any other and a chip without block-scaled instructions needs to scale its sums only once
 per 128 terms. e4m3 is a floating format: a scale that is too large by a power of two costs nothing until an element
 becomes subnormal, 2^14 below the largest of its group. With `square`, for weights, one scale serves 128 x 128 elements

@@ -26,7 +26,7 @@ __all__ = [
 
 def quantized(x: Tensor, axis: int, group: int, square: bool = False) -> tuple[Tensor, Tensor]:
     """Codes and scales with blocks along `axis`, which becomes the last one."""
-    codes, scales, _ = mxfp8.quantize(x, axis, group=group, square=square, backend="reference")
+    codes, scales, _ = mxfp8.quantize(x, axis, block_size=group, square=square, backend="reference")
     return (codes, scales) if axis % x.dim() == x.dim() - 1 else (codes.mT.contiguous(), scales.mT.contiguous())
 
 

@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def rounded(x: Tensor, axis: int, group: int = 32, square: bool = False) -> Tensor:
     """x rounded to MXFP8 with blocks along `axis`, as float64."""
-    return mxfp8.dequantize(mxfp8.quantize(x, axis, group=group, square=square)).double()
+    return mxfp8.dequantize(mxfp8.quantize(x, axis, block_size=group, square=square)).double()
 
 
 def ends_of(sizes: list[int]) -> Tensor:

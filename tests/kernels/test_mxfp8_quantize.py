@@ -29,7 +29,7 @@ def scale_bytes_of(x: Tensor, axis: int, **options) -> Tensor:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_group_has_the_scale_of_its_largest_block(axis: int) -> None:
     x = torch.randn(200, 300) * torch.exp2(torch.randint(-9, 9, (200, 300)).float())
-    blocks, groups = scale_bytes_of(x, axis), scale_bytes_of(x, axis, group=128)
+    blocks, groups = scale_bytes_of(x, axis), scale_bytes_of(x, axis, block_size=128)
     for i in range(blocks.shape[axis]):
         four = blocks.narrow(axis, i // 4 * 4, min(4, blocks.shape[axis] - i // 4 * 4))
         assert torch.equal(groups.select(axis, i), four.amax(axis))
@@ -37,7 +37,7 @@ def test_a_group_has_the_scale_of_its_largest_block(axis: int) -> None:
 
 def test_groups_leave_gaussian_products_as_they_are() -> None:
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    both = [mxfp8.dequantize(mxfp8.quantize(x, group=group)) for group in (32, 128)]
+    both = [mxfp8.dequantize(mxfp8.quantize(x, block_size=group)) for group in (32, 128)]
     # A scale that is a power of two too large changes only elements that become subnormal, 2^14 below the largest.
     assert sqnr_db(both[1], both[0]) > 60
     assert (both[0] != both[1]).float().mean() < 1e-3
@@ -53,7 +53,7 @@ def test_a_square_shares_its_scale_unless_its_rows_are_too_different(axis: int) 
     across, along = lines.shape[1:]
 
     def seen(square: bool) -> Tensor:
-        scales = scale_bytes_of(x, axis, group=128, square=square)
+        scales = scale_bytes_of(x, axis, block_size=128, square=square)
         return scales.mT if axis == 1 else scales
 
     scales, rows = seen(True), seen(False)
@@ -68,12 +68,12 @@ def test_a_square_shares_its_scale_unless_its_rows_are_too_different(axis: int) 
 
 
 def test_what_cannot_be_quantised_says_what_can() -> None:
-    with pytest.raises(ValueError, match=r"group must be one of \(32, 128\), got 64"):
-        mxfp8.quantize(torch.zeros(4, 4), group=64)
-    with pytest.raises(ValueError, match="square needs group=128 and one of the last two axes"):
+    with pytest.raises(ValueError, match=r"block_size must be one of \(32, 128\), got 64"):
+        mxfp8.quantize(torch.zeros(4, 4), block_size=64)
+    with pytest.raises(ValueError, match="square needs block_size=128 and one of the last two axes"):
         mxfp8.quantize(torch.zeros(4, 4), square=True)
-    with pytest.raises(ValueError, match="square needs group=128"):
-        mxfp8.quantize(torch.zeros(4, 4, 4), 0, group=128, square=True)
+    with pytest.raises(ValueError, match="square needs block_size=128"):
+        mxfp8.quantize(torch.zeros(4, 4, 4), 0, block_size=128, square=True)
     with pytest.raises(ValueError, match=r"axis 2 is not one of x \(4, 4\), which has axes -2 to 1"):
         mxfp8.quantize(torch.zeros(4, 4), 2)
 
@@ -89,7 +89,7 @@ def test_the_backend_quantises_matrices_of_any_batch(monkeypatch: pytest.MonkeyP
     for axis in range(-min(2, x.dim()), 0):
         for group, square in ((32, False), (128, False), (128, True))[: 1 + x.dim()]:
             actual = backends.quantize(x, axis, group, square)
-            expected = mxfp8.quantize(x, axis, group=group, square=square, backend="reference")
+            expected = mxfp8.quantize(x, axis, block_size=group, square=square, backend="reference")
             assert_same(actual[:2], expected[:2])
             assert actual.axis == expected.axis
 
@@ -150,7 +150,7 @@ def test_gpu_quantises_bit_for_bit_in_both_orientations(dtype: torch.dtype, shap
     for group, square in ((32, False), (128, False), (128, True)):
         with poisoned_empty():
             codes, scales, codes_t, scales_t = quantize_both(x.cuda(), True, True, group, square, MATRIX)
-        options = {"group": group, "square": square, "backend": "reference"}
+        options = {"block_size": group, "square": square, "backend": "reference"}
         assert_same((codes, scales), mxfp8.quantize(x, -1, **options)[:2])
         assert_same((codes_t.mT, scales_t.mT), mxfp8.quantize(x, -2, **options)[:2])
 
@@ -198,7 +198,7 @@ def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
     with poisoned_empty():
         results = quantize_both(x.cuda(), True, True, group, False, form)
     for axis, codes, table in ((1, *results[:2]), (0, *results[2:])):
-        expected = mxfp8.quantize(x if axis else x.t(), group=group, backend="reference")
+        expected = mxfp8.quantize(x if axis else x.t(), block_size=group, backend="reference")
         assert table.dtype is TABLES[form]
         assert_same((codes, matrix_scales(Quantized(codes, table, group))), expected[:2])
 

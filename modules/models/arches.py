@@ -52,20 +52,20 @@ class Gating(nn.Module):
 
 
 class Summary(nn.Module):
-    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_sum, d]; X as it is, magnitudes carry information."""
+    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_summary, d]; X as it is, magnitudes carry information."""
 
-    def __init__(self, num_tokens: int, num_sum: int, dim: int, gate: str) -> None:
+    def __init__(self, num_tokens: int, num_summary: int, dim: int, gate: str) -> None:
         super().__init__()
-        self.lce = LCE(num_tokens, num_sum)
+        self.lce = LCE(num_tokens, num_summary)
         self.gating = Gating(dim, gate)
-        self.num_sum = num_sum
+        self.num_summary = num_summary
         self.dim = dim
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gating(self.lce(tokens))
 
     def flops(self, rows: float) -> float:
-        return self.lce.flops(rows, 0, self.dim) + rows * self.num_sum * linear_flops(self.gating)
+        return self.lce.flops(rows, 0, self.dim) + rows * self.num_summary * linear_flops(self.gating)
 
 
 class SequenceSummary(nn.Module):
@@ -204,20 +204,20 @@ class InteractionArch(nn.Module):
 
 
 class LinearPersonalizedFFN(nn.Module):
-    """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_sum, d].
+    """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_summary, d].
 
-    That matrix has rank num_sum, so it is never formed: (S X_sum^T) W is the same product with fewer operations. W
+    That matrix has rank num_summary, so it is never formed: (S X_sum^T) W is the same product with fewer operations. W
     starts small, so that the residual branch around it starts near the identity for every row.
     """
 
-    def __init__(self, num_sum: int, dim: int, max_length: int) -> None:
+    def __init__(self, num_summary: int, dim: int, max_length: int) -> None:
         super().__init__()
         self.max_length = max_length
-        self.output = nn.Linear(num_sum, dim, bias=False)
-        nn.init.normal_(self.output.weight, std=0.1 * (num_sum * dim) ** -0.5)
+        self.output = nn.Linear(num_summary, dim, bias=False)
+        nn.init.normal_(self.output.weight, std=0.1 * (num_summary * dim) ** -0.5)
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
-        """values [N, d], offsets [rows + 1], summary [rows, num_sum, d] -> [N, d]."""
+        """values [N, d], offsets [rows + 1], summary [rows, num_summary, d] -> [N, d]."""
         return self.output(jagged_dense_bmm(values, offsets, summary.mT, self.max_length))
 
     def flops(self, num_rows: float, num_tokens: float) -> float:
@@ -233,7 +233,7 @@ class SequenceArch(nn.Module):
 
     def __init__(
         self,
-        num_sum: int,
+        num_summary: int,
         dim: int,
         *,
         num_heads: int,
@@ -249,9 +249,9 @@ class SequenceArch(nn.Module):
         super().__init__()
         self.pffn: LinearPersonalizedFFN | PersonalizedFFN
         if pffn == "linear":
-            self.pffn = LinearPersonalizedFFN(num_sum, dim, max_length)
+            self.pffn = LinearPersonalizedFFN(num_summary, dim, max_length)
         else:
-            self.pffn = PersonalizedFFN(dim, num_heads, num_sum, pffn_hidden, max_length=max_length, qk_norm=True)
+            self.pffn = PersonalizedFFN(dim, num_heads, num_summary, pffn_hidden, max_length=max_length, qk_norm=True)
         self.attention: JaggedSelfAttention | GDPASelfAttention
         if attention == "softmax":
             self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)

@@ -26,7 +26,7 @@ from kernels.jagged.reference import row_of
 class Shape:
     num_candidates: int
     ratio: int  # candidates of a request; the last request may have fewer
-    user_tokens: int = 1184
+    request_tokens: int = 1184
     candidate_tokens: int = 872
     num_out: int = 433
     width: int = 256
@@ -36,14 +36,14 @@ GPU_SIZES = [(512, 70), (1024, 70), (2048, 70), (3072, 70), *((1024, ratio) for 
 CPU_SIZES = [(6, 3)]
 BACKWARD = {(1024, 70), (1024, 10), (6, 3)}
 
-# Results of half precision carry 2^-11 of rounding, and the users' part of some backends once more.
+# Results of half precision carry 2^-11 of rounding, and the requests' part of some backends once more.
 LIMIT = 2e-3
 
 
 def cases(device: torch.device) -> list[Case]:
     gpu = device.type == "cuda"
     sizes = GPU_SIZES if gpu else CPU_SIZES
-    small = {} if gpu else {"user_tokens": 9, "candidate_tokens": 7, "num_out": 5, "width": 8}
+    small = {} if gpu else {"request_tokens": 9, "candidate_tokens": 7, "num_out": 5, "width": 8}
     found = [
         Case(f"lce_{direction}_B{count}_ratio{ratio}", partial(_problem, direction, Shape(count, ratio, **small)))
         for count, ratio in sizes
@@ -62,15 +62,15 @@ def cases(device: torch.device) -> list[Case]:
 @dataclass(frozen=True)
 class _Inputs:
     candidate: Tensor
-    user: Tensor
+    request: Tensor
     w_candidate: Tensor
-    w_user: Tensor
+    w_request: Tensor
     offsets: Tensor
     cotangent: Tensor
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        return self.candidate, self.user, self.w_candidate, self.w_user
+        return self.candidate, self.request, self.w_candidate, self.w_request
 
     def compress(self, backend: str, *leaves: Tensor) -> Tensor:
         return linear_compression(*(leaves or self.leaves), self.offsets, backend=backend)
@@ -84,7 +84,7 @@ def _inputs(shape: Shape, device: torch.device, backward: bool) -> _Inputs:
         values = torch.randn(sizes, device=device, generator=generator, dtype=dtype) * scale
         return values.requires_grad_(backward)
 
-    count, tokens, width = shape.num_candidates, (shape.candidate_tokens, shape.user_tokens), shape.width
+    count, tokens, width = shape.num_candidates, (shape.candidate_tokens, shape.request_tokens), shape.width
     num_requests = -(-count // shape.ratio)
     return _Inputs(
         random(count, tokens[0], width),
@@ -99,7 +99,7 @@ def _inputs(shape: Shape, device: torch.device, backward: bool) -> _Inputs:
 def _work(shape: Shape, itemsize: int) -> tuple[float, float]:
     """(operations, bytes) of the forward."""
     count, requests = shape.num_candidates, -(-shape.num_candidates // shape.ratio)
-    tokens = count * shape.candidate_tokens + requests * shape.user_tokens
+    tokens = count * shape.candidate_tokens + requests * shape.request_tokens
     return 2.0 * shape.num_out * shape.width * tokens, itemsize * shape.width * (tokens + count * shape.num_out)
 
 
@@ -116,22 +116,22 @@ def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
 
     def prepare_add() -> Runner:
         """Two products, and their sum in memory."""
-        candidate, user, w_candidate, w_user = inputs.leaves
-        return runner(lambda: w_candidate @ candidate + (w_user @ user).index_select(0, owners))
+        candidate, request, w_candidate, w_request = inputs.leaves
+        return runner(lambda: w_candidate @ candidate + (w_request @ request).index_select(0, owners))
 
     def prepare_peer() -> Runner:
         peer = load_peer()
-        candidate, user, w_candidate, w_user = inputs.leaves
-        return Runner(lambda: peer(w_candidate, w_user, candidate, user, owners))
+        candidate, request, w_candidate, w_request = inputs.leaves
+        return Runner(lambda: peer(w_candidate, w_request, candidate, request, owners))
 
     def prepare_sum() -> Runner:
         """Gradients of weights from one small product a candidate, which are then summed up."""
-        candidate, user, w_candidate, w_user = (leaf.detach() for leaf in inputs.leaves)
-        transposed = [aligned_rows(weight.mT) for weight in (w_candidate, w_user)]
+        candidate, request, w_candidate, w_request = (leaf.detach() for leaf in inputs.leaves)
+        transposed = [aligned_rows(weight.mT) for weight in (w_candidate, w_request)]
 
         def step() -> tuple[Tensor, ...]:
             rows = segment_sum(inputs.cotangent, inputs.offsets)
-            sides = zip((inputs.cotangent, rows), (candidate, user), transposed, strict=True)
+            sides = zip((inputs.cotangent, rows), (candidate, request), transposed, strict=True)
             results = []
             for grad, x, weight in sides:
                 results.append(torch.bmm(weight.expand(x.shape[0], -1, -1), grad))
@@ -164,19 +164,19 @@ def _expected(inputs: _Inputs, backward: bool) -> tuple[Tensor, ...]:
 def _float8(shape: Shape, device: torch.device) -> Problem:
     """Operands that are float8 already, against the same in 16 bits and against quantising the inputs first."""
     inputs = _inputs(shape, device, backward=False)
-    candidate, user, w_candidate, w_user = inputs.leaves
-    weights = float8_weight(w_candidate), float8_weight(w_user)
-    tokens = float8_tokens(candidate), float8_tokens(user)
+    candidate, request, w_candidate, w_request = inputs.leaves
+    weights = float8_weight(w_candidate), float8_weight(w_request)
+    tokens = float8_tokens(candidate), float8_tokens(request)
 
-    def compress(candidate: Float8, user: Float8, backend: str | None) -> Tensor:
+    def compress(candidate: Float8, request: Float8, backend: str | None) -> Tensor:
         return linear_compression_float8(
-            candidate, user, *weights, inputs.offsets, dtype=torch.float16, backend=backend
+            candidate, request, *weights, inputs.offsets, dtype=torch.float16, backend=backend
         )
 
     contenders = backends_of(
         "linear_compression_float8", lambda backend: Runner(lambda: compress(*tokens, backend))
     ) | {
-        "quantised first": lambda: Runner(lambda: compress(float8_tokens(candidate), float8_tokens(user), None)),
+        "quantised first": lambda: Runner(lambda: compress(float8_tokens(candidate), float8_tokens(request), None)),
         "not quantised": lambda: Runner(lambda: linear_compression(*inputs.leaves, inputs.offsets)),
     }
     flops, size = _work(shape, 1)
@@ -187,8 +187,8 @@ def _float8(shape: Shape, device: torch.device) -> Problem:
 def _stages(shape: Shape, device: torch.device) -> Problem:
     inputs = _inputs(shape, device, backward=False)
     owners = row_of(inputs.offsets, shape.num_candidates).int()
-    candidate, user, w_candidate, w_user = inputs.leaves
-    weight = torch.cat([w_candidate, w_user], 1)
+    candidate, request, w_candidate, w_request = inputs.leaves
+    weight = torch.cat([w_candidate, w_request], 1)
 
     def prepare(backend: str) -> Runner:
         return Runner(lambda: inputs.compress(backend))
@@ -200,8 +200,10 @@ def _stages(shape: Shape, device: torch.device) -> Problem:
     }
     contenders |= {
         "2: rows of weights aligned (torch)": partial(prepare, "torch"),
-        "1: decomposed": lambda: Runner(lambda: w_candidate @ candidate + (w_user @ user).index_select(0, owners)),
-        "0: broadcast": lambda: Runner(lambda: weight @ torch.cat([candidate, user.index_select(0, owners)], 1)),
+        "1: decomposed": lambda: Runner(
+            lambda: w_candidate @ candidate + (w_request @ request).index_select(0, owners)
+        ),
+        "0: broadcast": lambda: Runner(lambda: weight @ torch.cat([candidate, request.index_select(0, owners)], 1)),
     }
     flops, size = _work(shape, candidate.itemsize)
     return Problem(contenders, check_relative_error(_expected(inputs, backward=False), LIMIT), flops, size)

@@ -25,7 +25,7 @@ PACKAGE = "fbgemm_ikbo"
 
 @cache
 def load_peer() -> Callable[..., Tensor]:
-    """Its function of (w_candidate, w_user, candidate, user, owner of each candidate as int32).
+    """Its function of (w_candidate, w_request, candidate, request, owner of each candidate as int32).
 
     UnsupportedError with the reason when there is none.
     """

@@ -16,24 +16,24 @@ __all__ = ["linear_compression"]
 
 def linear_compression(
     candidate: Tensor,
-    user: Tensor | Sequence[Tensor],
+    request: Tensor | Sequence[Tensor],
     w_candidate: Tensor,
-    w_user: Tensor | Sequence[Tensor],
+    w_request: Tensor | Sequence[Tensor],
     candidate_offsets: Tensor | Sequence[Tensor],
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """out[c] = w_candidate candidate[c] + w_user user[r] for the candidates c of each request r: [C, M, N].
+    """out[c] = w_candidate candidate[c] + w_request request[r] for the candidates c of each request r: [C, M, N].
 
-    candidate [C, Kc, N], user [R, Ku, N], w_candidate [M, Kc], w_user [M, Ku], floating tensors of one dtype and any
-    strides. The candidates of request r are offsets[r]:offsets[r + 1] of candidate_offsets [R + 1], int32 or int64; a
-    request may have none. Every user product is computed once a request and added in at least float32; the backend
+    candidate [C, Kc, N], request [R, Kr, N], w_candidate [M, Kc], w_request [M, Kr], floating tensors of one dtype and
+    any strides. The candidates of request r are offsets[r]:offsets[r + 1] of candidate_offsets [R + 1], int32 or int64;
+    a request may have none. The product of each request is computed once and added in at least float32; the backend
     `torch` rounds it to the dtype before.
 
-    A tree of more levels, such as user, vendor, ad, gives `user`, `w_user` and `candidate_offsets` as sequences of
-    equal length, at most 3, in the order of `nested_offsets`, outermost first: offsets[i] say which rows of user[i + 1]
-    belong to each row of user[i], and the last ones which candidates. Empty sequences leave the product of the
-    candidates alone.
+    A tree of more levels, such as user, vendor, ad, gives `request`, `w_request` and `candidate_offsets` as sequences
+    of equal length, at most 3, in the order of `nested_offsets`, outermost first, here [user, vendor]: offsets[i] say
+    which rows of request[i + 1] belong to each row of request[i], and the last ones which candidates. Empty sequences
+    leave the product of the candidates alone.
 
     Differentiable in all four (groups of) operands; gradients of a row are sums over what is below it, accumulated in
     at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
@@ -41,11 +41,11 @@ def linear_compression(
     ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not run from 0 to the number
     of rows below.
     """
-    users = [user] if isinstance(user, Tensor) else list(user)
-    w_users = [w_user] if isinstance(w_user, Tensor) else list(w_user)
+    requests = [request] if isinstance(request, Tensor) else list(request)
+    w_requests = [w_request] if isinstance(w_request, Tensor) else list(w_request)
     offsets = [candidate_offsets] if isinstance(candidate_offsets, Tensor) else list(candidate_offsets)
-    _check(candidate, w_candidate, users, w_users, offsets)
-    above = (("user", users), ("w_user", w_users))
+    _check(candidate, w_candidate, requests, w_requests, offsets)
+    above = (("request", requests), ("w_request", w_requests))
     named = {f"{name}[{level}]": x for name, xs in above for level, x in enumerate(xs)}
     candidate, w_candidate, *rest = dispatch.autocast_operands(candidate=candidate, w_candidate=w_candidate, **named)
     compress = dispatch.choose(
@@ -54,42 +54,42 @@ def linear_compression(
         candidate,
         num_out=w_candidate.shape[0],
         width=candidate.shape[2],
-        num_levels=len(users),
-        least_depth=min(x.shape[1] for x in (candidate, *users)),
+        num_levels=len(requests),
+        least_depth=min(x.shape[1] for x in (candidate, *requests)),
     )
-    return compress(candidate, w_candidate, rest[: len(users)], rest[len(users) :], offsets)
+    return compress(candidate, w_candidate, rest[: len(requests)], rest[len(requests) :], offsets)
 
 
 def _check(
-    candidate: Tensor, w_candidate: Tensor, users: list[Tensor], w_users: list[Tensor], offsets: list[Tensor]
+    candidate: Tensor, w_candidate: Tensor, requests: list[Tensor], w_requests: list[Tensor], offsets: list[Tensor]
 ) -> None:
-    if not len(users) == len(w_users) == len(offsets):
+    if not len(requests) == len(w_requests) == len(offsets):
         raise ValueError(
-            "user, w_user and candidate_offsets must have one entry a level, got "
-            f"{len(users)}, {len(w_users)} and {len(offsets)}"
+            "request, w_request and candidate_offsets must have one entry a level, got "
+            f"{len(requests)}, {len(w_requests)} and {len(offsets)}"
         )
-    if len(users) > MAX_LEVELS:
-        raise ValueError(f"got {len(users)} levels above the candidates; at most {MAX_LEVELS} are supported")
+    if len(requests) > MAX_LEVELS:
+        raise ValueError(f"got {len(requests)} levels above the candidates; at most {MAX_LEVELS} are supported")
     if w_candidate.dim() != 2 or candidate.dim() != 3 or candidate.shape[1] != w_candidate.shape[1]:
         raise ValueError(
             f"candidate {tuple(candidate.shape)} and w_candidate {tuple(w_candidate.shape)} do not fit; "
             "expected [C, Kc, N] and [M, Kc]"
         )
     num_out, width = w_candidate.shape[0], candidate.shape[2]
-    for level, (x, weight, level_offsets) in enumerate(zip(users, w_users, offsets, strict=True)):
+    for level, (x, weight, level_offsets) in enumerate(zip(requests, w_requests, offsets, strict=True)):
         if x.dim() != 3 or x.shape[2] != width or weight.shape != (num_out, x.shape[1]):
             raise ValueError(
-                f"user {tuple(x.shape)} and w_user {tuple(weight.shape)} of level {level} do not fit; expected "
-                f"[R, Ku, {width}] and [{num_out}, Ku], with N and M those of candidate and w_candidate"
+                f"request {tuple(x.shape)} and w_request {tuple(weight.shape)} of level {level} do not fit; expected "
+                f"[R, Kr, {width}] and [{num_out}, Kr], with N and M those of candidate and w_candidate"
             )
         if level_offsets.dim() != 1 or level_offsets.shape[0] != x.shape[0] + 1:
             raise ValueError(
                 f"candidate_offsets of level {level} have shape {tuple(level_offsets.shape)}; its {x.shape[0]} rows "
                 f"need [{x.shape[0] + 1}]"
             )
-    for level, (below, level_offsets) in enumerate(zip([*users, candidate][1:], offsets, strict=True)):
+    for level, (below, level_offsets) in enumerate(zip([*requests, candidate][1:], offsets, strict=True)):
         try:
             check_offsets(below.shape[0], level_offsets)
         except ValueError as error:
-            order = "; levels come outermost first, e.g. [user, vendor]" if len(users) > 1 else ""
+            order = "; levels come outermost first, e.g. [user, vendor]" if len(requests) > 1 else ""
             raise ValueError(f"candidate_offsets of level {level}: {error}{order}") from None

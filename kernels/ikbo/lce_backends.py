@@ -33,13 +33,13 @@ def _triton_supports(*, device: str, capability: Hashable, dtype: torch.dtype, *
 def _gluon_forward(
     candidate: Tensor,
     w_candidate: Tensor,
-    users: Sequence[Tensor],
-    w_users: Sequence[Tensor],
+    requests: Sequence[Tensor],
+    w_requests: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
     from kernels.ikbo.gluon_lce_forward import compress
 
-    return compress(candidate, w_candidate, *users, *w_users, *offsets)
+    return compress(candidate, w_candidate, *requests, *w_requests, *offsets)
 
 
 def _gluon_backward(*arguments: Any) -> Gradients:

@@ -51,9 +51,9 @@ def float8_weight(weight: Tensor) -> Float8:
 
 def linear_compression_float8(
     candidate: Float8,
-    user: Float8,
+    request: Float8,
     w_candidate: Float8,
-    w_user: Float8,
+    w_request: Float8,
     candidate_offsets: Tensor,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -61,13 +61,13 @@ def linear_compression_float8(
 ) -> Tensor:
     """`linear_compression` of float8 operands: [C, M, N] of `dtype`, float16 or bfloat16. It has no gradients.
 
-    candidate [C, Kc, N] and user [R, Ku, N] with one scale each (`float8_tokens`), w_candidate [M, Kc] and w_user
-    [M, Ku] with one scale a row (`float8_weight`); candidate_offsets [R + 1], int32 or int64. Both products are scaled
-    and added in float32.
+    candidate [C, Kc, N] and request [R, Kr, N] with one scale each (`float8_tokens`), w_candidate [M, Kc] and
+    w_request [M, Kr] with one scale a row (`float8_weight`); candidate_offsets [R + 1], int32 or int64. Both products
+    are scaled and added in float32.
 
     ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not run from 0 to C.
     """
-    _check(candidate, user, w_candidate, w_user, candidate_offsets)
+    _check(candidate, request, w_candidate, w_request, candidate_offsets)
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
     compress = dispatch.choose(
@@ -76,13 +76,13 @@ def linear_compression_float8(
         candidate.codes,
         num_out=w_candidate.codes.shape[0],
         width=candidate.codes.shape[2],
-        least_depth=min(candidate.codes.shape[1], user.codes.shape[1]),
+        least_depth=min(candidate.codes.shape[1], request.codes.shape[1]),
     )
-    return compress(*candidate, *user, *w_candidate, *w_user, candidate_offsets, dtype)
+    return compress(*candidate, *request, *w_candidate, *w_request, candidate_offsets, dtype)
 
 
-def _check(candidate: Float8, user: Float8, w_candidate: Float8, w_user: Float8, offsets: Tensor) -> None:
-    operands = {"candidate": candidate, "user": user, "w_candidate": w_candidate, "w_user": w_user}
+def _check(candidate: Float8, request: Float8, w_candidate: Float8, w_request: Float8, offsets: Tensor) -> None:
+    operands = {"candidate": candidate, "request": request, "w_candidate": w_candidate, "w_request": w_request}
     for name, (codes, scale) in operands.items():
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"the codes of {name} must be torch.float8_e4m3fn, got {codes.dtype}")
@@ -93,17 +93,17 @@ def _check(candidate: Float8, user: Float8, w_candidate: Float8, w_user: Float8,
                 f"{tuple(codes.shape)} and {scale.dtype} scales {tuple(scale.shape)}"
             )
     num_out = w_candidate.codes.shape[0]
-    for name, x, weight in (("candidate", candidate, w_candidate), ("user", user, w_user)):
+    for name, x, weight in (("candidate", candidate, w_candidate), ("request", request, w_request)):
         shape = x.codes.shape
         if shape[2] != candidate.codes.shape[2] or weight.codes.shape != (num_out, shape[1]):
             raise ValueError(
                 f"{name} {tuple(shape)} and w_{name} {tuple(weight.codes.shape)} do not fit; expected [., K, "
                 f"{candidate.codes.shape[2]}] and [{num_out}, K]"
             )
-    if offsets.shape != (user.codes.shape[0] + 1,):
+    if offsets.shape != (request.codes.shape[0] + 1,):
         raise ValueError(
-            f"candidate_offsets have shape {tuple(offsets.shape)}; {user.codes.shape[0]} users need "
-            f"[{user.codes.shape[0] + 1}]"
+            f"candidate_offsets have shape {tuple(offsets.shape)}; {request.codes.shape[0]} requests need "
+            f"[{request.codes.shape[0] + 1}]"
         )
     check_offsets(candidate.codes.shape[0], offsets)
 
@@ -112,20 +112,20 @@ def _check(candidate: Float8, user: Float8, w_candidate: Float8, w_user: Float8,
 def _reference(
     candidate: Tensor,
     candidate_scale: Tensor,
-    user: Tensor,
-    user_scale: Tensor,
+    request: Tensor,
+    request_scale: Tensor,
     w_candidate: Tensor,
     w_candidate_scale: Tensor,
-    w_user: Tensor,
-    w_user_scale: Tensor,
+    w_request: Tensor,
+    w_request_scale: Tensor,
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     out = lce_reference.linear_compression(
         candidate.float() * candidate_scale,
         w_candidate.float() * w_candidate_scale[:, None],
-        [user.float() * user_scale],
-        [w_user.float() * w_user_scale[:, None]],
+        [request.float() * request_scale],
+        [w_request.float() * w_request_scale[:, None]],
         [offsets],
     )
     return out.to(dtype)
@@ -137,6 +137,7 @@ def _supports(
     return dispatch.needs_triton(device, capability, (9, 0)) or hopper_sizes(num_out, width, least_depth)
 
 
+# Saved programs hold these names: what is of a request stays `user` here.
 @dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=20)
 @custom_op("gemsmith::lce_float8_gluon")
 def _gluon(

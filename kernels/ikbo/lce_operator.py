@@ -2,12 +2,12 @@
 
 `compression_operator(name, forward, backward)` is where a backend plugs in:
 
-    forward(candidate, w_candidate, users, w_users, offsets) -> out
-    backward(grad_out, candidate, w_candidate, users, w_users, offsets, needs)
-        -> (d_user_0, d_w_user_0, ..., d_candidate, d_w_candidate), None where `needs` says that nobody needs it
+    forward(candidate, w_candidate, requests, w_requests, offsets) -> out
+    backward(grad_out, candidate, w_candidate, requests, w_requests, offsets, needs)
+        -> (d_request_0, d_w_request_0, ..., d_candidate, d_w_candidate), None where `needs` says that nobody needs it
 
-candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level, outermost first, users [R, Ku, N],
-w_users [M, Ku] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written everywhere: rows that
+candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level, outermost first, requests [R, Kr, N],
+w_requests [M, Kr] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written everywhere: rows that
 nothing belongs to get zero gradients. `gradients_with` makes a backward of two products.
 """
 
@@ -37,12 +37,12 @@ def gradients_with(
         grad: Tensor,
         candidate: Tensor,
         w_candidate: Tensor,
-        users: Sequence[Tensor],
-        w_users: Sequence[Tensor],
+        requests: Sequence[Tensor],
+        w_requests: Sequence[Tensor],
         offsets: Sequence[Tensor],
         needs: Sequence[bool],
     ) -> Gradients:
-        xs, weights = [*users, candidate], [*w_users, w_candidate]
+        xs, weights = [*requests, candidate], [*w_requests, w_candidate]
         gradients: Gradients = [None] * (2 * len(xs))
         for level in reversed(range(len(xs))):
             place = 2 * level
@@ -68,18 +68,18 @@ def compression_operator(
     def call(
         candidate: Tensor,
         w_candidate: Tensor,
-        users: Sequence[Tensor],
-        w_users: Sequence[Tensor],
+        requests: Sequence[Tensor],
+        w_requests: Sequence[Tensor],
         offsets: Sequence[Tensor],
     ) -> Tensor:
-        levels = [tensor for level in zip(users, w_users, offsets, strict=True) for tensor in level]
-        return operators[len(users)](*levels, candidate, w_candidate)
+        levels = [tensor for level in zip(requests, w_requests, offsets, strict=True) for tensor in level]
+        return operators[len(requests)](*levels, candidate, w_candidate)
 
     return call
 
 
 def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: Callable[..., Gradients]) -> Operator:
-    """The operator of (user_0, w_user_0, offsets_0, user_1, ..., candidate, w_candidate)."""
+    """The operator of (user_0, w_user_0, offsets_0, user_1, ..., candidate, w_candidate): saved programs hold these."""
     names = [f"{kind}_{level}" for level in range(levels) for kind in ("user", "w_user", "offsets")]
     arguments = ", ".join(f"Tensor {name}" for name in (*names, "candidate", "w_candidate"))
 
@@ -139,8 +139,8 @@ def _without_offsets(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _by_kind(operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    """(candidate, w_candidate, users, w_users, offsets) of the operator's arguments."""
-    *users, candidate = operands[0::3]
-    *w_users, w_candidate = operands[1::3]
+    """(candidate, w_candidate, requests, w_requests, offsets) of the operator's arguments."""
+    *requests, candidate = operands[0::3]
+    *w_requests, w_candidate = operands[1::3]
     # Backends read neighbouring offsets; a view of every k-th one is as good an argument.
-    return candidate, w_candidate, users, w_users, [x.contiguous() for x in operands[2::3]]
+    return candidate, w_candidate, requests, w_requests, [x.contiguous() for x in operands[2::3]]

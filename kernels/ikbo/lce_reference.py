@@ -15,8 +15,8 @@ from kernels.jagged.reference import row_of
 def linear_compression(
     candidate: Tensor,
     w_candidate: Tensor,
-    users: Sequence[Tensor],
-    w_users: Sequence[Tensor],
+    requests: Sequence[Tensor],
+    w_requests: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
     """Levels from the outermost one downwards; sums of products in at least float32."""
@@ -25,7 +25,7 @@ def linear_compression(
     def product(weight: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("mk,bkn->bmn", weight.to(wide), x.to(wide))
 
-    xs, weights = [*users, candidate], [*w_users, w_candidate]
+    xs, weights = [*requests, candidate], [*w_requests, w_candidate]
     out = product(weights[0], xs[0])
     for x, weight, level_offsets in zip(xs[1:], weights[1:], offsets, strict=True):
         out = product(weight, x) + out[row_of(level_offsets, x.shape[0])]

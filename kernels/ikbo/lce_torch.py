@@ -43,11 +43,11 @@ def batched(weight: Tensor, x: Tensor) -> Tensor:
 def forward(
     candidate: Tensor,
     w_candidate: Tensor,
-    users: Sequence[Tensor],
-    w_users: Sequence[Tensor],
+    requests: Sequence[Tensor],
+    w_requests: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
-    xs, weights = [*users, candidate], [*w_users, w_candidate]
+    xs, weights = [*requests, candidate], [*w_requests, w_candidate]
     out = batched(weights[0], xs[0])
     for x, weight, level_offsets in zip(xs[1:], weights[1:], offsets, strict=True):
         rows = out.index_select(0, row_of(level_offsets, x.shape[0]))

@@ -24,13 +24,13 @@ MIN_PROGRAMS = 512  # which keep a GPU busy while its slices of a weight's gradi
 def forward(
     candidate: Tensor,
     w_candidate: Tensor,
-    users: Sequence[Tensor],
-    w_users: Sequence[Tensor],
+    requests: Sequence[Tensor],
+    w_requests: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
     above: tuple[Tensor, Tensor] | None = None
-    for user, w_user, level_offsets in zip(users, w_users, offsets, strict=True):
-        above = compress(user, w_user, above, torch.float32), level_offsets
+    for request, w_request, level_offsets in zip(requests, w_requests, offsets, strict=True):
+        above = compress(request, w_request, above, torch.float32), level_offsets
     return compress(candidate, w_candidate, above, candidate.dtype)
 
 

@@ -152,8 +152,8 @@ def test_autocast_decides_the_dtype() -> None:
     ("change", "message"),
     [
         ({"candidate": torch.zeros(7, 5, 4)}, r"candidate \(7, 5, 4\).*expected \[C, Kc, N\]"),
-        ({"user_0": torch.zeros(6, 3, 5)}, r"user \(6, 3, 5\).*level 0.*\[R, Ku, 4\]"),
-        ({"w_user_0": torch.zeros(4, 3)}, r"w_user \(4, 3\)"),
+        ({"user_0": torch.zeros(6, 3, 5)}, r"request \(6, 3, 5\).*level 0.*\[R, Kr, 4\]"),
+        ({"w_user_0": torch.zeros(4, 3)}, r"w_request \(4, 3\)"),
         ({"offsets_0": torch.zeros(3, dtype=torch.long)}, r"6 rows need \[7\]"),
         ({"offsets_0": torch.tensor([0, 0, 0, 0, 0, 0, 6])}, "end at 6 but there are 7"),
         ({"w_candidate": torch.zeros(5, 6, dtype=torch.float64)}, "one dtype"),

@@ -1,4 +1,4 @@
-"""Training from tests: by the real commands (torchrun with gloo ranks, without network), or in this process."""
+"""Training from tests: by the real commands (torchrun with gloo ranks, without network), or without their imports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from hydra import compose, initialize_config_dir
 
+from tests.processes import run_ranks
 from train import distributed
 from train.config import register_schema, to_config
 from train.trainer import Trainer
@@ -71,12 +74,19 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, trainer: type[Trainer] = Trainer) -> None:
-    """The run of these overrides in this process, which spares it the imports. Raises what ends the command."""
+    """The run of these overrides in this process, but for its plots. Raises what ends the command."""
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = to_config(compose("train", [*base, "runtime.device=cpu", f"runtime.run_dir='{run_dir}'", *overrides]))
     world = distributed.start(config.runtime)
     try:
-        trainer(config, world).run()
+        # They take as long as a run of a few steps; the real commands draw them.
+        with mock.patch("train.trainer.plot_run"):
+            trainer(config, world).run()
     finally:
         distributed.stop()
+
+
+def train_ranks(ranks: int, run_dir: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
+    """As train_here, on several ranks; an error of theirs is a ProcessRaisedException that holds its text."""
+    run_ranks(partial(train_here, base=base), ranks, run_dir, *overrides)

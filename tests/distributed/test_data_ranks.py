@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d
 
-from tests.distributed.processes import run_ranks
+from tests.processes import run_ranks
 from train import distributed
 from train.config import MovieLensConfig, RuntimeConfig
 from train.data import build_source

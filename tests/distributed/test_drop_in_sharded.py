@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from modules.moe import MoE
-from tests.distributed.processes import run_ranks
+from tests.processes import run_ranks
 from tests.unit.test_drop_in import DIM, MODULES, gradients, setup
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.distributed.processes import run_ranks
 from tests.launching import TINY, train_here
+from tests.processes import run_ranks
 from train.checkpoint import named
 from train.trainer import Trainer
 

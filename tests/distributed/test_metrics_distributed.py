@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from tests.processes import run_ranks
 from tests.unit.factories import random_batch, random_spec
 from train.metrics import MetricSet, Throughput, history_lengths, history_sums
 
@@ -43,24 +44,26 @@ def shard(rank, split):
     return list(zip(*(tensor[mine].split(max(1, size // 3)) for tensor in whole), strict=True)) if size else []
 
 
-def work(rank, path, results):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def work(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, results = dist.get_rank(), {}
     for exact_auc in (True, False):
         for split in (300, 211):
-            results[rank, exact_auc, split] = compute(shard(rank, split), exact_auc)
+            results[exact_auc, split] = compute(shard(rank, split), exact_auc)
     meter = Throughput(CPU)
     batch = random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank])
     meter.step(batch, history_sums(history_lengths(batch)))
-    results[rank, "throughput"] = meter.compute(lambda *totals: math.fsum(totals))
+    results[("throughput",)] = meter.compute(lambda *totals: math.fsum(totals))
+    torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(work, args=(tmp_path_factory.mktemp("store") / "store", results), nprocs=2)
-        return dict(results)
+    folder = tmp_path_factory.mktemp("by_rank")
+    run_ranks(work, 2, folder)
+    each = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return {(rank, *key): value for rank in range(2) for key, value in each[rank].items()}
 
 
 @pytest.mark.parametrize("exact_auc", [True, False])

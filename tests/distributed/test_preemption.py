@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 
 from launch.agent import main as agent
-from tests.launching import ROOT, TINY, environment, python, train_here
+from tests.launching import ROOT, TINY, environment, python, train_ranks
 from train.preemption import STATUS
 from train.tracking import read_metrics
 
 STEPS = 80
-OPTIONS = ("data.num_requests=8192", "data.num_workers=1", f"runtime.steps={STEPS}", "model.dropout=0.1")
+OPTIONS = (
+    "data.num_requests=8192",
+    "data.eval_requests=64",
+    "data.num_workers=1",
+    f"runtime.steps={STEPS}",
+    "model.dropout=0.1",
+)
 
 
 def command(ranks: int, run_dir: Path) -> tuple[list[str], dict[str, str]]:
@@ -46,12 +52,7 @@ def family(process: int) -> list[int]:
 
 
 def finish(ranks: int, run_dir: Path) -> dict[str, Any]:
-    if ranks == 1:
-        train_here(run_dir, *OPTIONS)
-    else:
-        process = start(ranks, run_dir)
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors[-5000:]
+    train_ranks(ranks, run_dir, *OPTIONS)
     return json.loads((run_dir / "results.json").read_text())
 
 

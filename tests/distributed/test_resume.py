@@ -11,18 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import environment, run, train, train_here
+from tests.launching import environment, train, train_here, train_ranks
 from train.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
-
-
-def train_on(ranks: int, run_dir: Path, *overrides: str) -> None:
-    """In processes of their own where there are several."""
-    if ranks == 1:
-        train_here(run_dir, *overrides)
-    else:
-        run(train(ranks, run_dir, *overrides), cwd=run_dir.parent)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +34,9 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, a
     # Step 3 lies in the middle of an accumulation, of gradients and of the tokens that move the routers' biases.
     routed = ("model=interformer_moe", "model.moe.bias_update_rate=0.05")
     options = (*EVERY, *routed, f"optimizer.accumulate={accumulate}")
-    train_on(ranks, whole, *options)
+    train_ranks(ranks, whole, *options)
     shutil.copytree(whole / "checkpoints" / "step_00000003", resumed / "checkpoints" / "step_00000003")
-    train_on(ranks, resumed, *options)
+    train_ranks(ranks, resumed, *options)
     expected = {record.step: record.values["loss"] for record in training(whole)}
     actual = {record.step: record.values["loss"] for record in training(resumed)}
     assert list(actual) == [4, 5, 6]
@@ -57,9 +49,9 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
     # Two ranks validate on the way, with the ids of the next batch exchanged already: their losses do not change by it.
-    train_on(2, whole, *exact, "runtime.eval_every=2")
+    train_ranks(2, whole, *exact, "runtime.eval_every=2")
     shutil.copytree(whole / "checkpoints" / "step_00000003", smaller / "checkpoints" / "step_00000003")
-    train_on(1, smaller, *exact, "data.batch_size=32")
+    train_ranks(1, smaller, *exact, "data.batch_size=32")
     expected = {record.step: record.values["loss"] for record in training(whole)}
     assert [record.step for record in training(smaller)] == [4, 5, 6]
     # Same global batches; float32 sums over two ranks are taken in another order.

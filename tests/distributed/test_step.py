@@ -11,7 +11,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models.ranking import RankingModel
-from tests.distributed.processes import run_ranks
+from tests.processes import run_ranks
 from tests.unit.factories import random_batch, random_spec
 from train import distributed
 from train.config import (

@@ -1,4 +1,4 @@
-"""`train.evaluate` on a checkpoint, and `train.compare` on two arms, as users type them."""
+"""`train.evaluate` on a checkpoint, and `train.compare` on two arms, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import select_rows, with_candidates
-from tests.launching import TINY, python, run, torchrun, train
+from tests.launching import TINY, python, run, train_ranks
+from tests.processes import run_ranks
 from train import compare, evaluate, export, score
 from train.checkpoint import read_meta
 from train.config import from_dict, register_schema
@@ -28,21 +29,22 @@ from train.score import Scorer
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    run(train(2, folder / "run", "runtime.steps=3"), cwd=folder)
-    return folder / "run"
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    train_ranks(2, run_dir, "runtime.steps=3")
+    return run_dir
 
 
 def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> None:
     (checkpoint,) = (trained / "checkpoints").glob("step_????????")
-    run(torchrun(2, "-m", "train.evaluate", f"checkpoint={checkpoint}", "split=test", "out=scored"), cwd=tmp_path)
+    options = [f"out={tmp_path / 'scored'}", "runtime.device=cpu"]
+    run_ranks(evaluate.main, 2, [f"checkpoint={checkpoint}", "split=test", *options])
     metrics = json.loads((tmp_path / "scored" / "metrics.json").read_text())
     expected = json.loads((trained / "results.json").read_text())["test"]
     assert metrics == expected
     table = pq.read_table(tmp_path / "scored" / "predictions")
     assert table.column_names[:2] == ["row", "group"]
     assert table.num_rows == metrics["click/examples"]
-    evaluate.main([f"run_dir={trained}", f"out={tmp_path / 'scored'}", "runtime.device=cpu"])
+    evaluate.main([f"run_dir={trained}", *options])
     again = pq.read_table(tmp_path / "scored" / "predictions")
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
@@ -160,13 +162,13 @@ def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_compare_writes_a_report(tmp_path: Path) -> None:
-    options = ["--seeds", "0", "1", "--budget", "100", "--out", "report"]
+    options = ["runtime.device=cpu", "--seeds", "0", "1", "--budget", "100", "--out", str(tmp_path / "report")]
     quantise = ["runtime.steps=3", "model.dim=32", "model.interaction_hidden=[32]", "model.head_hidden=[32]"]
-    run(torchrun(2, "-m", "train.compare", *TINY, *quantise, *options), cwd=tmp_path)
+    run_ranks(compare.main, 2, [*TINY, *quantise, *options])
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]
     with pytest.raises(ValueError, match="holds another comparison"):
-        compare.main([*TINY, "model.dim=64", *options[:-1], str(tmp_path / "report")])
+        compare.main([*TINY, "model.dim=64", *options])
     for task in ("click", "like"):
         values = report["tasks"][task]
         assert [row["seed"] for row in values["per_seed"]] == [0, 1]

@@ -9,18 +9,17 @@ import pytest
 import torch
 from hydra.errors import ConfigCompositionException
 
-from tests.launching import ROOT, TINY, python, run, torchrun, train, train_here
+from tests.launching import ROOT, TINY, python, run, torchrun, train, train_here, train_ranks
 from train.tracking import read_metrics
 
 
-def test_both_spellings_run_from_any_directory(tmp_path: Path) -> None:
-    by_file = torchrun(1, str(ROOT / "train" / "main.py"), *TINY, "runtime.run_dir=by_file", "runtime.steps=2")
-    by_module = torchrun(1, "-m", "train.main", *TINY, "runtime.run_dir=by_module", "runtime.steps=2")
-    run(by_file, cwd=tmp_path)
-    run(by_module, cwd=tmp_path)
+def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:
+    command = [str(ROOT / "train" / "main.py"), *TINY, "runtime.run_dir=by_file", "runtime.steps=2"]
+    run(torchrun(1, *command), cwd=tmp_path)
+    train_here(tmp_path / "here", "runtime.steps=2")
     losses = [
         [record.values["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl") if record.split == "train"]
-        for name in ("by_file", "by_module")
+        for name in ("by_file", "here")
     ]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
@@ -137,7 +136,7 @@ def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
 
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
-    run(train(2, tmp_path / "run", *few), cwd=tmp_path)
+    train_ranks(2, tmp_path / "run", *few)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 2
 
 

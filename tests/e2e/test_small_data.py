@@ -1,4 +1,4 @@
-"""Tables that leave little to learn: what the training command does with them."""
+"""Tables that leave little to learn: what training on two ranks does with them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
-from tests.launching import ROOT, TINY, run, torchrun
+from tests.launching import TINY, train_ranks
 
 EVENTS = (
     "defaults: [events_schema, _self_]\nfiles: [events.csv]\nuser: user\ntime: time\nlabels: {click: click}\n"
@@ -20,8 +21,9 @@ def train_on(rows: list[str], folder: Path, *overrides: str) -> dict[str, dict[s
     (folder / "conf" / "data").mkdir(parents=True)
     (folder / "conf" / "data" / "mine.yaml").write_text(EVENTS)
     (folder / "events.csv").write_text("\n".join(["user,time,item,click", *rows, ""]))
-    command = [str(ROOT / "train" / "main.py"), "--config-dir", "conf", "data=mine", *SMALL, "data.num_workers=0"]
-    run(torchrun(2, *command, "runtime.run_dir=run", *overrides), cwd=folder)
+    found = [f"hydra.searchpath=[file://{folder}/conf]", "data=mine", f"data.root='{folder}'"]
+    kept = [f"data.cache_dir='{folder}/cache'", "data.num_workers=0"]
+    train_ranks(2, folder / "run", *overrides, base=[*found, *SMALL, *kept])
     return json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -36,7 +38,9 @@ def test_all_labels_positive(tmp_path: Path) -> None:
 
 def test_early_stopping_needs_validations(tmp_path: Path) -> None:
     rows = [f"u{i % 5},{1000 + 100 * i},m{i % 7},{i % 2}" for i in range(60)]
-    with pytest.raises(AssertionError, match=r"early_stop=1 needs validations and the validation split is empty"):
+    with pytest.raises(
+        ProcessRaisedException, match="early_stop=1 needs validations and the validation split is empty"
+    ):
         train_on(rows, tmp_path, "data.split=[0.8,0,0.2]", "runtime.early_stop=1")
 
 

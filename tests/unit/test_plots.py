@@ -116,8 +116,9 @@ def test_arms_of_other_steps_are_refused(tmp_path):
 
 
 def test_a_run_without_anything_to_show_still_gets_its_plots(tmp_path):
-    nothing = ScoreHistogram(torch.zeros(16).double(), torch.zeros(16).double())
-    paths = plot_run([], {"click": nothing}, tmp_path / "plots")
+    none, some = torch.zeros(16).double(), torch.ones(16).double()
+    unseen, all_positive = ScoreHistogram(none, none), ScoreHistogram(some, none)
+    paths = plot_run([], {"click": unseen, "like": all_positive}, tmp_path / "plots")
     assert [path.name for path in paths] == ["training.png", "calibration.png", "scores.png"]
     assert all(path.exists() for path in paths)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -9,13 +10,16 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+# Imported once, by the server that ranks are forked from: the imports take longer than most of what ranks do here.
+multiprocessing.set_forkserver_preload(["train.main"])
+
 
 def run_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """`function(*arguments)` in `ranks` processes that see torchrun's environment; a failure of one raises here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_enter, args=(function, ranks, port, arguments), nprocs=ranks)
+    mp.start_processes(_enter, args=(function, ranks, port, arguments), nprocs=ranks, start_method="forkserver")
 
 
 def _enter(rank: int, function: Callable[..., None], ranks: int, port: int, arguments: tuple[Any, ...]) -> None:

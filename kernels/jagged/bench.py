@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import jagged
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
-from kernels.jagged import bench_operators, bench_sweep
+from kernels.jagged import bench_operators, bench_pooling, bench_sweep
 
 # Rows, maximum length, mean over maximum, head dimension: histories of one event type up to all of them merged.
 GPU_SHAPES = [
@@ -45,7 +45,8 @@ def cases(device: torch.device) -> list[Case]:
         for rows, length, mean, dim in shapes
         for direction in ("fwd", "bwd")
     ]
-    return attention + bench_sweep.cases(device) + bench_operators.cases(device)
+    others = (bench_pooling, bench_sweep, bench_operators)
+    return attention + [case for part in others for case in part.cases(device)]
 
 
 def lengths_of(rows: int, maximum: int, mean: float, device: torch.device) -> Tensor:

@@ -65,34 +65,34 @@ class CandidateRows:
             raise ValueError(f"x has {x.shape[0]} rows and the offsets have {self.offsets.shape[0] - 1}")
         return _Expand.apply(x, self.owner, self.offsets)
 
-    def add(self, x: Tensor, shared: Tensor) -> Tensor:
-        """x [C, ...] plus, for each candidate, its row of shared [rows, ...], which is not copied to do so."""
-        return self._combine(x, shared, "add")
+    def add(self, x: Tensor, request: Tensor) -> Tensor:
+        """x [C, ...] plus, for each candidate, its row of request [rows, ...], which is not copied to do so."""
+        return self._combine(x, request, "add")
 
-    def multiply(self, x: Tensor, shared: Tensor) -> Tensor:
-        """x [C, ...] times, for each candidate, its row of shared [rows, ...], which is not copied to do so."""
-        return self._combine(x, shared, "mul")
+    def multiply(self, x: Tensor, request: Tensor) -> Tensor:
+        """x [C, ...] times, for each candidate, its row of request [rows, ...], which is not copied to do so."""
+        return self._combine(x, request, "mul")
 
-    def _combine(self, x: Tensor, shared: Tensor, op: str) -> Tensor:
-        dtype = torch.promote_types(x.dtype, shared.dtype)
-        return jagged_dense_elementwise(x.to(dtype), self.offsets, shared.to(dtype), op)
+    def _combine(self, x: Tensor, request: Tensor, op: str) -> Tensor:
+        dtype = torch.promote_types(x.dtype, request.dtype)
+        return jagged_dense_elementwise(x.to(dtype), self.offsets, request.to(dtype), op)
 
 
 torch.export.register_dataclass(CandidateRows)  # a layer that takes them can be exported by itself
 
 
-def shared_part(
-    expected: int, shared: Tensor | None, rows: CandidateRows | None, name: str
+def request_part(
+    expected: int, request: Tensor | None, rows: CandidateRows | None, name: str
 ) -> tuple[Tensor, CandidateRows] | None:
     """What a layer that was built for `expected` tokens or features of a request, `name`, is given of them.
 
     ValueError if it was built for none and gets some, or gets none, or gets them without their rows.
     """
-    if shared is None and not expected:
+    if request is None and not expected:
         return None
-    if shared is None or shared.dim() < 2 or shared.shape[1] != expected:
-        given = "none" if shared is None else f"a tensor {list(shared.shape)}"
+    if request is None or request.dim() < 2 or request.shape[1] != expected:
+        given = "none" if request is None else f"a tensor {list(request.shape)}"
         raise ValueError(f"the layer was built for {expected} {name} of a request, got {given}")
     if rows is None:
         raise ValueError(f"{name} of a request come with rows=CandidateRows.of_offsets(offsets, num_candidates)")
-    return shared, rows
+    return request, rows

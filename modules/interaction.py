@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm
 from kernels.offsets import scaled_offsets
-from modules.broadcast import CandidateRows, shared_part
+from modules.broadcast import CandidateRows, request_part
 from modules.maxima import check_maximum
 from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
@@ -45,26 +45,26 @@ class DotInteraction(nn.Module):
         gram = torch.bmm(tokens, tokens.mT).flatten(1)
         return gram.index_select(1, self.pairs) * self.scale
 
-    def across(self, tokens: Tensor, shared: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
+    def across(self, tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
         """`products_across`, multiplied by `scale`."""
-        return products_across(tokens, shared, rows, max_candidates) * self.scale
+        return products_across(tokens, request, rows, max_candidates) * self.scale
 
     def flops(self, dim: int) -> float:
         """Per candidate; the whole symmetric product is what runs."""
         return 2 * self.num_tokens**2 * dim
 
 
-def products_across(tokens: Tensor, shared: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
+def products_across(tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
     """Inner products of each token of a candidate with each of its request: [C, n, d], [R, m, d] -> [C, n m].
 
     `max_candidates` is a constant that no request exceeds.
     """
-    num_tokens, num_shared = tokens.shape[1], shared.shape[1]
+    num_tokens, num_request = tokens.shape[1], request.shape[1]
     check_maximum(rows.offsets, max_candidates, "max_candidates")
     # All tokens of a request's candidates are rows of one product with its tokens.
     offsets = scaled_offsets(rows.offsets, num_tokens)
-    products = jagged_dense_bmm(tokens.flatten(0, 1), offsets, shared.mT, max_candidates * num_tokens)
-    return products.view(-1, num_tokens * num_shared)
+    products = jagged_dense_bmm(tokens.flatten(0, 1), offsets, request.mT, max_candidates * num_tokens)
+    return products.view(-1, num_tokens * num_request)
 
 
 class CrossNet(nn.Module):
@@ -89,60 +89,60 @@ class DHENLayer(nn.Module):
     Chosen here: the ensemble is a sum; inner products go through an MLP with `hidden` layers to n x d; DCN is one
     cross layer; the norm is over the width of each token. Its place after the sum is DHEN's own.
 
-    The first `num_shared` tokens may be a request's, the same for all its candidates. They are given at the request's
-    rows and never copied to candidates: products of them alone run at requests, and a request has at most
-    `max_candidates` of them. The result has all tokens for every candidate.
+    The first `num_request` of n = num_request + num_candidate tokens are a request's, the same for all its candidates.
+    They are given at the request's rows and never copied to candidates: products of them alone run at requests, and a
+    request has at most `max_candidates` of them. The result has all tokens for every candidate.
     """
 
     def __init__(
         self,
-        num_tokens: int,
+        num_candidate: int,
         dim: int,
         *,
         rank: int,
         hidden: Sequence[int],
         dropout: float,
-        num_shared: int = 0,
+        num_request: int = 0,
         max_candidates: int = 1,
     ) -> None:
         super().__init__()
-        num_own = num_tokens - num_shared
+        num_tokens = num_candidate + num_request
         # Tokens come normalised, so this keeps inner products at unit variance whatever the width.
-        self.dot = DotInteraction(num_own, scale=dim**-0.5)
-        self.shared_dot = DotInteraction(num_shared, scale=dim**-0.5) if num_shared else None
-        num_shared_pairs = self.shared_dot.num_pairs if self.shared_dot is not None else 0
-        num_pairs = self.dot.num_pairs + num_own * num_shared
+        self.dot = DotInteraction(num_candidate, scale=dim**-0.5)
+        self.shared_dot = DotInteraction(num_request, scale=dim**-0.5) if num_request else None
+        num_request_pairs = self.shared_dot.num_pairs if self.shared_dot is not None else 0
+        num_pairs = self.dot.num_pairs + num_candidate * num_request
         widths = [*hidden, num_tokens * dim]
-        self.dot_hidden = SharedLinear(num_pairs, num_shared_pairs, widths[0])
+        self.dot_hidden = SharedLinear(num_pairs, num_request_pairs, widths[0])
         layers = [nn.SiLU(), nn.Dropout(dropout), MLP(hidden[0], hidden[1:], widths[-1], dropout)] if hidden else []
         self.dot_output = nn.Sequential(*layers)
-        self.down = SharedLinear(num_own * dim, num_shared * dim, rank, bias=False)
+        self.down = SharedLinear(num_candidate * dim, num_request * dim, rank, bias=False)
         self.up = nn.Linear(rank, num_tokens * dim)
-        self.num_shared = num_shared
+        self.num_request = num_request
         self.max_candidates = max_candidates
         self.dim = dim
 
-    def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
-        """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
-        given = shared_part(self.num_shared, shared, rows, "tokens")
-        pairs, shared_pairs = self.dot(own), None
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
+        given = request_part(self.num_request, request, rows, "tokens")
+        pairs, request_pairs = self.dot(candidate), None
         if self.shared_dot is not None and given is not None:
-            shared, rows = given
-            pairs = torch.cat([pairs, self.dot.across(own, shared, rows, self.max_candidates)], dim=1)
-            shared_pairs = self.shared_dot(shared)
-        # A lone shared token has no pairs with itself.
-        dot = self.dot_output(self.dot_hidden(pairs, shared_pairs if self.dot_hidden.shared else None, rows))
-        crossed = self.up(self.down(own.flatten(1), None if shared is None else shared.flatten(1), rows))
+            request, rows = given
+            pairs = torch.cat([pairs, self.dot.across(candidate, request, rows, self.max_candidates)], dim=1)
+            request_pairs = self.shared_dot(request)
+        # A lone token of a request has no pairs with itself.
+        dot = self.dot_output(self.dot_hidden(pairs, request_pairs if self.dot_hidden.shared else None, rows))
+        crossed = self.up(self.down(candidate.flatten(1), None if request is None else request.flatten(1), rows))
         # DCN(X) + X is X * U V X + 2 X, with the bias of U in crossed.
-        split = self.num_shared * self.dim
-        mixed = own.flatten(1) * (crossed[:, split:] + 2)
-        if shared is not None and rows is not None:
-            mixed = torch.cat([rows.multiply(crossed[:, :split] + 2, shared.flatten(1)), mixed], dim=1)
+        split = self.num_request * self.dim
+        mixed = candidate.flatten(1) * (crossed[:, split:] + 2)
+        if request is not None and rows is not None:
+            mixed = torch.cat([rows.multiply(crossed[:, :split] + 2, request.flatten(1)), mixed], dim=1)
         return rms_norm((mixed + dot).unflatten(1, (-1, self.dim)))
 
     def flops(self, num_candidates: float, num_requests: float) -> float:
-        num_own = self.dot.num_tokens
-        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_own * self.num_shared * self.dim)
+        num_candidate = self.dot.num_tokens
+        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_candidate * self.num_request * self.dim)
         if self.shared_dot is not None:
             flops += num_requests * self.shared_dot.flops(self.dim)
         flops += self.dot_hidden.flops(num_candidates, num_requests) + self.down.flops(num_candidates, num_requests)

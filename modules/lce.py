@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.ikbo import linear_compression
-from modules.broadcast import CandidateRows, shared_part
+from modules.broadcast import CandidateRows, request_part
 from modules.mlp import linear_flops
 
 
@@ -32,12 +32,12 @@ class LCE(nn.Module):
         """candidate [C, num_candidate, d], request [R, num_request, d] with its rows -> [C, num_out, d]."""
         # A layer with a precision recipe of its own multiplies by itself.
         plain = all(type(layer) is nn.Linear for layer in self.children())
-        shared = shared_part(0 if self.request is None else self.request.in_features, request, rows, "tokens")
-        if self.request is None or shared is None:
+        given = request_part(0 if self.request is None else self.request.in_features, request, rows, "tokens")
+        if self.request is None or given is None:
             if plain:
                 return linear_compression(candidate, [], self.candidate.weight, [], [])
             return self.candidate(candidate.mT).mT
-        request, rows = shared
+        request, rows = given
         if plain:
             return linear_compression(candidate, request, self.candidate.weight, self.request.weight, rows.offsets)
         return (self.candidate(candidate.mT) + rows.expand(self.request(request.mT))).mT

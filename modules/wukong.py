@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from modules.broadcast import CandidateRows, shared_part
+from modules.broadcast import CandidateRows, request_part
 from modules.interaction import products_across
 from modules.lce import LCE
 from modules.mlp import MLP, linear_flops
@@ -26,15 +26,15 @@ class WukongLayer(nn.Module):
     everywhere here; LCB and mixtures have no bias. Y starts with the scale of a linear layer over n tokens: unit
     variance, as in other implementations, would make products grow with n.
 
-    The first `num_shared` tokens may be a request's, the same for all its candidates, given at the request's rows.
-    Every product that mixes tokens (Y^T X, LCB, Res) then runs its part of them at those rows, and the products of a
-    candidate with its request's tokens are one jagged product: nothing of a request is copied. A request has at most
-    `max_candidates` of them. The result has all tokens for every candidate.
+    The first `num_request` of n = num_request + num_candidate tokens are a request's, the same for all its candidates,
+    given at the request's rows. Every product that mixes tokens (Y^T X, LCB, Res) then runs its part of them at those
+    rows, and the products of a candidate with its request's tokens are one jagged product: nothing of a request is
+    copied. A request has at most `max_candidates` of them. The result has all tokens for every candidate.
     """
 
     def __init__(
         self,
-        num_tokens: int,
+        num_candidate: int,
         dim: int,
         *,
         num_fmb: int,
@@ -42,40 +42,40 @@ class WukongLayer(nn.Module):
         rank: int,
         hidden: Sequence[int],
         dropout: float,
-        num_shared: int = 0,
+        num_request: int = 0,
         max_candidates: int = 1,
     ) -> None:
         super().__init__()
-        num_own = num_tokens - num_shared
-        self.project = LCE(num_own, rank, num_shared)
+        num_tokens = num_candidate + num_request
+        self.project = LCE(num_candidate, rank, num_request)
         self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
-        self.lcb = LCE(num_own, num_lcb, num_shared)
+        self.lcb = LCE(num_candidate, num_lcb, num_request)
         keeps = num_tokens == num_fmb + num_lcb
-        self.residual = None if keeps else LCE(num_own, num_fmb + num_lcb, num_shared)
+        self.residual = None if keeps else LCE(num_candidate, num_fmb + num_lcb, num_request)
         self.num_tokens = num_tokens
-        self.num_shared = num_shared
+        self.num_request = num_request
         self.rank = rank
         self.max_candidates = max_candidates
         self.dim = dim
 
-    def forward(self, own: Tensor, shared: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
-        """own [C, n - num_shared, d] and, if built for them, shared [R, num_shared, d] with its rows."""
-        given = shared_part(self.num_shared, shared, rows, "tokens")
-        projected = self.project(own, shared, rows)
-        products = torch.bmm(own, projected.mT)
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
+        given = request_part(self.num_request, request, rows, "tokens")
+        projected = self.project(candidate, request, rows)
+        products = torch.bmm(candidate, projected.mT)
         if given is not None:
-            shared, rows = given
-            across = products_across(projected, shared, rows, self.max_candidates).unflatten(1, (-1, self.num_shared))
+            request, rows = given
+            across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
             products = torch.cat([across.mT, products], dim=1)
         machine = self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5)).unflatten(1, (-1, self.dim))
-        mixed = torch.cat([machine, self.lcb(own, shared, rows)], dim=1)
+        mixed = torch.cat([machine, self.lcb(candidate, request, rows)], dim=1)
         if self.residual is not None:
-            return rms_norm(mixed + self.residual(own, shared, rows))
+            return rms_norm(mixed + self.residual(candidate, request, rows))
         if given is None:
-            return rms_norm(mixed + own)
-        shared, rows = given
-        of_shared, of_own = mixed.split([self.num_shared, own.shape[1]], dim=1)
-        return rms_norm(torch.cat([rows.add(of_shared, shared), of_own + own], dim=1))
+            return rms_norm(mixed + candidate)
+        request, rows = given
+        of_request, of_candidate = mixed.split([self.num_request, candidate.shape[1]], dim=1)
+        return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
     def flops(self, num_candidates: float, num_requests: float) -> float:
         mixtures = [self.project, self.lcb, *([] if self.residual is None else [self.residual])]

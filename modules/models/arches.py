@@ -132,17 +132,17 @@ class SequenceSummary(nn.Module):
 class InteractionArch(nn.Module):
     """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
-    `interaction` is a stack of DHEN layers or of Wukong layers. S_sum's `num_shared` first tokens are at request rows,
-    and so are the `num_request` first tokens of X in the first layer, where X still is what was looked up. They enter
-    the first layer of the stack as shared tokens, before all others.
+    `interaction` is a stack of DHEN layers or of Wukong layers. S_sum's `num_request_summary` first tokens are at
+    request rows, and so are the `num_request` first tokens of X in the first layer, where X still is what was looked
+    up. They enter the first layer of the stack as a request's tokens, before all others.
     """
 
     def __init__(
         self,
-        num_own: int,
+        num_candidate: int,
         num_request: int,
         num_summary: int,
-        num_shared: int,
+        num_request_summary: int,
         dim: int,
         *,
         max_candidates: int,
@@ -157,18 +157,20 @@ class InteractionArch(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        num_tokens = num_request + num_own
+        num_tokens = num_request + num_candidate
         mixed = num_tokens + num_summary
         common: dict[str, Any] = {"hidden": interaction_hidden, "dropout": dropout}
-        shared: dict[str, Any] = {"num_shared": num_shared + num_request, "max_candidates": max_candidates}
+        num_given = num_request_summary + num_request  # of a request, to the first layer
+        first: dict[str, Any] = {"num_request": num_given, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
         for index in range(dhen_layers if interaction == "dhen" else wukong_layers):
-            options = common | ({} if index else shared)
+            options = common | ({} if index else first)
+            own = mixed if index else mixed - num_given
             if interaction == "dhen":
-                layers.append(DHENLayer(mixed, dim, rank=dcn_rank, **options))
+                layers.append(DHENLayer(own, dim, rank=dcn_rank, **options))
             else:
                 widths: dict[str, Any] = {"num_fmb": wukong_fmb, "num_lcb": wukong_lcb, "rank": wukong_rank}
-                layers.append(WukongLayer(mixed, dim, **widths, **options))
+                layers.append(WukongLayer(own, dim, **widths, **options))
                 mixed = wukong_fmb + wukong_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
         self.interaction = interaction
@@ -182,21 +184,22 @@ class InteractionArch(nn.Module):
         return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
     def forward(
-        self, own: Tensor, request: Tensor | None, summary: tuple[Tensor, Tensor], rows: CandidateRows
+        self, candidate: Tensor, request: Tensor | None, summary: tuple[Tensor, Tensor], rows: CandidateRows
     ) -> Tensor:
-        """own [C, num_own, d], request [rows, num_request, d] if there are any -> [C, num_request + num_own, d]."""
-        shared, pooled = summary
+        """candidate [C, num_candidate, d], request [rows, num_request, d] if there are any
+        -> [C, num_request + num_candidate, d]."""
+        given, pooled = summary
         if request is not None:
-            shared = torch.cat([shared, rms_norm(request)], dim=1)
+            given = torch.cat([given, rms_norm(request)], dim=1)
         first, *rest = self.stack
-        mixed = first(torch.cat([rms_norm(own), pooled], dim=1), shared, rows)
+        mixed = first(torch.cat([rms_norm(candidate), pooled], dim=1), given, rows)
         for layer in rest:
             mixed = layer(mixed)
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))
         if request is None:
-            return own + change
+            return candidate + change
         num_request = request.shape[1]
-        return torch.cat([rows.add(change[:, :num_request], request), own + change[:, num_request:]], dim=1)
+        return torch.cat([rows.add(change[:, :num_request], request), candidate + change[:, num_request:]], dim=1)
 
     def flops(self, num_candidates: float, rows: float) -> float:
         mixing = sum(layer.flops(num_candidates, rows) for layer in self.stack)

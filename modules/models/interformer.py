@@ -153,9 +153,9 @@ class InterFormer(nn.Module):
                 max_length=max_length,
             )
 
-        def meeting(num_own: int, num_request: int = 0) -> InteractionArch:
+        def meeting(num_candidate: int, num_request: int = 0) -> InteractionArch:
             return InteractionArch(
-                num_own,
+                num_candidate,
                 num_request,
                 num_summary,
                 num_cls + num_recent,
@@ -203,8 +203,8 @@ class InterFormer(nn.Module):
         self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = summary(num_tokens)
         self.head_cross = cross(num_tokens)
-        num_shared = (num_cls + num_recent) * dim
-        self.heads = TaskHeads((num_cls + num_pma) * dim, head_hidden, len(spec.tasks), dropout, num_shared)
+        of_request = (num_cls + num_recent) * dim
+        self.heads = TaskHeads((num_cls + num_pma) * dim, head_hidden, len(spec.tasks), dropout, of_request)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""

@@ -59,8 +59,8 @@ def self_attention() -> GDPASelfAttention:
 
 
 def interaction(kind: type[nn.Module], **options: Any) -> OverRequests:
-    shared = {"rank": 4, "hidden": [8], "dropout": 0.0, "num_shared": 4, "max_candidates": 3}
-    return OverRequests(lambda: kind(6, DIM, **shared, **options))
+    shared = {"rank": 4, "hidden": [8], "dropout": 0.0, "num_request": 4, "max_candidates": 3}
+    return OverRequests(lambda: kind(2, DIM, **shared, **options))
 
 
 def tokens(*shape: int) -> Tensor:

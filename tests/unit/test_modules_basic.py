@@ -159,8 +159,8 @@ def test_what_a_request_shares_is_neither_ignored_nor_missing():
     rows, options = CandidateRows.of_offsets(torch.tensor([0, 2, 3]), 3), {"rank": 2, "hidden": [4], "dropout": 0.0}
     layers = [
         lambda num: LCE(2, 3, num),
-        lambda num: DHENLayer(2 + num, 4, num_shared=num, **options),
-        lambda num: WukongLayer(2 + num, 4, num_fmb=2, num_lcb=1, num_shared=num, **options),
+        lambda num: DHENLayer(2, 4, num_request=num, **options),
+        lambda num: WukongLayer(2, 4, num_fmb=2, num_lcb=1, num_request=num, **options),
     ]
     own = torch.randn(3, 2, 4)
     for make in layers:

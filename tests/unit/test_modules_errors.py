@@ -30,7 +30,7 @@ def target(kind: type[torch.nn.Module], candidates: int = 3, length: int = 5, qu
 
 
 def interaction(kind: type[torch.nn.Module], num_own: int, **options: int) -> object:
-    layer = kind(6, DIM, rank=2, hidden=[4], dropout=0.0, num_shared=4, **options)
+    layer = kind(2, DIM, rank=2, hidden=[4], dropout=0.0, num_request=4, **options)
     return layer(tokens(5, num_own), tokens(2, 4), CandidateRows.of_offsets(CANDIDATES, 5))
 
 

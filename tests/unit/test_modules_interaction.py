@@ -60,7 +60,7 @@ def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared:
     torch.manual_seed(0)
     num_own, dim = 2, 4
     options = {"rank": 2, "hidden": hidden, "dropout": 0.0}
-    layer = DHENLayer(num_shared + num_own, dim, num_shared=num_shared, max_candidates=3, **options).double()
+    layer = DHENLayer(num_own, dim, num_request=num_shared, max_candidates=3, **options).double()
     whole = DHENLayer(num_shared + num_own, dim, **options).double()
     with torch.no_grad():
         # The same maps in the order of one set of tokens: shared ones first, pairs i < j row by row.
@@ -87,9 +87,9 @@ def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared:
         torch.testing.assert_close(a, b)
 
 
-def wukong(num_tokens: int, num_shared: int, num_out: int) -> WukongLayer:
+def wukong(num_candidate: int, num_request: int, num_out: int) -> WukongLayer:
     options = {"num_fmb": 2, "num_lcb": num_out - 2, "rank": 3, "hidden": [6], "dropout": 0.0, "max_candidates": 3}
-    return WukongLayer(num_tokens, 4, num_shared=num_shared, **options).double()
+    return WukongLayer(num_candidate, 4, num_request=num_request, **options).double()
 
 
 @pytest.mark.parametrize("num_out", [5, 7])
@@ -109,7 +109,7 @@ def test_wukong_layer_is_machine_and_compression_plus_residual(num_out: int):
 @pytest.mark.parametrize("num_out", [5, 7])
 def test_shared_tokens_of_a_wukong_layer_are_tokens_of_every_candidate(num_out: int):
     torch.manual_seed(0)
-    layer, whole = wukong(5, 3, num_out), wukong(5, 0, num_out)
+    layer, whole = wukong(2, 3, num_out), wukong(5, 0, num_out)
     whole.fmb.load_state_dict(layer.fmb.state_dict())
     mixtures = ["project", "lcb", *(["residual"] if num_out == 7 else [])]
     with torch.no_grad():

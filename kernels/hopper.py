@@ -76,3 +76,14 @@ def take_turn(C: gl.constexpr):
 def pass_turn(C: gl.constexpr):
     """Warpgroup C passes the turn on, without waiting for the other one."""
     gl.inline_asm_elementwise(_at_turn_barrier("arrive", 1 - C), "=r,r", [_threads()], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_next_start():
+    """Let a kernel that was launched with `launch_pdl` start where this one leaves room, once all its programs run.
+
+    It must not touch what this one writes, and its end must wait for this one's, for kernels after it.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1
+    )

@@ -56,6 +56,7 @@ def tile_schedule(
     window: tuple[int, int] = (-1, -1),
     max_main: int | None = None,
     span: int | None = None,
+    short: int = 0,
 ) -> Tensor:
     """int32 [1 + capacity, COLUMNS]: element [0, 0] is the number of tiles, tile t is row 1 + t.
 
@@ -64,11 +65,12 @@ def tile_schedule(
     unlimited; a causal attention has right = 0, and its transpose left = 0. A tile that sees nothing is listed too,
     with 0 blocks, because its output has to be written. Under a window lengths above `max_other` are sorted as if they
     were equal, and with `max_main` given a row longer than that or than `max_other` is a device assertion. Without one,
-    MAIN_COUNT counts up to `span` positions, those of neighbouring tiles too; without `span` those of the tile.
+    MAIN_COUNT counts up to `span` positions, those of neighbouring tiles too; without `span` those of the tile. Rows of
+    at most `short` positions on both sides are left out: another kernel takes them.
 
     Calls with the same offsets and equal numbers share one list, which nobody may write to.
     """
-    numbers = (main_total, max_other, block_main, block_other, window, max_main, span or block_main)
+    numbers = (main_total, max_other, block_main, block_other, window, max_main, span or block_main, short)
     return remembered(
         lambda: _tile_schedule(main_offsets, other_offsets, *numbers), ("tiles", *numbers), main_offsets, other_offsets
     )
@@ -84,6 +86,7 @@ def _tile_schedule(
     window: tuple[int, int],
     max_main: int | None,
     span: int,
+    short: int,
 ) -> Tensor:
     num_rows = main_offsets.shape[0] - 1
     capacity = main_total // block_main + min(num_rows, main_total)
@@ -94,7 +97,7 @@ def _tile_schedule(
     left, right = window
     if left < 0 and right < 0:
         rows = 1 if num_rows <= _FEW_ROWS else _ROWS_PER_PROGRAM
-        constants = (block_main, block_other, span, checked, rows, _ROWS_PER_SCAN, _TILES_PER_STEP)
+        constants = (block_main, block_other, span, checked, short, rows, _ROWS_PER_SCAN, _TILES_PER_STEP)
         _launch_whole_rows(
             (-(-num_rows // rows), 1, 1),
             (table.device, main_offsets.dtype, other_offsets.dtype, *aligned(main_offsets, other_offsets), *constants),
@@ -104,7 +107,7 @@ def _tile_schedule(
     max_blocks = -(-max_other // block_other)
     bin_width = -(-(max_blocks + 1) // _MAX_BINS)
     num_bins = max_blocks // bin_width + 1
-    constants = (block_main, block_other, left >= 0, right >= 0, checked)
+    constants = (block_main, block_other, left >= 0, right >= 0, checked, short)
     _launch_schedule(
         (num_bins, -(-num_rows // _ROWS_PER_PART), 1),
         (table.device, main_offsets.dtype, other_offsets.dtype, *aligned(main_offsets, other_offsets), *constants),
@@ -120,6 +123,15 @@ def _lengths(offsets, rows, num_rows):
     inside = rows < num_rows
     begin = tl.load(offsets + rows, inside, 0).to(tl.int32)
     return begin, tl.load(offsets + rows + 1, inside, 0).to(tl.int32) - begin
+
+
+@triton.jit
+def _tiles(main_length, other_length, BLOCK_MAIN: tl.constexpr, SHORT: tl.constexpr):
+    """How many tiles of a row are listed."""
+    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    if SHORT:
+        tiles = tl.where((main_length <= SHORT) & (other_length <= SHORT), 0, tiles)
+    return tiles
 
 
 @triton.jit
@@ -156,6 +168,7 @@ def _whole_rows_kernel(
     BLOCK_OTHER: tl.constexpr,
     SPAN: tl.constexpr,
     CHECKED: tl.constexpr,
+    SHORT: tl.constexpr,
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
     STEP: tl.constexpr,
@@ -178,7 +191,7 @@ def _whole_rows_kernel(
         rows = start + tl.arange(0, SCAN)
         _, lengths = _lengths(main_offsets, rows, num_rows)
         _, others = _lengths(other_offsets, rows, num_rows)
-        tiles = (lengths + BLOCK_MAIN - 1) // BLOCK_MAIN
+        tiles = _tiles(lengths, others, BLOCK_MAIN, SHORT)
         theirs = ((others + BLOCK_OTHER - 1) // BLOCK_OTHER)[None, :]
         earlier = (theirs > blocks[:, None]) | ((theirs == blocks[:, None]) & (rows[None, :] < own[:, None]))
         before += tl.where(earlier, tiles[None, :], 0)
@@ -186,7 +199,7 @@ def _whole_rows_kernel(
     if tl.program_id(0) == 0:
         tl.store(table, tl.sum(every))
     place = 1 + tl.sum(before, 1)
-    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    tiles = _tiles(main_length, other_length, BLOCK_MAIN, SHORT)
     for start in range(0, tl.max(tiles), STEP):
         number = start + tl.arange(0, STEP)[None, :]
         chosen = number < tiles[:, None]
@@ -218,6 +231,7 @@ def _schedule_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     CHECKED: tl.constexpr,
+    SHORT: tl.constexpr,
     SCAN: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -235,7 +249,7 @@ def _schedule_kernel(
         rows = start + tl.arange(0, SCAN)
         _, main_length = _lengths(main_offsets, rows, num_rows)
         _, other_length = _lengths(other_offsets, rows, num_rows)
-        tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+        tiles = _tiles(main_length, other_length, BLOCK_MAIN, SHORT)
         every += tiles
         for t in range(tl.max(tiles)):
             _, blocks = _blocks(
@@ -253,7 +267,7 @@ def _schedule_kernel(
     if CHECKED:
         fits = (main_length <= max_main) & (other_length <= max_other)
         tl.device_assert(fits, "a jagged row is longer than its maximum")
-    tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
+    tiles = _tiles(main_length, other_length, BLOCK_MAIN, SHORT)
     steps = tl.max(tiles)
     mine = tl.zeros([PART], tl.int32)
     for t in range(steps):

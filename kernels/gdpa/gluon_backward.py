@@ -21,14 +21,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.gdpa import triton_short
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_backward_consumer import differentiate
 from kernels.gdpa.gluon_backward_items import CONTROLS
 from kernels.gdpa.gluon_backward_loader import keep_order, load_tiles
+from kernels.hopper import let_next_start
 from kernels.jagged.attention_rows import wave_table
 from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_backward_steps import STAGES
 from kernels.jagged.gluon_descriptor import head_descriptor, lines_descriptor
+from kernels.jagged.triton_attention_launch import rows_of
 from kernels.launch import Launcher, processors
 from kernels.remember import remembered
 
@@ -74,11 +77,18 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    grad_out, q, k, v = rows_of(grad_out), rows_of(q), rows_of(k), rows_of(v)
+    tensors = (grad_out, q, k, v, dq, dk, dv)
+    rest = (q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
+    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    if max(max_q, max_k) <= short:
+        triton_short.backward(*tensors, *rest)
+        return dq, dk, dv
     left, right = min(window[0], 2**30), min(window[1], 2**30)
     together = 1 << (max(1, TOKENS_IN_FLIGHT // (QUERIES * num_heads)).bit_length() - 1)
     table = remembered(
-        lambda: wave_table(q_offsets, k_offsets, num_keys, together),
-        ("waves of keys", num_keys, together),
+        lambda: wave_table(q_offsets, k_offsets, num_keys, together, short),
+        ("waves of keys", num_keys, together, short),
         q_offsets,
         k_offsets,
     )
@@ -104,6 +114,8 @@ def backward(
         *inputs, sums_desc, table, flags, tiles, scratch,
         dq, dk, dv, float(score_scale), float(out_scale), left, right, *constants,
     )  # fmt: skip
+    if short:
+        triton_short.backward(*tensors, *rest, beside=True)
     return dq, dk, dv
 
 
@@ -115,6 +127,7 @@ def _backward_kernel(
     G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)

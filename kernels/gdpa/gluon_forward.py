@@ -17,11 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels import scheduling
+from kernels.gdpa import triton_short
 from kernels.gdpa.gluon_activations import head_kinds
 from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
+from kernels.hopper import let_next_start
 from kernels.jagged.gluon_attention import HEAD_DIMS
 from kernels.jagged.gluon_descriptor import head_descriptor
+from kernels.jagged.triton_attention_launch import rows_of
 from kernels.launch import Launcher, processors
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 
@@ -64,6 +67,12 @@ def forward(
     out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_()
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    rest = (q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
+    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    if max(max_q, max_k) <= short:
+        triton_short.forward(out, q, k, v, *rest)
+        return out
     left, right = min(window[0], 2**30), min(window[1], 2**30)
     most = processors(q.device)
     # Only rows that fit into shared memory gain from neighbouring tiles. Under a window these see different blocks, and
@@ -72,10 +81,12 @@ def forward(
     kept = max_k * (head_dim + value_dim) <= _IN_FLIGHT
     run = RUN if kept and left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
     schedule = scheduling.tile_schedule(
-        q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, (left, right), max_q
+        q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, (left, right), max_q, short=short
     )
     programs = min(most, (schedule.shape[0] - 1) * num_heads)
     launch(out, q, k, v, schedule, block_k, programs, run, activations, score_scale, out_scale, (left, right))
+    if short:
+        triton_short.forward(out, q, k, v, *rest, beside=True)
     return out
 
 
@@ -224,6 +235,7 @@ def _forward_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [4, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_desc.layout)

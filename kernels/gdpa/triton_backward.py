@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gdpa import triton_launch as launch
+from kernels.gdpa import triton_short
 from kernels.gdpa.triton_activations import kind_of, value_and_slope
 from kernels.jagged.triton_attention_tile import load_rows, locate, part_of_span, span, store_rows, tile_rows_of
 
@@ -98,10 +99,11 @@ def query_kernel(
     FAST: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
-    if first >= num_queries:
+    if (first >= num_queries) | (tl.maximum(num_queries, num_keys) <= SHORT):
         return
     stride_kn = tl.cast(stride_kn, tl.int64)
     stride_vn = tl.cast(stride_vn, tl.int64)
@@ -236,10 +238,11 @@ def key_kernel(
     FAST: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     key_head = tl.program_id(1).to(tl.int64)
     k_begin, num_keys, first, q_begin, num_queries = locate(tile_rows, k_offsets, q_offsets, tl.program_id(0), BLOCK_N)
-    if first >= num_keys:
+    if (first >= num_keys) | (tl.maximum(num_queries, num_keys) <= SHORT):
         return
     stride_qn = tl.cast(stride_qn, tl.int64)
     stride_gn = tl.cast(stride_gn, tl.int64)
@@ -310,17 +313,23 @@ def backward(
     grad, q, k, v = launch.rows_of(grad), launch.rows_of(q), launch.rows_of(k), launch.rows_of(v)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     scalars = (*launch.strides(grad, q, k, v), score_scale, out_scale, *launch.limits(window))
-    constants = launch.constants(q, k, v, activations, window)
-    if q.shape[0]:
+    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    long = max(max_q, max_k) > short
+    constants = launch.constants(q, k, v, activations, window) | {"SHORT": short}
+    if q.shape[0] and long:
         tile = launch.fit("query", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
         query_kernel[(rows.shape[0], q.shape[1])](
             grad, q, k, v, dq, q_offsets, k_offsets, rows, *scalars, **constants, **launch.tiling(tile)
         )
-    if k.shape[0]:
+    if k.shape[0] and long:
         tile = launch.fit("key", q, v)
         rows = tile_rows_of(k_offsets, k.shape[0], tile.n)
         key_kernel[(rows.shape[0], k.shape[1])](
             grad, q, k, v, dk, dv, q_offsets, k_offsets, rows, *scalars, **constants, **launch.tiling(tile)
+        )
+    if short:
+        triton_short.backward(
+            grad, q, k, v, dq, dk, dv, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window
         )
     return dq, dk, dv

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gdpa import triton_launch as launch
+from kernels.gdpa import triton_short
 from kernels.gdpa.triton_activations import kind_of, value_and_slope
 from kernels.jagged.triton_attention_tile import load_rows, locate, part_of_span, span, store_rows, tile_rows_of
 
@@ -90,10 +91,11 @@ def forward_kernel(
     FAST: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
-    if first >= num_queries:
+    if (first >= num_queries) | (tl.maximum(num_queries, num_keys) <= SHORT):
         return
     stride_kn = tl.cast(stride_kn, tl.int64)
     stride_vn = tl.cast(stride_vn, tl.int64)
@@ -153,7 +155,8 @@ def forward(
     """out [Nq, H, dv] like q; arguments as in `kernels.gdpa.operator`."""
     q, k, v = launch.rows_of(q), launch.rows_of(k), launch.rows_of(v)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    if q.shape[0]:
+    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    if q.shape[0] and max(max_q, max_k) > short:
         tile = launch.fit("forward", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
         forward_kernel[(rows.shape[0], q.shape[1])](
@@ -170,5 +173,10 @@ def forward(
             *launch.limits(window),
             **launch.constants(q, k, v, activations, window),
             **launch.tiling(tile),
+            SHORT=short,
+        )
+    if short:
+        triton_short.forward(
+            out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window
         )
     return out

@@ -50,30 +50,44 @@ def _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr):
 
 
 @triton.jit
-def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr):
-    """What rows are sorted by: those without queries or keys still have outputs to write; padding comes behind them."""
+def _key_tiles(q_length, k_length, SHORT: tl.constexpr):
+    """None of a row that is left out."""
+    tiles = _tiles(k_length, KEY_TILE)
+    if SHORT:
+        tiles = tl.where((q_length <= SHORT) & (k_length <= SHORT), 0, tiles)
+    return tiles
+
+
+@triton.jit
+def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr, SHORT: tl.constexpr):
+    """What rows are sorted by: those without queries or keys still have outputs to write; behind them come those that
+    are left out, and padding."""
     q, k = _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
-    return tl.where(rows < num_rows, (q.to(tl.int64) + TILE) * (k.to(tl.int64) + TILE), -1)
+    work = (q.to(tl.int64) + TILE) * (k.to(tl.int64) + TILE)
+    if SHORT:
+        work = tl.where((q <= SHORT) & (k <= SHORT), 0, work)
+    return tl.where(rows < num_rows, work, -1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_table_kernel(
-    q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, RUNS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr
-):
+    q_offsets_ptr, k_offsets_ptr, table_ptr, num_rows, RUNS: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
+    own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS, SHORT)
     rank = tl.zeros([BLOCK], tl.int32)
     q_before = tl.zeros([BLOCK], tl.int32)
     k_before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_rows, OTHERS):
         others = start + tl.arange(0, OTHERS)
-        work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS)
+        work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS, SHORT)
         before = (work[None, :] > own[:, None]) | ((work[None, :] == own[:, None]) & (others[None, :] < rows[:, None]))
         rank += tl.sum(before.to(tl.int32), 1)
         q_length, k_length = _lengths(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS)
         if RUNS == 1:
             q_before += tl.sum(tl.where(before, _tiles(q_length, TILE)[None, :], 0), 1)
-        k_before += tl.sum(tl.where(before, _tiles(k_length, KEY_TILE)[None, :], 0), 1)
+        k_before += tl.sum(tl.where(before, _key_tiles(q_length, k_length, SHORT)[None, :], 0), 1)
     inside = rows < num_rows
     k_start = tl.load(k_offsets_ptr + rows, inside, 0).to(tl.int32)
     k_end = tl.load(k_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
@@ -92,19 +106,19 @@ def _row_table_kernel(
         tl.store(entry + K_TILES_BEFORE, k_before, inside)
 
 
-def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1) -> Tensor:
+def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 0) -> Tensor:
     """int32 [B * runs, COLUMNS] without NUMBER: the rows with the most scores first, ties in their own order.
 
     q_offsets are [runs * (B + 1)], those of each run of queries of all rows in turn. Row r has an entry for each of its
-    runs; Q_TILES_BEFORE is there if that is one. Ranks come from comparing all pairs of rows, which spares the many
-    launches of a sort.
+    runs; Q_TILES_BEFORE is there if that is one. Rows of at most `short` queries and keys come last. Ranks come from
+    comparing all pairs of rows, which spares the many launches of a sort.
     """
     num_rows = k_offsets.shape[0] - 1
     table = torch.empty(num_rows * runs, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
     block = 16
-    key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets), runs)
+    key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets), runs, short)
     grid = (-(-num_rows // block), 1, 1)
-    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, block, 256)
+    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, short, block, 256)
     return table
 
 
@@ -153,7 +167,7 @@ def _tile_table_kernel(rows_ptr, table_ptr, num_rows, RUNS: tl.constexpr, MEMBER
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr):
+def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr, SHORT: tl.constexpr):
     row = tl.program_id(0)
     entry = rows_ptr + row * COLUMNS
     q_start = tl.load(entry + Q_START)
@@ -163,13 +177,14 @@ def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr):
     first_tile = tl.load(entry + FIRST_TILE)
     wave = tl.load(entry + Q_TILES_BEFORE) // TOGETHER
     k_before = tl.load(entry + K_TILES_BEFORE)
-    own_tiles = _tiles(k_length, KEY_TILE)
+    own_tiles = _key_tiles(q_length, k_length, SHORT)
     # A row has a tile of queries at least, so that its wave is among its neighbours.
     others = row - TOGETHER + tl.arange(0, 2 * TOGETHER)
     inside = (others >= 0) & (others < num_rows)
     member = inside & (tl.load(rows_ptr + others * COLUMNS + Q_TILES_BEFORE, inside, 0) // TOGETHER == wave)
+    q_lengths = tl.load(rows_ptr + others * COLUMNS + Q_LENGTH, member, 0)
     k_lengths = tl.load(rows_ptr + others * COLUMNS + K_LENGTH, member, 0)
-    tiles = tl.where(member, _tiles(k_lengths, KEY_TILE), 0)
+    tiles = tl.where(member, _key_tiles(q_lengths, k_lengths, SHORT), 0)
     earlier = others < row
     place = 1 + k_before - tl.sum(tl.where(earlier, tiles, 0))
     for j in range(own_tiles):
@@ -179,15 +194,16 @@ def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr):
         tl.store(table_ptr, k_before + own_tiles)
 
 
-def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: int) -> Tensor:
-    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries.
+def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: int, short: int = 0) -> Tensor:
+    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries, and
+    those of at most `short` queries and keys are left out: another kernel takes them.
 
     Tile j of a row waits for what its tile j - 1 does step by step, so that of short rows more have to be under way.
     """
-    rows = row_table(q_offsets, k_offsets)
+    rows = row_table(q_offsets, k_offsets, short=short)
     num_rows = rows.shape[0]
     table = _empty_tiles(rows, num_rows, num_keys)
-    _launch_wave_table((num_rows, 1, 1), (rows.device, together), rows, table, num_rows, together)
+    _launch_wave_table((num_rows, 1, 1), (rows.device, together, short), rows, table, num_rows, together, short)
     return table
 
 

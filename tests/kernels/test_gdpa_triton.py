@@ -118,7 +118,7 @@ def compiled(
     return compile_ahead(
         function,
         signature,
-        triton_launch.constants(example, example, example, names, window) | tile,
+        triton_launch.constants(example, example, example, names, window) | tile | {"SHORT": 64},
         target=target,
         divisible_by_16=[name for name in signature if name.startswith("stride")],
         **options,

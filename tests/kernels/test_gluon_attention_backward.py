@@ -67,7 +67,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     table = compile_ahead(
         attention_rows._row_table_kernel,
         {"q_offsets_ptr": offsets, "k_offsets_ptr": offsets, "table_ptr": "*i32", "num_rows": "i32"},
-        {"RUNS": 2, "BLOCK": 16, "OTHERS": 256},
+        {"RUNS": 2, "SHORT": 64, "BLOCK": 16, "OTHERS": 256},
         target=target,
     )
     pointers = {"out_ptr": "*bf16", "grad_ptr": "*bf16", "lse_ptr": "*fp32", "offsets_ptr": offsets}
@@ -88,7 +88,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     waves = compile_ahead(
         attention_rows._wave_table_kernel,
         {"rows_ptr": "*i32", "table_ptr": "*i32", "num_rows": "i32"},
-        {"TOGETHER": 128},
+        {"TOGETHER": 128, "SHORT": 64},
         target=target,
     )
     assert table.spill_bytes == tiles.spill_bytes == waves.spill_bytes == statistics.spill_bytes == 0
@@ -141,17 +141,20 @@ def test_key_tiles_name_all_runs_of_queries_of_their_row(monkeypatch: pytest.Mon
     assert [entry[:7] for entry in table[1 : 1 + len(expected)]] == expected
 
 
+@pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.parametrize("together", [2, 16])
 def test_key_tiles_come_in_order_a_few_tiles_of_queries_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, together: int
+    monkeypatch: pytest.MonkeyPatch, together: int, short: int
 ) -> None:
     interpret(monkeypatch, attention_rows)
-    q_lengths, k_lengths = [10, 0, 300, 64, 7, 700, 1], [300, 5, 128, 0, 129, 2, 600]
+    # The second and the fourth are short. By its scores the last comes behind them.
+    q_lengths, k_lengths = [10, 0, 300, 64, 7, 700, 1, 0], [300, 5, 128, 0, 129, 2, 600, 65]
+    left_out = {1, 3} if short else set()
     q_offsets, k_offsets = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
     count = [max(math.ceil(length / 128), 1) for length in k_lengths]
     waves: dict[int, list[int]] = {}
     before = 0
-    for row in sorted(range(7), key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64)):
+    for row in sorted(set(range(8)) - left_out, key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64)):
         waves.setdefault(before // together, []).append(row)
         before += max(math.ceil(q_lengths[row] / 64), 1)
     expected = [
@@ -161,8 +164,8 @@ def test_key_tiles_come_in_order_a_few_tiles_of_queries_at_a_time(
         for row in rows
         if j < count[row]
     ]
-    table = attention_rows.wave_table(q_offsets, k_offsets, sum(k_lengths), together).tolist()
-    assert table[0][0] == len(expected) == sum(count)
+    table = attention_rows.wave_table(q_offsets, k_offsets, sum(k_lengths), together, short).tolist()
+    assert table[0][0] == len(expected) == sum(count[row] for row in range(8) if row not in left_out)
     for entry, (row, j) in zip(table[1:], expected, strict=False):
         first_tile = int(q_offsets[row]) // 64 + row
         where = [int(q_offsets[row]), q_lengths[row], int(k_offsets[row]), k_lengths[row], first_tile, j]

@@ -17,7 +17,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from kernels import scheduling
-from kernels.gdpa import gluon_backward, gluon_forward
+from kernels.gdpa import gluon_backward, gluon_forward, triton_short
 from kernels.ikbo import gluon_lce_weight, triton_groups, triton_levels
 from kernels.jagged import (
     attention_rows,
@@ -65,6 +65,8 @@ LAUNCHERS = (
     gluon_attention_backward._launch_backward,
     gluon_forward._launch_forward,
     gluon_backward._launch_backward,
+    triton_short._launch_forward,
+    triton_short._launch_backward,
     triton_checks._launch,
 )
 

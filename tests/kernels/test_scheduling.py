@@ -49,20 +49,23 @@ from kernels import scheduling
 from kernels.scheduling import tile_schedule
 
 scheduling._FEW_ROWS = 200
+SHORT = 16
 tables = []
+short_tables = []
 for main, other, block_main, block_other, window, span in json.load(sys.stdin):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
-    table = tile_schedule(
-        main_offsets, other_offsets.int(), sum(main), max(other), block_main, block_other, tuple(window), None, span
-    )
-    tables.append(table[: 1 + int(table[0, 0])].tolist())
-json.dump(tables, sys.stdout)
+    for short, found in ((0, tables), (SHORT, short_tables)):
+        numbers = (sum(main), max(other), block_main, block_other, tuple(window), None, span, short)
+        table = tile_schedule(main_offsets, other_offsets.int(), *numbers)
+        found.append(table[: 1 + int(table[0, 0])].tolist())
+json.dump([tables, short_tables], sys.stdout)
 """
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[list[list[int]]]:
-    """The schedules of SCHEDULES from Triton's interpreter, which is chosen when Triton is imported."""
+def both_tables() -> list[list[list[list[int]]]]:
+    """The schedules of SCHEDULES, and those without rows of at most 16 on both sides, from Triton's interpreter, which
+    is chosen when Triton is imported."""
     result = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         input=json.dumps(SCHEDULES),
@@ -73,6 +76,11 @@ def tables() -> list[list[list[int]]]:
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+@pytest.fixture
+def tables(both_tables: list[list[list[list[int]]]]) -> list[list[list[int]]]:
+    return both_tables[0]
 
 
 def blocks_seen(position: int, count: int, length: int, block: int, window: tuple[int, int]) -> set[int]:
@@ -104,6 +112,15 @@ def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: in
         assert listed <= blocks_seen(position, block_main, length, block_other, window)
     work = [tile[scheduling.NUM_BLOCKS.value] for tile in tiles]
     assert work == sorted(work, reverse=True)
+
+
+@pytest.mark.parametrize("index", range(len(SCHEDULES)))
+def test_short_rows_are_left_out_and_nothing_else_changes(both_tables: list[list[list[list[int]]]], index: int) -> None:
+    main, other, *_ = SCHEDULES[index]
+    _, *tiles = both_tables[0][index]
+    kept = [tile for tile in tiles if max(main[tile[-1]], other[tile[-1]]) > 16]
+    assert both_tables[1][index][1:] == kept
+    assert both_tables[1][index][0][0] == len(kept)
 
 
 def dealt(work: list[int], programs: int) -> list[int]:

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
+import modules.maxima
 from kernels import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
@@ -252,6 +253,7 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
         kernels.jagged.pointwise,
         kernels.ikbo.lce,
         kernels.ikbo.attention,
+        modules.maxima,
     )
     for package in packages:
         for check in ("check_offsets", "check_lengths"):

@@ -5,6 +5,8 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     return _chosen("rotate", backend, x, width=x.shape[2], angles=cos.dtype, angles_learn=angles_learn)(x, cos, sin)
 
 
-def _chosen(op: str, backend: str | None, x: Tensor, **facts: object) -> ...:
+def _chosen(op: str, backend: str | None, x: Tensor, **facts: Hashable) -> Callable[..., Tensor]:
     """In compiled code the reference, if nobody asked for another: a compiler fuses it with its neighbours."""
     if torch.compiler.is_compiling() and dispatch.requested(op, backend) is None:
         backend = "reference"

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from kernels.tokens import permute
 from modules.batch import FeatureSpec
 from modules.embedding import JaggedSequence, Tokens
 from modules.masknet import MaskNet
@@ -59,7 +60,7 @@ def merge_by_time(sequences: list[JaggedSequence]) -> JaggedSequence:
     order = order[rows[order].argsort(stable=True)]
     values = torch.cat([sequence.values for sequence in sequences])
     offsets = torch.stack([sequence.offsets for sequence in sequences]).sum(0)
-    return JaggedSequence(values.index_select(0, order), offsets, times[order])
+    return JaggedSequence(permute(values, order), offsets, times[order])
 
 
 def _row_of(sequence: JaggedSequence) -> Tensor:

@@ -11,9 +11,23 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.tokens import norm, rotary  # noqa: F401  register their backends
+from kernels.tokens import norm, permutation, rotary  # noqa: F401  register their backends
 
-__all__ = ["rms_norm", "rotate"]
+__all__ = ["permute", "rms_norm", "rotate"]
+
+
+def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
+    """values[order] of values [N, ...], for an `order` [N] int64 that holds each of 0 .. N - 1 once.
+
+    The gradient goes back the same way, without the sums that selecting rows more than once would need. ValueError for
+    another shape or dtype of `order`; that each row is in it once is not looked at.
+    """
+    if order.shape != values.shape[:1] or order.dtype != torch.int64:
+        raise ValueError(
+            f"order must be int64 [{len(values)}], a place for each row of values, got {order.dtype} "
+            f"{tuple(order.shape)}"
+        )
+    return _chosen("permute", backend, values)(values, order)
 
 
 def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:

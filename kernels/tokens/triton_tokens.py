@@ -1,4 +1,4 @@
-"""RMSNorm and rotation in Triton: heads of tokens whole in registers, tensors read where they are.
+"""RMSNorm, rotation and another order in Triton: heads of tokens whole in registers, tensors read where they are.
 
 With n = s x and s = 1 / sqrt(mean(x^2) + epsilon): dx = s (dn - n mean(n dn)). A rotation's gradient is the rotation by
 the negative angles.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import cdiv, next_power_of_2
+from kernels.jagged.triton_common import cdiv, flat, next_power_of_2, tile_shape
 from kernels.launch import Launcher, aligned
 from kernels.tokens.norm import EPSILON
 
@@ -78,6 +78,21 @@ def rotate_kernel(
     tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def permute_kernel(
+    values, order, out, num_rows, row_stride, INVERSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    other = tl.load(order + row, real, 0)
+    source, target = (row, other) if INVERSE else (other, row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    moved = tl.load(values + (source * row_stride)[:, None] + column[None, :], inside)
+    tl.store(out + (target * WIDTH)[:, None] + column[None, :], moved, inside)
+
+
 def tiling(width: int) -> dict[str, int]:
     """Constants of the kernels for heads, or halves of them, of `width` values."""
     block = next_power_of_2(width)
@@ -87,6 +102,7 @@ def tiling(width: int) -> dict[str, int]:
 _launch_norm = Launcher(rms_norm_kernel)
 _launch_norm_backward = Launcher(rms_norm_backward_kernel)
 _launch_rotate = Launcher(rotate_kernel)
+_launch_permute = Launcher(permute_kernel)
 
 
 def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,6 +123,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """x [N, H, d] turned by its tokens' angles, or back, contiguous; cos and sin [N, d / 2]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _over_heads(_launch_rotate, x.shape[2] // 2, x, (cos.contiguous(), sin.contiguous(), out), options=(inverse,))
+    return out
+
+
+def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
+    """values[order] of values [N, ...], contiguous, or with `inverse` out with out[order] = values."""
+    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    if out.numel():
+        rows = flat(values)
+        num_rows, width = rows.shape
+        block_r, block_w = tile_shape(width, elements=8192 // values.element_size())
+        tensors = (rows, order.contiguous(), out)
+        constants = (inverse, width, block_r, block_w)
+        _launch_permute(
+            (cdiv(num_rows, block_r), cdiv(width, block_w), 1),
+            (values.device, values.dtype, *aligned(*tensors), rows.stride(0), *constants),
+            *tensors, num_rows, rows.stride(0), *constants,
+        )  # fmt: skip
     return out
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import dispatch, tokens
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
-from kernels.tokens import norm, rms_norm, rotary, rotate
+from kernels.tokens import norm, permutation, permute, rms_norm, rotary, rotate
 from kernels.tokens.norm import EPSILON
 from tests.kernels.devices import SHARED_LIMITS
 
@@ -22,6 +22,9 @@ ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundi
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
+
+
+PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -87,6 +90,9 @@ def test_bad_arguments() -> None:
     for cos in (torch.zeros(4, 8), torch.zeros(3, 4), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"cos and sin \[N, d / 2\]"):
             rotate(x, cos, cos)
+    for order in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"order must be int64 \[4\], a place for each row"):
+            permute(x, order)
 
 
 def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +164,26 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
+def test_permutation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    permuted(lambda x, order: permutation._permute(x, order, False), shape, torch.float32, "cpu")
+
+
+def permuted(
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    """Output and gradient are moved, not computed: every bit is that of indexing."""
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
+    x = torch.randn(*shape, 2).to(device, dtype)[..., 0].requires_grad_()
+    with poisoned_empty():
+        out = function(x, order)
+        (gradient,) = torch.autograd.grad(out, x, out.detach())
+    assert torch.equal(out, x[order])
+    assert torch.equal(gradient, x)
+
+
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
     from kernels.tokens import triton_tokens
@@ -184,6 +210,20 @@ def test_kernels_compile_without_spills(name: str, target: str) -> None:
     assert compiled.contains("ld.global.v4.b32")
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+def test_permutation_compiles_to_whole_lines(target: str) -> None:
+    from kernels.tokens import triton_tokens
+
+    kernel = triton_tokens.permute_kernel
+    constants = {"INVERSE": True, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
+    signature = {"values": "*bf16", "order": "*i64", "out": "*bf16", "num_rows": "i32", "row_stride": "i32"}
+    compiled = compile_ahead(kernel, signature, constants, target=target, divisible_by_16=("row_stride",))
+    assert compiled.spill_bytes == 0
+    assert compiled.contains("ld.global.v4.b32")
+    assert compiled.contains("st.global.v4.b32")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -206,6 +246,10 @@ class TestOnAGPU:
                 ROUNDED,
             )
 
+    @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
+    def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        permuted(partial(permute, backend="triton"), shape, dtype, "cuda")
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -223,3 +267,4 @@ def test_opcheck() -> None:
     torch.library.opcheck(norm._rms_norm.definition, (x, torch.bfloat16))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, False))
+    torch.library.opcheck(permutation._permute.definition, (x, torch.randperm(5, device="cuda"), False))

@@ -273,16 +273,26 @@ def _read(
     try:
         saved = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:
-        raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
+        raise _damaged(path, error) from error
     _check_keys(path, state, saved, longer_tables)
     planner = _Prefixes() if longer_tables else None
     try:
         dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
     except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
-        raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
+        raise _damaged(path, error) from error
     model.load_state_dict(state["model"])
     if "tables" in state:
         model.fused_optimizer.load_state_dict(state["tables"])
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    # DCP's own exception has the tracebacks of all ranks for a text.
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    reason = next((failure for failure, _ in failures), error)
+    return ValueError(
+        f"{path} is damaged ({type(reason).__name__}: {reason}); remove this folder, and the run goes on from the "
+        "checkpoint before it"
+    )
 
 
 class _Prefixes(DefaultLoadPlanner):
@@ -313,7 +323,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         _check_keys(path, state, dcp.FileSystemReader(path).read_metadata())
         dcp.load(state, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
-        raise ValueError(f"{path} is damaged: its tensors cannot be read ({error})") from error
+        raise _damaged(path, error) from error
     model.load_state_dict(state["model"])
 
 

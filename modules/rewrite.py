@@ -129,6 +129,7 @@ def ikbo_rewrite(
             model = export(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
     module = model.module()
     assert isinstance(module, fx.GraphModule)
+    owners = [owners] if isinstance(owners, str) else owners
     inputs = {node.name for node in module.graph.nodes if node.op == "placeholder"}
     if unknown := sorted(set(owners) - inputs):
         raise ValueError(f"owners {unknown} are not inputs of the model; its inputs: {sorted(inputs)}")

@@ -166,8 +166,10 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
     (tmp_path / "wide.csv").write_text("\n".join([HEADER, *ROWS]), encoding="utf-16")
     with pytest.raises(ValueError, match=r"wide\.csv: cannot be read \('utf-8' codec"):
         build_source(config_of(tmp_path, files=[str(tmp_path / "wide.csv")]))
-    with pytest.raises(ValueError, match=r"no file matches .*nowhere\.csv"):
+    with pytest.raises(ValueError, match=r"no file matches .*nowhere\.csv'; name a file, a folder or a glob, e\.g\."):
         build_source(config_of(tmp_path, files=[str(tmp_path / "nowhere.csv")]))
+    with pytest.raises(ValueError, match=r"/nowhere\.csv'; .* or a glob, from data\.root=\S+ on"):
+        build_source(config_of(tmp_path, files=["nowhere.csv"]))
     pq.write_table(pa.table({"user": np.arange(1000)}), tmp_path / "whole.parquet")
     content = (tmp_path / "whole.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(content[: len(content) // 2])

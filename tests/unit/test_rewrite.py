@@ -178,6 +178,7 @@ def test_owner_maps_that_are_inputs_need_a_word_that_they_are_sorted() -> None:
     _, report = ikbo_rewrite(ByOwner(), example)
     assert report.swapped == []
     assert "owners=('owner',) if it is sorted" in str(report)
+    assert ikbo_rewrite(ByOwner(), example, owners="owner")[1].swapped
     graph, report = ikbo_rewrite(ByOwner(), example, owners=("owner",))
     assert [swap.after for swap in report.swapped] == ["linear_compression"]
     assert_same(ByOwner(), graph, example)

@@ -66,8 +66,10 @@ def find_files(patterns: Sequence[str], root: str | Path = ".") -> list[Path]:
             matches = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         matches = sorted(p for p in matches if p.is_file())
         if not matches:
+            start = "" if Path(pattern).is_absolute() else f", from data.root={root} on"
             raise ValueError(
-                f"no file matches {str(path.absolute())!r}; name a file, a folder or a glob, e.g. 'logs/*.parquet'"
+                f"no file matches {str(path.absolute())!r}; name a file, a folder or a glob{start}, "
+                "e.g. 'logs/*.parquet'"
             )
         found.extend(matches)
     return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.ikbo import joint_attention, stacked_linear, target_attention
+from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.offsets import scaled_offsets
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
@@ -48,9 +48,12 @@ class TargetAttention(nn.Module):
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, queries: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        self, queries: Tensor, candidate_offsets: Tensor | Sequence[Tensor], values: Tensor, offsets: Tensor
+    ) -> Tensor:
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
-        -> [C, num_queries, dim]. A candidate of a request without events gets zeros."""
+        -> [C, num_queries, dim]. A candidate of a request without events gets zeros. A sequence of candidate_offsets
+        is a tree, see `kernels.ikbo.nested_offsets`."""
         _check_queries(queries, self.num_queries)
         check_maximum(offsets, self.max_length, "max_length")
         key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
@@ -97,10 +100,12 @@ class SelfAndTargetAttention(nn.Module):
         self.target_output = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, queries: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor
+        self, queries: Tensor, candidate_offsets: Tensor | Sequence[Tensor], values: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
-        -> (values attended [N, dim], queries attended [C, num_queries, dim])."""
+        -> (values attended [N, dim], queries attended [C, num_queries, dim]). Trees as in `TargetAttention`."""
+        if not isinstance(candidate_offsets, Tensor):
+            candidate_offsets = nested_offsets(*candidate_offsets)
         _check_queries(queries, self.num_queries)
         check_maximum(offsets, self.max_length, "max_length")
         check_maximum(candidate_offsets, self.max_candidates, "max_candidates")

@@ -143,6 +143,18 @@ def test_self_and_target_attention_are_two_attentions_over_the_same_keys():
     assert both.flops(5, 6, 14, pairs) == alone + 6 * 2 * 2 * DIM**2 + 4 * DIM * 14
 
 
+@pytest.mark.parametrize("kind", [TargetAttention, SelfAndTargetAttention])
+def test_candidates_may_be_leaves_of_a_tree(kind):
+    torch.manual_seed(0)
+    attention = kind(DIM, HEADS, 2, max_candidates=4, max_length=3)
+    queries, x, offsets = torch.randn(6, 2, DIM), torch.randn(5, DIM), offsets_of([2, 3])
+    vendors, ads = offsets_of([2, 1]), offsets_of([1, 3, 2])  # of users, of vendors
+    for actual, expected in zip(
+        attention(queries, (vendors, ads), x, offsets), attention(queries, offsets_of([4, 2]), x, offsets), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
 def test_pma_asks_its_seeds_plus_the_condition_and_an_empty_sequence_gives_zeros():
     torch.manual_seed(0)
     pma = PMA(DIM, HEADS, 3, max_candidates=2, max_length=4).double()

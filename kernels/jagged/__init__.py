@@ -121,6 +121,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int, *, backend: st
     `total` is offsets[B], which the caller knows as the shape of the values that the offsets came with.
     """
     check_offsets(total, offsets)
+    check_rows(padded, offsets, "padded")
     return dispatch.choose("padded_to_jagged", backend, padded)(padded, offsets, total)
 
 
@@ -132,6 +133,10 @@ def jagged_concat(
     check_offsets(b_values.shape[0], b_offsets)
     if a_offsets.shape != b_offsets.shape:
         raise ValueError(f"a has {len(a_offsets) - 1} rows and b has {len(b_offsets) - 1}; they must be equal")
+    if a_values.shape[1:] != b_values.shape[1:]:
+        raise ValueError(
+            f"a {tuple(a_values.shape)} and b {tuple(b_values.shape)} must be alike but for their first size"
+        )
     return dispatch.choose("jagged_concat", backend, a_values)(a_values, a_offsets, b_values, b_offsets)
 
 

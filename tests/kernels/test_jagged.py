@@ -277,5 +277,10 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_dense_bmm(values[:, 0], offsets, torch.zeros(2, 4, 4), 2)
     with pytest.raises(ValueError, match="a has 2 rows and b has 1"):
         jagged.jagged_concat(values, offsets, values, torch.tensor([0, 5]))
+    # A kernel would read b in a's width, and rows that are not there.
+    with pytest.raises(ValueError, match=r"a \(5, 1, 4\) and b \(5, 1, 3\) must be alike but for their first size"):
+        jagged.jagged_concat(values, offsets, values[..., :3], offsets)
+    with pytest.raises(ValueError, match="padded has 1 rows and the offsets have 2"):
+        jagged.padded_to_jagged(torch.zeros(1, 3, 4), offsets, 5)
     with pytest.raises(ValueError, match="keep must be 'first' or 'last', got 'middle'"):
         jagged.jagged_to_padded(values, offsets, 3, keep="middle")

@@ -89,6 +89,15 @@ def _tile(
 
 
 @gluon.jit
+def _place(slot, STAGES: gl.constexpr):
+    """(stage, phase of its barriers) of block number `slot` in a ring of 2, 4 .. stages.
+
+    By masks: a signed quotient takes corrections, on the way to a product.
+    """
+    return slot & (STAGES - 1), (slot & STAGES) // STAGES
+
+
+@gluon.jit
 def _powers(x, EARLY: gl.constexpr, C: gl.constexpr):
     """2^x; passes the turn on unless that is done EARLY."""
     if EARLY:
@@ -132,10 +141,9 @@ def _advance(
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = acc.type.layout
-    k_slot = slot + stride
-    k_stage = k_slot % STAGES
-    v_stage = slot % STAGES
-    mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1)
+    k_stage, k_phase = _place(slot + stride, STAGES)
+    v_stage, v_phase = _place(slot, STAGES)
+    mbarrier.wait(k_full.index(k_stage), k_phase)
     take_turn(C)
     s_token = warpgroup_mma(
         q,
@@ -144,7 +152,7 @@ def _advance(
         use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
     acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=begun, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     if EARLY:
@@ -166,13 +174,13 @@ def _advance(
 def _skip(barriers, slot, STAGES: gl.constexpr, C: gl.constexpr):
     """Let a block pass by that this consumer has no queries for."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    k_stage = (slot + 1) % STAGES
-    v_stage = slot % STAGES
-    mbarrier.wait(k_full.index(k_stage), ((slot + 1) // STAGES) & 1)
+    k_stage, k_phase = _place(slot + 1, STAGES)
+    v_stage, v_phase = _place(slot, STAGES)
+    mbarrier.wait(k_full.index(k_stage), k_phase)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     take_turn(C)
     pass_turn(C)
-    mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     return slot + 1
 
@@ -268,16 +276,16 @@ def attend(
         # The last block's values, with the scores of the next tile's first block.
         mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
         k_slot = slot + stride + C * (next_stride - stride)
-        k_stage = k_slot % STAGES
-        v_stage = slot % STAGES
+        k_stage, k_phase = _place(k_slot, STAGES)
+        v_stage, v_phase = _place(slot, STAGES)
         next_place = 2 * ((turn + 1) % 2) + C
         mbarrier.wait(q_full.index(next_place), ((turn + 1) // 2) & 1, pred=more)
-        mbarrier.wait(k_full.index(k_stage), (k_slot // STAGES) & 1, pred=more)
+        mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)
         take_turn(C)
         token = warpgroup_mma(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(v_stage), (slot // STAGES) & 1)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=steps > 0, is_async=True)
         # The tile after the next one: by the time it is looked at, its entry has long arrived.
         new_begin, new_count, new_position, new_length, new_first, new_steps, new_head, new_stride = _tile(

@@ -228,6 +228,7 @@ def attend(
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, RS)
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
+    rows = gl.arange(0, ROWS, RS)
     items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
     rounds = num_rounds(items)
     common = items // gl.num_programs(0)
@@ -285,12 +286,16 @@ def attend(
         token = warpgroup_mma(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=steps > 0, is_async=True)
-        # The tile after the next one: by the time it is looked at, its entry has long arrived.
+        # The second product is issued no sooner than the first one is nearly complete: till then nobody waits for what
+        # is done here. The sums of this tile are complete; of the tile after the next one, the entry is asked for.
+        total = gl.convert_layout(gl.sum(total, 1), RS)
+        inverse, log_total = normalization(total, m)
+        gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
         new_begin, new_count, new_position, new_length, new_first, new_steps, new_head, new_stride = _tile(
             schedule, gl.minimum(turn + 2, rounds - 1), common, HEADS, PAIRED, LEFT, BLOCK_K, C
         )
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=steps > 0, is_async=True)
         s = warpgroup_mma_wait(1, deps=(token,))
         if EARLY:
             pass_turn(C)
@@ -306,9 +311,6 @@ def attend(
         p = rounded(p_next, v_smem.dtype, LO)
         slot = k_slot
 
-        total = gl.convert_layout(gl.sum(total, 1), RS)
-        inverse, log_total = normalization(total, m)
-        rows = gl.arange(0, ROWS, RS)
         outputs = times(acc, inverse)
         buffer = o_smem.index(C)
         tma.store_wait(0)
@@ -318,7 +320,6 @@ def attend(
             tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
         else:  # a whole block would write over the queries of the next row
             _store_rows(out, buffer, q_begin, q_count, head, HEADS, DV)
-        gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
 
         m, total = m_next, next_total
         q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length

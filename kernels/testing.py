@@ -163,6 +163,7 @@ class Compiled:
     `serialized`: ptxas lets each wgmma instruction wait for the one before, because their registers would be in use.
     """
 
+    ttgir: str
     ptx: str
     cubin: bytes
     shared_bytes: int
@@ -223,6 +224,7 @@ def compile_ahead(
     assert registers is not None, f"no resource report from ptxas in: {log.getvalue()!r}"
     assert spills is not None, f"no spill report from ptxas in: {log.getvalue()!r}"
     return Compiled(
+        ttgir=built.asm["ttgir"],
         ptx=built.asm["ptx"],
         cubin=built.asm["cubin"],
         shared_bytes=built.metadata.shared,

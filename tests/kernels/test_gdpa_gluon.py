@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ UNLIMITED = (-1, -1)
 MIXED = ("gelu", "relu", "silu", "gelu")
 
 
+@cache
 def compiled_forward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: tuple[int, int] = UNLIMITED, run: int = 2, d: int = 128,
     dtype: str = "bf16", block_k: int = 128,

@@ -38,6 +38,8 @@ TINY = (
     "tracking.tensorboard=false",
 )
 """Overrides that make a run of a few seconds."""
+TINY_DLRM = (*(override for override in TINY if not override.startswith("model.")), "model=dlrm", "model.dim=16")
+"""The same of a model of few operations, which are what reading a profile takes its time for."""
 
 
 def environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra.errors import ConfigCompositionException
 
-from tests.launching import ROOT, TINY, python, run, torchrun, train, train_here, train_ranks
+from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
 from train.tracking import read_metrics
 
 
@@ -100,7 +100,7 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
         "optimizer.sparse_lr=0",
     )
     try:
-        train_here(tmp_path / "run", *options)
+        train_here(tmp_path / "run", *options, base=TINY_DLRM)
     finally:
         torch.use_deterministic_algorithms(False)
     results = json.loads((tmp_path / "run" / "results.json").read_text())

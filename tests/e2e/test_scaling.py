@@ -9,7 +9,7 @@ import pytest
 
 from launch import scaling
 from launch.sweep import Runner
-from tests.launching import TINY, train_here
+from tests.launching import TINY_DLRM, train_here
 from train.speed import SpeedRun
 
 # Rank 0 records what it was given and writes what train.speed writes: two ranks have 1.5 times the speed, three fail.
@@ -28,7 +28,7 @@ if os.environ["RANK"] == "0":
 
 
 def test_a_speed_is_measured_without_checkpoints_and_test(tmp_path: Path) -> None:
-    train_here(tmp_path / "run", "runtime.steps=20", "runtime.device=cpu", trainer=SpeedRun)
+    train_here(tmp_path / "run", "runtime.steps=20", base=TINY_DLRM, trainer=SpeedRun)
     written = {path.name for path in (tmp_path / "run").iterdir()}
     assert "speed.json" in written
     assert not written & {"results.json", "checkpoints", "predictions"}
@@ -47,7 +47,7 @@ def test_a_speed_needs_a_number_of_steps(tmp_path: Path) -> None:
 def test_scaling_measures_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "out"
-    assert scaling.main([*TINY, "runtime.steps=20", "--nproc", "2", "--out", str(out)]) == 0
+    assert scaling.main([*TINY_DLRM, "runtime.steps=20", "--nproc", "2", "--out", str(out)]) == 0
     (speed,) = json.loads((out / "scaling.json").read_text())["runs"]
     assert (speed["ranks"], len(speed["each_rank"])) == (2, 2)
 

@@ -188,7 +188,9 @@ def test_broken_crashing_and_missing_packages_are_read_not_raised(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
-    monkeypatch.setitem(doctor.PROBES, "matplotlib", "import no_such_package_matplotlib")
+    # The others take seconds to import, which the README's line does in its test.
+    for name in ("matplotlib", "fbgemm", "torchrec", "torchmetrics", "triton"):
+        monkeypatch.setitem(doctor.PROBES, name, f"import no_such_package_{name}")
     monkeypatch.setitem(doctor.PROBES, "tensorboard", "import tensorboard_gone as m; extra = {}")
     facts = gather()
     assert facts.packages["wandb"].error == "RuntimeError: half installed"

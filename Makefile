@@ -34,13 +34,15 @@ help:
 env: $(STAMP)
 
 # An environment of the other device is not converted but made anew: both builds of fbgemm write to one folder.
-# One retry only: where PyTorch's index is out of reach, pip asks it in vain for every package.
+# One retry only: where PyTorch's index is out of reach, pip asks it in vain for every package. pip would compile on one
+# core; some packages hold files that are no Python of this version.
 $(STAMP): requirements/common.txt requirements/$(DEVICE).txt pyproject.toml
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo 'Python 3.11 or newer is needed and $(or $(PYTHON),python3) is not;' \
 	  'name one: make env PYTHON=/path/to/python3.11'; exit 1; } >&2
 	@test -e $@ || $(PYTHON) -m venv --clear .venv
 	@echo 'installing requirements/$(DEVICE).txt into .venv (a minute or two)'
-	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps -r requirements/$(DEVICE).txt
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps --no-compile -r requirements/$(DEVICE).txt
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -50,7 +52,7 @@ quickstart: env
 	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: env
 	$(BIN)/ruff check .

@@ -9,6 +9,8 @@ give equal bits; the last of them loads what the others left and writes dq. A bl
 and waits only for tiles before its own, and there are no more blocks than multiprocessors: none waits for ever as long
 as all get to run.
 
+Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough are likely to.
+
 What the last key tile needs of dq takes too long to come to wait for it in registers. The second warp brings it to
 shared memory a step ahead, to the place of the next tile's values, which come only when the tile ends.
 """

@@ -4,6 +4,8 @@ A program works through tiles of 128 queries of one row and head: one warp loads
 queries each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows
 of keys stay where they are while the row's query tiles pass by (`gluon_tiles`).
 
+Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough are likely to.
+
 A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
 and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
 """

@@ -17,74 +17,26 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.chip import multiplies_registers
 from kernels.gdpa import triton_launch as launch
 from kernels.gdpa.triton_activations import kind_of, value_and_slope
+from kernels.jagged.triton_short import (
+    BACKWARD_REGISTERS,
+    LONGEST,
+    OPTIONS,
+    PLACES,
+    heads_of,
+    likely_short,
+    load,
+    meets,
+    row_of,
+    store,
+)
 from kernels.launch import Launcher, aligned
-
-LONGEST = 64  # queries and keys of a row, and places of a tile
-_PLACES = tl.constexpr(LONGEST)
-# Of a thread at most. Three programs of the backward fit on a multiprocessor then, and four of the forward anyway.
-REGISTERS = {"forward": None, "backward": 168}
-# With assertions, but without those that look for overflow. One stage: a loop over heads has no place for two.
-OPTIONS = {"num_warps": 4, "num_stages": 1, "debug": True, "sanitize_overflow": False}
 
 
 def limit_of(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> int:
-    """Up to how many queries and keys rows go to these kernels; 0 if they serve none, or few rows are likely so short.
-
-    The host knows no lengths but the longest and the mean. Of rows uniform in 1..256, with a quarter of them short,
-    serving these apart gains a little; with an eighth, in 1..512, nothing.
-    """
-    width = max(q.shape[2], v.shape[2])
-    if q.dtype.itemsize > 2 or width > 128 or multiplies_registers(q.device):
+    """These kernels are to take rows of at most so many queries and keys; 0 if they serve none or few are so short."""
+    if q.dtype.itemsize > 2 or max(q.shape[2], v.shape[2]) > 128 or multiplies_registers(q.device):
         return 0
-    longest, mean = max(max_q, max_k), max(q.shape[0], k.shape[0]) / max(k_offsets.shape[0] - 1, 1)
-    return LONGEST if longest <= LONGEST or mean <= min(2.5 * LONGEST, 0.6 * longest) else 0
-
-
-@triton.jit
-def _row(q_offsets, k_offsets, row, max_q, max_k, CHECKED: tl.constexpr):
-    """(first query int64, number of queries, first key int64, number of keys)."""
-    q_begin = tl.load(q_offsets + row).to(tl.int64)
-    k_begin = tl.load(k_offsets + row).to(tl.int64)
-    num_queries = (tl.load(q_offsets + row + 1) - q_begin).to(tl.int32)
-    num_keys = (tl.load(k_offsets + row + 1) - k_begin).to(tl.int32)
-    if CHECKED:
-        tl.device_assert((num_queries <= max_q) & (num_keys <= max_k), "a jagged row is longer than its maximum")
-    return q_begin, num_queries, k_begin, num_keys
-
-
-@triton.jit
-def _heads_of(longest, TOGETHER: tl.constexpr):
-    """(how many heads share a tile, log2 of the places that each has in it)."""
-    two = (longest <= _PLACES // 2) & TOGETHER
-    four = (longest <= _PLACES // 4) & TOGETHER
-    return tl.where(four, 4, tl.where(two, 2, 1)), tl.where(four, 4, tl.where(two, 5, 6))
-
-
-@triton.jit
-def _load(base, stride_n, stride_h, position, head, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[_PLACES, BLOCK] of a tile; zeros where there is nothing."""
-    column = tl.arange(0, BLOCK)[None, :]
-    pointers = base + (position * stride_n + head.to(tl.int64) * stride_h)[:, None] + column
-    return tl.load(pointers, mask=inside[:, None] & (column < WIDTH), other=0.0)
-
-
-@triton.jit
-def _store(base, position, head, inside, values, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)[None, :]
-    pointers = base + ((position * HEADS + head) * WIDTH)[:, None] + column
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside[:, None] & (column < WIDTH))
-
-
-@triton.jit
-def _meets(left, right, position, head, WINDOWED: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Whether queries and keys are of one head and see each other, [queries, keys] or the other way round."""
-    together = head[:, None] == head[None, :]
-    if WINDOWED:
-        ahead = position[None, :] - position[:, None]
-        if KEYS_FIRST:
-            ahead = -ahead
-        together = together & (ahead >= -left) & (ahead <= right)
-    return together
+    return likely_short(q.shape[0], k.shape[0], k_offsets.shape[0] - 1, max_q, max_k)
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "left", "right"])
@@ -96,30 +48,30 @@ def forward_kernel(
     HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, TOGETHER: tl.constexpr, CHECKED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     first_head = tl.program_id(0) % NUM_HEADS
-    q_begin, num_queries, k_begin, num_keys = _row(
+    q_begin, num_queries, k_begin, num_keys = row_of(
         q_offsets, k_offsets, tl.program_id(0) // NUM_HEADS, max_q, max_k, CHECKED
     )
     longest = tl.maximum(num_queries, num_keys)
     if BESIDE and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()
-    heads, shift = _heads_of(longest, TOGETHER)
-    if (longest > _PLACES) | (num_queries == 0) | (first_head % heads > 0):
+    heads, shift = heads_of(longest, TOGETHER)
+    if (longest > PLACES) | (num_queries == 0) | (first_head % heads > 0):
         return
-    place = tl.arange(0, _PLACES)
+    place = tl.arange(0, PLACES)
     position = place - ((place >> shift) << shift)
     head = first_head + (place >> shift)
     queries = (position < num_queries) & (head < NUM_HEADS)
     keys = (position < num_keys) & (head < NUM_HEADS)
-    q_tile = _load(q + q_begin * stride_qn, stride_qn, stride_qh, position, head, queries, HEAD_DIM, BLOCK_D)
-    k_tile = _load(k + k_begin * stride_kn, stride_kn, stride_kh, position, head // GROUP, keys, HEAD_DIM, BLOCK_D)
-    v_tile = _load(v + k_begin * stride_vn, stride_vn, stride_vh, position, head // GROUP, keys, VALUE_DIM, BLOCK_V)
+    q_tile = load(q + q_begin * stride_qn, stride_qn, stride_qh, position, head, queries, HEAD_DIM, BLOCK_D)
+    k_tile = load(k + k_begin * stride_kn, stride_kn, stride_kh, position, head // GROUP, keys, HEAD_DIM, BLOCK_D)
+    v_tile = load(v + k_begin * stride_vn, stride_vn, stride_vh, position, head // GROUP, keys, VALUE_DIM, BLOCK_V)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * score_scale
     # Keys beyond the row are zeros, and so are their activations.
     p, _ = value_and_slope(s, kind_of(first_head, HEAD_KINDS), KINDS, FAST)
     if WINDOWED or TOGETHER:
-        p = tl.where(_meets(left, right, position, head, WINDOWED, False), p, 0.0)
+        p = tl.where(meets(left, right, position, head, WINDOWED, False), p, 0.0)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * out_scale
-    _store(out + q_begin * (NUM_HEADS * VALUE_DIM), position, head, queries, acc, NUM_HEADS, VALUE_DIM, BLOCK_V)
+    store(out + q_begin * (NUM_HEADS * VALUE_DIM), position, head, queries, acc, NUM_HEADS, VALUE_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "left", "right"])
@@ -133,50 +85,50 @@ def backward_kernel(
     """Heads are those of keys and values; query heads that share one come one after the other."""
     KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
     first_head = tl.program_id(0) % KEY_HEADS
-    q_begin, num_queries, k_begin, num_keys = _row(
+    q_begin, num_queries, k_begin, num_keys = row_of(
         q_offsets, k_offsets, tl.program_id(0) // KEY_HEADS, max_q, max_k, CHECKED
     )
     longest = tl.maximum(num_queries, num_keys)
     if BESIDE and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()
-    heads, shift = _heads_of(longest, TOGETHER)
-    if (longest > _PLACES) | (longest == 0) | (first_head % heads > 0):
+    heads, shift = heads_of(longest, TOGETHER)
+    if (longest > PLACES) | (longest == 0) | (first_head % heads > 0):
         return
     grad += q_begin * stride_gn
     q += q_begin * stride_qn
     dq += q_begin * (NUM_HEADS * HEAD_DIM)
-    place = tl.arange(0, _PLACES)
+    place = tl.arange(0, PLACES)
     position = place - ((place >> shift) << shift)
     head = first_head + (place >> shift)
     queries = (position < num_queries) & (head < KEY_HEADS)
     keys = (position < num_keys) & (head < KEY_HEADS)
-    k_tile = _load(k + k_begin * stride_kn, stride_kn, stride_kh, position, head, keys, HEAD_DIM, BLOCK_D)
-    v_tile = _load(v + k_begin * stride_vn, stride_vn, stride_vh, position, head, keys, VALUE_DIM, BLOCK_V)
-    dk_tile = tl.zeros((_PLACES, BLOCK_D), tl.float32)
-    dv_tile = tl.zeros((_PLACES, BLOCK_V), tl.float32)
+    k_tile = load(k + k_begin * stride_kn, stride_kn, stride_kh, position, head, keys, HEAD_DIM, BLOCK_D)
+    v_tile = load(v + k_begin * stride_vn, stride_vn, stride_vh, position, head, keys, VALUE_DIM, BLOCK_V)
+    dk_tile = tl.zeros((PLACES, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((PLACES, BLOCK_V), tl.float32)
     scale = score_scale * out_scale
     for member in range(GROUP):
         q_head = head * GROUP + member
-        q_tile = _load(q, stride_qn, stride_qh, position, q_head, queries, HEAD_DIM, BLOCK_D)
-        grad_tile = _load(grad, stride_gn, stride_gh, position, q_head, queries, VALUE_DIM, BLOCK_V)
+        q_tile = load(q, stride_qn, stride_qh, position, q_head, queries, HEAD_DIM, BLOCK_D)
+        grad_tile = load(grad, stride_gn, stride_gh, position, q_head, queries, VALUE_DIM, BLOCK_V)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * score_scale
         kind = kind_of(first_head * GROUP + member, HEAD_KINDS)
         p, slope = value_and_slope(s, kind, KINDS, FAST)
         ds = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION) * slope
         if WINDOWED or TOGETHER:
-            meets = _meets(left, right, position, head, WINDOWED, True)
-            p = tl.where(meets, p, 0.0)
-            ds = tl.where(meets, ds, 0.0)
+            met = meets(left, right, position, head, WINDOWED, True)
+            p = tl.where(met, p, 0.0)
+            ds = tl.where(met, ds, 0.0)
         # dq comes first and is stored at once: three sums would not fit into registers.
         ds = ds.to(q_tile.dtype)
         dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
-        _store(dq, position, q_head, queries, dq_tile, NUM_HEADS, HEAD_DIM, BLOCK_D)
+        store(dq, position, q_head, queries, dq_tile, NUM_HEADS, HEAD_DIM, BLOCK_D)
         dv_tile = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_tile, input_precision=PRECISION)
         dk_tile = tl.dot(ds, q_tile, dk_tile, input_precision=PRECISION)
     dk += k_begin * (KEY_HEADS * HEAD_DIM)
     dv += k_begin * (KEY_HEADS * VALUE_DIM)
-    _store(dk, position, head, keys, dk_tile * scale, KEY_HEADS, HEAD_DIM, BLOCK_D)
-    _store(dv, position, head, keys, dv_tile * out_scale, KEY_HEADS, VALUE_DIM, BLOCK_V)
+    store(dk, position, head, keys, dk_tile * scale, KEY_HEADS, HEAD_DIM, BLOCK_D)
+    store(dv, position, head, keys, dv_tile * out_scale, KEY_HEADS, VALUE_DIM, BLOCK_V)
 
 
 def forward(
@@ -265,5 +217,5 @@ def _launch(
     )  # fmt: skip
 
 
-_launch_forward = Launcher(forward_kernel, **OPTIONS, maxnreg=REGISTERS["forward"])
-_launch_backward = Launcher(backward_kernel, **OPTIONS, maxnreg=REGISTERS["backward"])
+_launch_forward = Launcher(forward_kernel, **OPTIONS)
+_launch_backward = Launcher(backward_kernel, **OPTIONS, maxnreg=BACKWARD_REGISTERS)

@@ -132,18 +132,22 @@ def _store_tile(table_ptr, place, fields, number, chosen):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _tile_table_kernel(rows_ptr, table_ptr, num_rows, RUNS: tl.constexpr, MEMBERS: tl.constexpr, SCAN: tl.constexpr):
+def _tile_table_kernel(
+    rows_ptr, table_ptr, num_rows, RUNS: tl.constexpr, SHORT: tl.constexpr, MEMBERS: tl.constexpr, SCAN: tl.constexpr
+):
     first = tl.program_id(0) * MEMBERS
     earlier = tl.zeros([SCAN], tl.int32)
     for start in range(0, first, SCAN):
         rows = start + tl.arange(0, SCAN)
+        q_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + Q_LENGTH, rows < first, 0)
         k_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + K_LENGTH, rows < first, 0)
-        earlier += tl.where(rows < first, _tiles(k_length, KEY_TILE), 0)
+        earlier += tl.where(rows < first, _key_tiles(q_length, k_length, SHORT), 0)
     place = tl.sum(earlier)
     rows = first + tl.arange(0, MEMBERS)
     inside = rows < num_rows
+    q_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + Q_LENGTH, inside, 0)
     k_length = tl.load(rows_ptr + rows * RUNS * COLUMNS + K_LENGTH, inside, 0)
-    tiles = tl.where(inside, _tiles(k_length, KEY_TILE), 0)
+    tiles = tl.where(inside, _key_tiles(q_length, k_length, SHORT), 0)
     later = tl.zeros([MEMBERS], tl.int32)
     for run in tl.static_range(RUNS - 1, -1, -1):
         entry = rows_ptr + (rows * RUNS + run) * COLUMNS
@@ -195,8 +199,7 @@ def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr, SH
 
 
 def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: int, short: int = 0) -> Tensor:
-    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries, and
-    those of at most `short` queries and keys are left out: another kernel takes them.
+    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries.
 
     Tile j of a row waits for what its tile j - 1 does step by step, so that of short rows more have to be under way.
     """
@@ -207,19 +210,21 @@ def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: in
     return table
 
 
-def tile_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int, runs: int = 1) -> Tensor:
+def tile_table(
+    q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int, runs: int = 1, short: int = 0
+) -> Tensor:
     """int32 [1 + capacity * runs, COLUMNS] up to LATER: element [0, 0] is the number of key tiles; those of tile t and
     run g of the row's queries are in row 1 + t * runs + g, LATER only of several runs.
 
     The rows of `row_table` are taken `members` (a power of two) at a time: first the first key tile of each, then the
     second, and so on, so that tile j of a row comes some time after its tile j - 1, and not too long. A row without
-    keys has one tile.
+    keys has one tile. Of one run, rows of at most `short` queries and keys are left out: another kernel takes them.
     """
-    rows = row_table(q_offsets, k_offsets, runs)
+    rows = row_table(q_offsets, k_offsets, runs, short)
     num_rows = k_offsets.shape[0] - 1
     table = _empty_tiles(rows, num_rows, num_keys, runs)
     grid = (-(-num_rows // members), 1, 1)
-    _launch_tile_table(grid, (rows.device, runs, members), rows, table, num_rows, runs, members, 1024)
+    _launch_tile_table(grid, (rows.device, runs, short, members), rows, table, num_rows, runs, short, members, 1024)
     return table
 
 
@@ -233,6 +238,7 @@ def _row_statistics_kernel(
     grad_ptr,
     lse_ptr,
     offsets_ptr,
+    k_offsets_ptr,
     statistics_ptr,
     flags_ptr,
     num_queries,
@@ -242,6 +248,7 @@ def _row_statistics_kernel(
     grad_row,
     grad_head,
     D: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     row = tl.program_id(0)
     tile = tl.program_id(1)
@@ -251,6 +258,10 @@ def _row_statistics_kernel(
     length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
     if tile * TILE >= length:
         return
+    if SHORT:
+        keys = tl.load(k_offsets_ptr + row + 1) - tl.load(k_offsets_ptr + row)
+        if (length <= SHORT) & (keys <= SHORT):
+            return
     position = tile * TILE + tl.arange(0, TILE)
     inside = position < length
     column = tl.arange(0, D)
@@ -265,13 +276,23 @@ def _row_statistics_kernel(
     tl.store(flags_ptr + head * (stride // TILE) + start // TILE + row + tile, 0)
 
 
-def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
+def row_statistics(
+    out: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor,
+    max_q: int,
+    k_offsets: Tensor | None = None,
+    short: int = 0,
+) -> tuple[Tensor, Tensor]:
     """(lse in base 2 and delta = sum over d of out * grad_out, float32 [2, H, tiles * TILE]; zeros, int32 [H, tiles]).
 
-    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero.
+    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero. Nothing
+    is written for rows of at most `short` queries and keys, which need `k_offsets`.
     """
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1
+    k_offsets = q_offsets if k_offsets is None else k_offsets
     tiles = num_queries // TILE.value + num_rows
     device = out.device
     statistics = torch.empty(2, num_heads, tiles * TILE.value, dtype=torch.float32, device=device)
@@ -279,9 +300,10 @@ def row_statistics(out: Tensor, grad_out: Tensor, lse: Tensor, q_offsets: Tensor
     strides = (*out.stride()[:2], *grad_out.stride()[:2])
     _launch_statistics(
         (num_rows, -(-min(max_q, num_queries) // TILE.value), num_heads),
-        (device, out.dtype, grad_out.dtype, q_offsets.dtype, *aligned(out, grad_out, lse, q_offsets), *strides,
-         head_dim),
-        out, grad_out, lse, q_offsets, statistics, flags, num_queries, tiles * TILE.value, *strides, head_dim,
+        (device, out.dtype, grad_out.dtype, q_offsets.dtype, k_offsets.dtype,
+         *aligned(out, grad_out, lse, q_offsets, k_offsets), *strides, head_dim, short),
+        out, grad_out, lse, q_offsets, k_offsets, statistics, flags, num_queries, tiles * TILE.value, *strides,
+        head_dim, short,
     )  # fmt: skip
     return statistics, flags
 

@@ -11,6 +11,8 @@ flags in global memory keep. A block takes its tiles in ascending order and wait
 there are no more blocks than multiprocessors. So none waits for ever as long as all get to run, which other kernels on
 the chip must not prevent by waiting for this one to end.
 
+Rows that fit into one tile of 64 queries and keys are left to `triton_attention_short` where enough are likely to.
+
 The loader and what all share are in `gluon_backward_steps`, the two others in `gluon_backward_consumer`.
 """
 
@@ -22,11 +24,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.hopper import let_next_start
+from kernels.jagged import triton_attention_short
 from kernels.jagged.attention_rows import LOG2_E, row_statistics, tile_table
 from kernels.jagged.gluon_attention_forward import effective_window
 from kernels.jagged.gluon_backward_consumer import differentiate
 from kernels.jagged.gluon_backward_steps import STAGES, load_tiles
 from kernels.jagged.gluon_descriptor import head_descriptor, line_descriptor
+from kernels.jagged.triton_attention_launch import rows_of
+from kernels.jagged.triton_short import likely_short
 from kernels.launch import Launcher, processors
 from kernels.remember import remembered
 
@@ -59,6 +65,7 @@ def _backward(
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
     LINE: gl.constexpr = statistics_desc.layout
@@ -160,17 +167,24 @@ def attention_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    # max_q may be far above most rows, but those come first that are not.
-    length = min(max_q, max(2 * num_queries // (k_offsets.shape[0] - 1), (max_q + 1) // 2))
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    num_rows = k_offsets.shape[0] - 1
     runs = q_offsets.shape[0] // k_offsets.shape[0]
+    short = likely_short(num_queries, num_keys, num_rows, max_q, max_k) if runs == 1 else 0
+    short_rows = (grad_out, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, scale, (left, right))
+    if max(max_q, max_k) <= short:
+        triton_attention_short.backward(*short_rows, beside=False)
+        return dq, dk, dv
+    # max_q may be far above most rows, but those come first that are not.
+    length = min(max_q, max(2 * num_queries // num_rows, (max_q + 1) // 2))
     members = rows_in_flight(length * num_heads, num_heads, runs, right >= 0)
     table = remembered(
-        lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs),
-        ("tiles of keys", num_keys, members),
+        lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs, short),
+        ("tiles of keys", num_keys, members, short),
         q_offsets,
         k_offsets,
     )
-    statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q)
+    statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q, k_offsets, short)
     items = (table.shape[0] - 1) // runs * kv_heads
     programs = min(items, processors(q.device))
     sums = flags.numel() * QUERIES * head_dim if max_k > KEYS else 4
@@ -188,6 +202,8 @@ def attention_backward(
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,
         dq, dk, dv, scale * LOG2_E, scale, left, right, *constants,
     )  # fmt: skip
+    if short:
+        triton_attention_short.backward(*short_rows, beside=True)
     return dq, dk, dv
 
 

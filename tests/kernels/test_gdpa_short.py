@@ -21,7 +21,8 @@ from kernels.gdpa import (
     triton_short,
 )
 from kernels.gdpa.gluon_backend import gluon_gdpa
-from kernels.jagged import triton_attention_tile
+from kernels.jagged import triton_short as short_rows
+from kernels.jagged.triton_short import BACKWARD_REGISTERS, LONGEST, OPTIONS
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.devices import HOPPER, PRODUCTS, SHARED_LIMITS
 from tests.kernels.gdpa_cases import gradients, inputs_of, outputs
@@ -30,7 +31,7 @@ from tests.kernels.jagged_problems import offsets_of
 
 UNLIMITED = (-1, -1)
 MIXED = ("gelu", "relu", "silu", "gelu")
-LIMIT = triton_short.LONGEST
+LIMIT = LONGEST
 
 
 def heavy(rows: int, least: int, most: int, seed: int) -> list[int]:
@@ -59,7 +60,7 @@ def test_short_rows_are_written_and_no_others(
     names: tuple[str, ...],
     window: tuple[int, int],
 ) -> None:
-    interpret(monkeypatch, triton_short, triton_activations, triton_attention_tile)
+    interpret(monkeypatch, triton_short, triton_activations, short_rows)
     q_offsets, k_offsets = offsets_of(EDGES[0]), offsets_of(EDGES[1], torch.int32)
     q, k, v = inputs_of(q_offsets, k_offsets, heads, widths, torch.float32).values()
     grad = torch.randn(q.shape[0], heads[0], widths[1], generator=torch.Generator().manual_seed(1))
@@ -94,8 +95,8 @@ def compiled(kernel: str, names: tuple[str, ...], group: int, window: tuple[int,
         constants | {"TOGETHER": len(set(names)) == 1, "CHECKED": True, "BESIDE": target == "sm_90"},
         target=target,
         divisible_by_16=[name for name in signature if name.startswith("stride")],
-        maxnreg=triton_short.REGISTERS[kernel],
-        **triton_short.OPTIONS,
+        maxnreg=BACKWARD_REGISTERS if kernel == "backward" else None,
+        **OPTIONS,
     )
 
 

@@ -71,18 +71,19 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
         target=target,
     )
     pointers = {"out_ptr": "*bf16", "grad_ptr": "*bf16", "lse_ptr": "*fp32", "offsets_ptr": offsets}
+    pointers |= {"k_offsets_ptr": offsets}
     sizes = ("num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
     statistics = compile_ahead(
         attention_rows._row_statistics_kernel,
         pointers | {"statistics_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
-        {"D": 128},
+        {"D": 128, "SHORT": 64},
         target=target,
         divisible_by_16=sizes[2:],
     )
     tiles = compile_ahead(
         attention_rows._tile_table_kernel,
         {"rows_ptr": "*i32", "table_ptr": "*i32", "num_rows": "i32"},
-        {"RUNS": 2, "MEMBERS": 8, "SCAN": 1024},
+        {"RUNS": 2, "SHORT": 64, "MEMBERS": 8, "SCAN": 1024},
         target=target,
     )
     waves = compile_ahead(
@@ -103,19 +104,23 @@ def test_more_rows_are_under_way_where_queries_see_only_keys_before_them() -> No
     assert rows(512 * 4, 4, 2, False) == 16
 
 
+@pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.parametrize("members", [1, 2, 4])
-def test_key_tiles_come_in_order_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
+def test_key_tiles_come_in_order_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, members: int, short: int
+) -> None:
     interpret(monkeypatch, attention_rows)
     q_lengths, k_lengths = [10, 0, 300, 64, 7], [300, 5, 128, 0, 129]
+    left_out = {1, 3} if short else set()
     q_offsets, k_offsets = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
-    rows = sorted(range(5), key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64))
+    rows = sorted(set(range(5)) - left_out, key=lambda row: -(q_lengths[row] + 64) * (k_lengths[row] + 64))
     count = {row: max(math.ceil(k_lengths[row] / 128), 1) for row in rows}
     expected = []
     for start in range(0, len(rows), members):
         taken = rows[start : start + members]
         for j in range(max(count[row] for row in taken)):
             expected += [(row, j) for row in taken if j < count[row]]
-    table = attention_rows.tile_table(q_offsets, k_offsets, sum(k_lengths), members).tolist()
+    table = attention_rows.tile_table(q_offsets, k_offsets, sum(k_lengths), members, short=short).tolist()
     assert table[0][0] == len(expected) == sum(count.values())
     for entry, (row, j) in zip(table[1:], expected, strict=False):
         first_tile = int(q_offsets[row]) // 64 + row
@@ -180,6 +185,7 @@ def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     lse = torch.randn(2, 174)
     with poisoned_empty():
         (lse2, delta), flags = attention_rows.row_statistics(out, grad, lse, offsets, 100)
+        (_, some), _ = attention_rows.row_statistics(out, grad, lse, offsets, 100, offsets, 64)
     for row, length in enumerate(lengths):
         start = int(offsets[row])
         tile = start // 64 + row
@@ -190,6 +196,8 @@ def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (lse2[:, padding] == math.inf).all()
         assert (delta[:, padding] == 0).all()
         assert (flags[:, tile : tile + tiles] == 0).all()
+        first = some[:, tile * 64]
+        assert first.isnan().all() if 0 < length <= 64 else torch.equal(first, delta[:, tile * 64]) or length == 0
 
 
 def test_what_it_cannot_serve_is_an_error_and_nothing_gives_zeros() -> None:
@@ -213,6 +221,7 @@ def test_rows_of_hardly_any_queries_are_taken_together(monkeypatch: pytest.Monke
     launched: list[int] = []
     monkeypatch.setattr(Launcher, "__call__", lambda self, grid, key, *arguments: launched.append(grid[0]))
     monkeypatch.setattr(gluon_attention_backward, "processors", lambda device: 132)
+    monkeypatch.setattr(gluon_attention_backward, "likely_short", lambda *numbers: 0)
     q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 0, 0, 1])
     attention_backward(q, q, q, q, q, torch.zeros(1, 1), offsets, offsets, 1, 1, 1.0, False, (-1, -1))

@@ -25,6 +25,7 @@ from kernels.jagged import (
     gluon_attention_forward,
     gluon_linear,
     gluon_linear_backward,
+    triton_attention_short,
     triton_bmm,
     triton_checks,
     triton_elementwise,
@@ -67,6 +68,7 @@ LAUNCHERS = (
     gluon_backward._launch_backward,
     triton_short._launch_forward,
     triton_short._launch_backward,
+    triton_attention_short._launch,
     triton_checks._launch,
 )
 

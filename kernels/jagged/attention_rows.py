@@ -115,10 +115,10 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 
     """
     num_rows = k_offsets.shape[0] - 1
     table = torch.empty(num_rows * runs, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
-    block = 16
+    block = 8
     key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets), runs, short)
     grid = (-(-num_rows // block), 1, 1)
-    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, short, block, 256)
+    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, short, block, 512)
     return table
 
 

@@ -95,6 +95,7 @@ def test_the_check_compiles_to_an_assertion(offsets: str, target: str) -> None:
         "backend='reference')",
         "gdpa(x, x, x, offsets, offsets, max_q=299, max_k=300, score_scale=1.0)",
         "gdpa(x, x, x, offsets, offsets, max_q=300, max_k=299, score_scale=1.0)",
+        "gdpa(x, x, x, offsets, offsets, max_q=60, max_k=64, score_scale=1.0)",
     ],
 )
 def test_a_longer_row_is_a_device_assertion(call: str) -> None:

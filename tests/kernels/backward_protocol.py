@@ -71,7 +71,7 @@ def walk(
     window: Window,
     chance: random.Random,
 ) -> None:
-    """Items as `tile_table` orders them, dealt over programs, whose warpgroups run in random order."""
+    """Items as `tile_table` orders them, dealt over programs, whose warps run in random order, some of them slowly."""
     ordered = sorted(rows, key=lambda row: -(sum(row[0]) + 64) * (row[1] + 64))
     items = []
     for start in range(0, len(rows), members):
@@ -83,11 +83,12 @@ def walk(
     running: list[list[Any]] = []
     for place in range(min(programs, len(items))):
         program = kind(items[place::programs], group, window, flags, sums)
-        running += [[flow, None] for flow in program.flows()]
+        running += [[flow, None, chance.choice([1, 1, 0.02])] for flow in program.flows()]
     while running:
         ready = [flow for flow in running if flow[1] is None or flow[1]()]
         assert ready, f"deadlock of {len(running)} warpgroups"
-        for flow in chance.sample(ready, chance.randint(1, len(ready))):
+        chosen = chance.sample(ready, chance.randint(1, len(ready)))
+        for flow in [flow for flow in chosen if chance.random() < flow[2]] or chosen[:1]:
             try:
                 flow[1] = next(flow[0])
             except StopIteration:

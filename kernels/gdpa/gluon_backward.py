@@ -42,6 +42,8 @@ KEYS = 128
 # Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features. Twice as many do
 # not fit into it, and with half as many the key tiles of a row wait for each other.
 TOKENS_IN_FLIGHT = 32768
+# Queries of the mean row up to which rows that are not equally long are served by a kernel of their own.
+UNEVEN_MEAN = 320
 # Three warpgroups of 128 threads, the last of which has two warps, share 512 x 128 registers: 232 for each of the first
 # two, and 40.
 MAX_REGISTERS = 168
@@ -108,8 +110,10 @@ def backward(
     kinds, kinds_of_heads = head_kinds(activations)
     # Advice to L2 pays for rows of at most two key tiles with four steps each, and costs a little with eight steps.
     pairs = max_k <= 2 * KEYS and max_q <= 2 * KEYS
+    uneven = short_and_uneven(num_queries, q_offsets.shape[0] - 1, max_q)
     constants = (
-        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, pairs, left >= 0, right >= 0,
+        kinds, kinds_of_heads, q_step, k_step, v_step, g_step, kv_heads, group, pairs, uneven, left >= 0,
+        right >= 0,
     )  # fmt: skip
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
@@ -121,13 +125,19 @@ def backward(
     return dq, dk, dv
 
 
+def short_and_uneven(num_queries: int, num_rows: int, max_q: int) -> bool:
+    """Whether key tiles have few steps, and many of them few keys: rows are taken to have as many keys as queries."""
+    mean = num_queries / max(num_rows, 1)
+    return mean <= UNEVEN_MEAN and mean <= 0.75 * max_q
+
+
 @gluon.jit(do_not_specialize=["tiles_stride"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, g_desc, sums_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr,
     score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
-    G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    G_STEP: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr, UNEVEN: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     let_next_start()
     dtype: gl.constexpr = q_desc.dtype
@@ -166,9 +176,9 @@ def _backward_kernel(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
-                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, LEFT, RIGHT, 0)),
+                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, UNEVEN, LEFT, RIGHT, 0)),
             (differentiate, (buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
-                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, LEFT, RIGHT, 1)),
+                             KINDS, HEAD_KINDS, HEADS, GROUP, PAIRS, UNEVEN, LEFT, RIGHT, 1)),
             (load_tiles, ((q_desc, k_desc, v_desc, g_desc), (dk_ptr, dv_ptr), buffers, bars, table_ptr, tiles_stride,
                           left, right, Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, LEFT, RIGHT)),
             (keep_order, (sums_desc, scratch_ptr, buffers, bars, table_ptr, flags_ptr, tiles_stride, left, right, HEADS,

@@ -196,7 +196,7 @@ def _row_of(pointer, control, C: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.co
 
 
 @gluon.jit
-def _begin_dq(controls, step, v_s, slot, D: gl.constexpr, C: gl.constexpr):
+def _begin_dq(controls, step, dq_turn, v_s, slot, D: gl.constexpr, UNEVEN: gl.constexpr, C: gl.constexpr):
     """What earlier key tiles left of columns C of dq of a step, if it is the last to add to them, or zeros.
 
     It lies in the place `slot` of values.
@@ -204,6 +204,8 @@ def _begin_dq(controls, step, v_s, slot, D: gl.constexpr, C: gl.constexpr):
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
     dq = gl.zeros((64, D // 2), gl.float32, HALF)
     if (field(read_control(controls, step), KIND) & (FIRST | LAST) == LAST) & (step >= 0):
+        if UNEVEN:
+            mbarrier.wait(dq_turn.index(step & 1), step // 2 & 1)
         lines = cells(dq).reshape([D, 32])
         lines = sums_in(v_s, slot, C).load(lines.type.layout)
         sums = lines.reshape([D // 16, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D // 2])
@@ -213,8 +215,8 @@ def _begin_dq(controls, step, v_s, slot, D: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _end_dq(
-    dq, controls, step, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, PAIRS: gl.constexpr,
-    C: gl.constexpr,
+    dq, controls, step, dq_turn, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, PAIRS: gl.constexpr,
+    UNEVEN: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Columns C of dq of a step to where they belong; there is nothing before the first step."""
     control = read_control(controls, step)
@@ -223,21 +225,36 @@ def _end_dq(
     out = dq_ptr + (field(control, QUERY).to(gl.int64) * (HEADS * D) + (field(control, HEAD) * D + C * (D // 2)))
     first = kind & FIRST != 0
     last = (kind & LAST != 0) | (step < 0)
+    if UNEVEN:  # those that start from a sum have had their turn
+        mbarrier.wait(dq_turn.index(step & 1), step // 2 & 1, pred=(step >= 0) & (kind & (FIRST | LAST) != LAST))
     _put_dq(dq, _place_of(control, scratch_ptr, D, C), out, rows, scale, first, last, HEADS * D, PAIRS)
+
+
+@gluon.jit
+def _multiply_dq(dq, ds_s, k_s, buffer, slot, C: gl.constexpr):
+    """Columns C of dq plus the product, in flight, of what both warpgroups left in `buffer` and the keys in `slot`."""
+    HALF: gl.constexpr = k_s.shape[2] // 2
+    for c in gl.static_range(2):
+        k_half = k_s.index(slot * 2 + c).slice(C * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds_s.index(buffer * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
+    return dq
 
 
 @gluon.jit
 def differentiate(
     buffers, bars, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PAIRS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
+    PAIRS: gl.constexpr, UNEVEN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
+    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq.
+
+    If rows are UNEVEN, the second one has nothing to do but dq in a tile of no more than 64 keys, and key tiles but the
+    last wait for their turn only when they add to dq. Both cost a little where all rows are long.
+    """
     k_s, v_s, q_s, g_s, ds_s, controls = buffers
     q_full, g_full, stage_empty, step_done, k_full, k_empty, ds_full, dq_turn = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
-    HALF: gl.constexpr = D // 2
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     value_factor, slope_factor = unscaled_factors(score_scale, KINDS, dtype)
@@ -264,54 +281,83 @@ def differentiate(
         g = g_s.index(stage)
         kv = tile & 1
         keys = field(control, KEYS_LEFT) - C * 64
-        queries = field(control, QUERIES_LEFT)
-        offset = field(control, OFFSET) + C * 64
-        s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
-        y, slope = unscaled_value_and_slope(s, score_scale, kind_of(field(control, HEAD), HEAD_KINDS), KINDS, dtype)
-        # Rounded too, because that halves its registers: there is not one to spare.
-        slope = rounded(slope, dtype)
-        p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
-        mbarrier.wait(g_full.index(stage), step // STAGES & 1)
-        dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma(p_left, g, dv, use_acc=kind & STARTS == 0, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        dp = _existing(dp, keys, queries, offset, left, right, LEFT, RIGHT)
-        ds = rounded_product(slope, dp, dtype)
-        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-        dq = _begin_dq(controls, step - 1, v_s, kv ^ 1, D, C)
-        mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
-        ds_s.index(buffer * 2 + C).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(buffer), count=1)
-        old_slot = (tile - starts.to(gl.int32)) & 1
-        ds_left = gl.convert_layout(ds, LEFT_OPERAND)
-        dk = warpgroup_mma(ds_left, q_s.index(stage), dk, use_acc=kind & STARTS == 0, is_async=True)
-        for c in gl.static_range(2):
-            k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
-            dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-        dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
-        # Queries and gradients of this step have had their last use.
-        mbarrier.arrive(stage_empty.index(stage), count=1)
-        if starts & leaves:  # the next keys, which s waits for, need the place of those before this tile's
-            warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(k_empty.index(old_slot), count=1, pred=step > 0)
-        tile += leaves.to(gl.int32)
-        after = (step + 1) % STAGES
-        mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
-        mbarrier.wait(k_full.index(tile & 1), tile // 2 & 1)
-        s = warpgroup_mma(
-            k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        if starts & (leaves == 0) & (step > 0):
-            mbarrier.arrive(k_empty.index(old_slot), count=1)
-        _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, C)
-        mbarrier.arrive(step_done.index(buffer), count=1)
-        if leaves:
-            _store_rows(
-                dv * dv_scale, _row_of(dv_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D
+        if UNEVEN and C == 1:
+            idle = keys <= 0
+        else:
+            idle: gl.constexpr = False
+        if idle:  # the row has no key here
+            old_slot = (tile - starts.to(gl.int32)) & 1
+            mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+            dq = _begin_dq(controls, step - 1, dq_turn, v_s, kv ^ 1, D, UNEVEN, C)
+            mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            ds_s.index(buffer * 2 + C).store(gl.zeros((64, 64), dtype, SCORES))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(buffer), count=1)
+            dq = warpgroup_mma_wait(0, deps=(_multiply_dq(dq, ds_s, k_s, old, old_slot, C),))
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+            mbarrier.arrive(k_empty.index(old_slot), count=1, pred=starts & (step > 0))
+            tile += leaves.to(gl.int32)
+            after = (step + 1) % STAGES
+            mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
+            mbarrier.wait(k_full.index(tile & 1), tile // 2 & 1)
+            s = warpgroup_mma(
+                k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            _store_rows(dk * scale, _row_of(dk_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D)
+            _end_dq(dq, controls, step - 1, dq_turn, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, UNEVEN, C)
+            mbarrier.arrive(step_done.index(buffer), count=1)
+            s = warpgroup_mma_wait(0, deps=(s,))
+        else:
+            queries = field(control, QUERIES_LEFT)
+            offset = field(control, OFFSET) + C * 64
+            s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
+            y, slope = unscaled_value_and_slope(s, score_scale, kind_of(field(control, HEAD), HEAD_KINDS), KINDS, dtype)
+            # Rounded too, because that halves its registers: there is not one to spare.
+            slope = rounded(slope, dtype)
+            p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
+            mbarrier.wait(g_full.index(stage), step // STAGES & 1)
+            dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dv = warpgroup_mma(p_left, g, dv, use_acc=kind & STARTS == 0, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp = _existing(dp, keys, queries, offset, left, right, LEFT, RIGHT)
+            ds = rounded_product(slope, dp, dtype)
+            if not UNEVEN:
+                mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            dq = _begin_dq(controls, step - 1, dq_turn, v_s, kv ^ 1, D, UNEVEN, C)
+            mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
+            ds_s.index(buffer * 2 + C).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(buffer), count=1)
+            old_slot = (tile - starts.to(gl.int32)) & 1
+            ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+            dk = warpgroup_mma(ds_left, q_s.index(stage), dk, use_acc=kind & STARTS == 0, is_async=True)
+            dq = _multiply_dq(dq, ds_s, k_s, old, old_slot, C)
+            dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
+            # Queries and gradients of this step have had their last use.
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+            if starts & leaves:  # the next keys, which s waits for, need the place of those before this tile's
+                warpgroup_mma_wait(0, deps=(dk,))
+                mbarrier.arrive(k_empty.index(old_slot), count=1, pred=step > 0)
+            tile += leaves.to(gl.int32)
+            after = (step + 1) % STAGES
+            mbarrier.wait(q_full.index(after), (step + 1) // STAGES & 1)
+            mbarrier.wait(k_full.index(tile & 1), tile // 2 & 1)
+            s = warpgroup_mma(
+                k_s.index((tile & 1) * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            if starts & (leaves == 0) & (step > 0):
+                mbarrier.arrive(k_empty.index(old_slot), count=1)
+            _end_dq(dq, controls, step - 1, dq_turn, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, UNEVEN, C)
+            mbarrier.arrive(step_done.index(buffer), count=1)
+            if leaves:
+                _store_rows(
+                    dv * dv_scale, _row_of(dv_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D
+                )
+                _store_rows(
+                    dk * scale, _row_of(dk_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D
+                )
+            if UNEVEN:  # a product in flight where the two ways meet would serialise all of them
+                s = warpgroup_mma_wait(0, deps=(s,))
         step += 1
         control = read_control(controls, step)
         more = field(control, KIND) & STOP == 0
@@ -319,12 +365,10 @@ def differentiate(
     # dq of the last step.
     old = (step & 1) ^ 1
     old_slot = (tile - 1) & 1
-    mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
-    dq = _begin_dq(controls, step - 1, v_s, old_slot, D, C)
+    if not UNEVEN:
+        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    dq = _begin_dq(controls, step - 1, dq_turn, v_s, old_slot, D, UNEVEN, C)
     mbarrier.wait(step_done.index(old), (step - 1) // 2 & 1, pred=step > 0)
-    for c in gl.static_range(2):
-        k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
-        dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    _end_dq(dq, controls, step - 1, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, C)
+    dq = warpgroup_mma_wait(0, deps=(_multiply_dq(dq, ds_s, k_s, old, old_slot, C),))
+    _end_dq(dq, controls, step - 1, dq_turn, scratch_ptr, dq_ptr, scale, D, HEADS * GROUP, PAIRS, UNEVEN, C)
     mbarrier.arrive(step_done.index(step & 1), count=1)

@@ -84,7 +84,7 @@ def test_consumers_of_the_forward_take_turns_where_that_gains() -> None:
 
 def compiled_backward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: bool = False, d: int = 128, dtype: str = "bf16",
-    pairs: bool = False,
+    pairs: bool = False, uneven: bool = False,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
     constants = {f"{name}_STEP": d for name in "QKVG"} | {"HEADS": 2, "GROUP": 2, "LEFT": window, "RIGHT": window}
@@ -101,7 +101,7 @@ def compiled_backward(
     return compile_ahead(
         gluon_backward._backward_kernel,
         signature,
-        constants | {"KINDS": kinds, "HEAD_KINDS": heads, "PAIRS": pairs},
+        constants | {"KINDS": kinds, "HEAD_KINDS": heads, "PAIRS": pairs, "UNEVEN": uneven},
         target="sm_90",
         gluon=True,
         maxnreg=gluon_backward.MAX_REGISTERS,
@@ -113,6 +113,8 @@ def compiled_backward(
     [
         ({}, 64),
         ({"pairs": True}, 64),
+        ({"uneven": True}, 64),
+        ({"uneven": True, "pairs": True}, 64),
         ({"d": 64, "dtype": "fp16"}, 128),
         ({"names": MIXED}, 2048),
         ({"window": True}, 512),
@@ -159,6 +161,14 @@ def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
 )
 def test_short_rows_of_unequal_lengths_have_narrow_blocks(num_keys: int, max_k: int, block_k: int) -> None:
     assert gluon_forward.block_of_keys(num_keys, 100, max_k) == block_k
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "max_q", "uneven"),
+    [(12_800, 256, True), (25_600, 256, False), (25_600, 512, True), (3_000, 2048, True), (51_200, 1024, False)],
+)
+def test_short_rows_of_unequal_lengths_have_a_backward_of_their_own(num_queries: int, max_q: int, uneven: bool) -> None:
+    assert gluon_backward.short_and_uneven(num_queries, 100, max_q) == uneven
 
 
 def lengths_of(rows: int, high: int, seed: int) -> list[int]:
@@ -240,8 +250,10 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("runs", "many tiles")])
-def test_gradients_match_float64(name: str) -> None:
+def test_gradients_match_float64(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_backward, "short_and_uneven", lambda *arguments: uneven)
     (q, k, v), rest = problem(name)
     names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
     call = dict(zip(names, rest, strict=True))
@@ -258,12 +270,15 @@ def test_gradients_match_float64(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
 @pytest.mark.parametrize("name", ["grouped", "short rows", "pairs", "window 50 -1"])
-def test_gradients_have_equal_bits_in_every_run(name: str) -> None:
+def test_gradients_have_equal_bits_in_every_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), rest = problem(name)
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
-    first, *others = (gluon_backward.backward(grad, q, k, v, *rest) for _ in range(20))
-    for other in others:
-        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+    results = []
+    for uneven in (False, True):  # the order of sums is the same
+        monkeypatch.setattr(gluon_backward, "short_and_uneven", lambda *arguments, uneven=uneven: uneven)
+        results += [gluon_backward.backward(grad, q, k, v, *rest) for _ in range(20)]
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, train
     world = distributed.start(config.runtime)
     try:
         # They take as long as a run of a few steps; the real commands draw them.
-        with mock.patch("train.trainer.plot_run"):
+        with mock.patch("train.plots.plot_run"):
             trainer(config, world).run()
     finally:
         distributed.stop()

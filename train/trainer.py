@@ -31,7 +31,6 @@ from train.loss import ranking_loss
 from train.memory import peak_memory_bytes, reset_peak_memory
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
 from train.optim import Optimizer
-from train.plots import plot_run
 from train.preemption import STATUS, Preempted, Preemption
 from train.replay import Replay
 from train.tracing import StepTracer
@@ -379,6 +378,8 @@ class Trainer:
         if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
         if self.world.is_first:
+            from train.plots import plot_run  # matplotlib, which takes half a second, and other ranks draw nothing
+
             plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
             write_json(self.run_dir / "results.json", results)
         self.world.barrier()

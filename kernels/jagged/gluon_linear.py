@@ -62,11 +62,10 @@ def _linear_kernel(
     KEEP: gl.constexpr,
     EVEN: gl.constexpr,
     LEVELS: gl.constexpr,
-    THRICE: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     SINGLE: gl.constexpr = dtype == gl.float32
-    RING: gl.constexpr = 12 if SINGLE and not THRICE else 8
+    RING: gl.constexpr = 12 if SINGLE else 8
     PARTS: gl.constexpr = 2 if SHARED else 1
     WIDTH: gl.constexpr = weight_desc.block_type.shape[1 if TRANSPOSED else 0]
     # Consumers of half precision ask for the tile behind their last one, too.
@@ -80,7 +79,7 @@ def _linear_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     placed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    # The weight is there; it is split by both consumers.
+    # Only the first of the pair is waited for.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
@@ -93,17 +92,12 @@ def _linear_kernel(
     fence_async_shared()
     barriers = (full, empty, placed, taken, once.index(0))
     if SINGLE:
-        rests = weights
-        if THRICE:
-            rests = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
         gl.warp_specialize(
             [
-                (multiply_single, (ring, weights, rests, rows, barriers, once.index(1), out, for_backward, bias,
-                                   row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
-                                   KEEP, EVEN, THRICE, 0)),
-                (multiply_single, (ring, weights, rests, rows, barriers, once.index(1), out, for_backward, bias,
-                                   row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
-                                   KEEP, EVEN, THRICE, 1)),
+                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
+                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 0)),
+                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
+                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 1)),
                 (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
                 (find, (rows, placed, taken, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS, AHEAD, LEVELS)),
             ],
@@ -157,7 +151,7 @@ def linear(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH."""
+    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH; float32 operands are rounded to tf32."""
     total, inner = x.shape
     width = weight.shape[0]
     out, for_backward = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
@@ -172,8 +166,7 @@ def linear(
     row_bias = addressable(row_bias) if given[1] else x
     offsets = offsets.contiguous()
     piece = LINE // x.element_size()
-    thrice = precision_of(x.dtype) == "tf32x3"
-    block_e = min(max(64, next_power_of_2(width)), 64 if thrice else 128 if single else 256)
+    block_e = min(max(64, next_power_of_2(width)), 128 if single else 256)
     columns = cdiv(width, block_e)
     shared = block_e == 256
     part = block_e // 2 if shared else block_e
@@ -187,7 +180,6 @@ def linear(
         keep,
         width % block_e == 0,
         cdiv(steps_of(offsets.shape[0] - 1), 5),
-        thrice,
     )
     sizes = (row_bias.stride(0), width)
     out_desc = descriptor(out, ROWS.value, piece)
@@ -222,6 +214,8 @@ def linear(
 
 
 def _times(grad, offsets, weight):
+    if precision_of(grad.dtype) != "tf32":  # which PyTorch's flag allowed in the forward and does not any more
+        return grad @ weight
     return linear(grad, offsets, weight.mT, None, None, "none", False)[0]
 
 

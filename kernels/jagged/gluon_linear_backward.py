@@ -33,7 +33,6 @@ from kernels.launch import Launcher, aligned, processors
 PIECE = gl.constexpr(64)  # columns, 128 bytes
 PIECES = gl.constexpr(4)  # of dz
 HALF = gl.constexpr(128)  # columns of x
-STAGES = gl.constexpr(2)
 WIDTH = PIECE.value * PIECES.value
 SPAN = range(136, WIDTH + 1, 8)  # of widths
 
@@ -63,6 +62,7 @@ def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights
           KIND: gl.constexpr):  # fmt: skip
     """A warp that loads a half of the weight, then tiles of grad, point and x."""
     full, empty, _, _, ready = barriers
+    STAGES: gl.constexpr = full.shape[0]
     column = gl.program_id(0) % 2 * HALF
     mbarrier.expect(ready, 2 * PIECES * weight_desc.block_type.nbytes)
     for p in gl.static_range(PIECES):
@@ -89,6 +89,7 @@ def _load(grad_desc, point_desc, x_desc, weight_desc, grads, points, xs, weights
 def _place(rows, lines, barriers, offsets, num_rows, total, LEVELS: gl.constexpr):
     """A warp that looks up the rows of the places of tiles, apart from the one whose loads would wait for that."""
     _, empty, _, placed, _ = barriers
+    STAGES: gl.constexpr = empty.shape[0]
     tile = 0
     for first in range(gl.program_id(0) // 2 * ROWS, total, gl.num_programs(0) // 2 * ROWS):
         stage = tile % STAGES
@@ -130,6 +131,7 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, lines, barriers, offset
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     full, empty, made, placed, ready = barriers
+    STAGES: gl.constexpr = full.shape[0]
     half = gl.program_id(0) % 2
     upper = gl.zeros((PIECE, HALF), gl.float32, WIDE)
     lower = gl.zeros((PIECE, HALF), gl.float32, WIDE)
@@ -170,9 +172,10 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, lines, barriers, offset
             ones = _ones(row, low, dtype, NARROW)
         dx, upper, lower = warpgroup_mma_wait(0, deps=(dx, upper, lower))
         # In the place of the points, which are read.
-        points.index(piece).store(dx.to(dtype))
+        slot = points.index(piece if KIND != "none" else C)
+        slot.store(dx.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dx_desc, [first, half * HALF + C * PIECE], points.index(piece))
+        tma.async_copy_shared_to_global(dx_desc, [first, half * HALF + C * PIECE], slot)
         if SUMS:
             dz = grads.index(piece + half)
             column = (2 * C + half) * PIECE
@@ -211,8 +214,10 @@ def _gradients_kernel(
     LEVELS: gl.constexpr,
 ):
     dtype: gl.constexpr = grad_desc.dtype
+    STAGES: gl.constexpr = 3 if KIND == "none" else 2
+    POINTS: gl.constexpr = 2 if KIND == "none" else STAGES * PIECES
     grads = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + grad_desc.block_type.shape, grad_desc.layout)
-    points = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + grad_desc.block_type.shape, grad_desc.layout)
+    points = gl.allocate_shared_memory(dtype, [POINTS] + grad_desc.block_type.shape, grad_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [2 * PIECES] + weight_desc.block_type.shape, weight_desc.layout)
     rows = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -249,11 +254,10 @@ def _gradients_kernel(
 _launch = Launcher(_gradients_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _add_kernel(partials, out, count, E, D, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of `count` matrices of WIDTH x WIDTH, cut to E x D."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+@triton.jit
+def _add(partials, out, count, E, D, at, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Elements `at` of the sum of `count` matrices of WIDTH x WIDTH, cut to E x D."""
+    total = tl.zeros([AT_ONCE, at.shape[0]], tl.float32)
     for start in range(0, count, AT_ONCE):
         number = start + tl.arange(0, AT_ONCE)[:, None]
         total += tl.load(partials + number * (WIDTH * WIDTH) + at[None, :], mask=number < count, other=0)
@@ -262,27 +266,48 @@ def _add_kernel(partials, out, count, E, D, WIDTH: tl.constexpr, AT_ONCE: tl.con
     tl.store(out + row * D + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _join_kernel(sums, offsets, num_rows, E, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _join(sums, offsets, row, num_rows, E, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
     """Puts the sum of a row together that several tiles have; nothing is the sum of an empty one."""
-    row = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + row).to(tl.int64)
     end = tl.load(offsets + row + 1).to(tl.int64)
     first, last = begin // ROWS, (end - 1) // ROWS
-    if (begin < end) & (first == last):
-        return
-    column = tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros([AT_ONCE, BLOCK], tl.float32)
-    for start in range(first, tl.where(begin < end, last + 1, first), AT_ONCE):
-        tile = start + tl.arange(0, AT_ONCE)[:, None]
-        line = num_rows + tile * 2 + (tile == first).to(tl.int64)
-        total += tl.load(sums + line * E + column, mask=(tile <= last) & (column < E), other=0)
-    column = tl.arange(0, BLOCK)
-    tl.store(sums + row * E + column, tl.sum(total, 0), mask=column < E)
+    if (begin == end) | (first < last):
+        column = tl.arange(0, WIDTH)[None, :]
+        total = tl.zeros([AT_ONCE, WIDTH], tl.float32)
+        for start in range(first, tl.where(begin < end, last + 1, first), AT_ONCE):
+            tile = start + tl.arange(0, AT_ONCE)[:, None]
+            line = num_rows + tile * 2 + (tile == first).to(tl.int64)
+            total += tl.load(sums + line * E + column, mask=(tile <= last) & (column < E), other=0)
+        column = tl.arange(0, WIDTH)
+        tl.store(sums + row * E + column, tl.sum(total, 0), mask=column < E)
 
 
-_launch_add = Launcher(_add_kernel)
-_launch_join = Launcher(_join_kernel)
+@triton.jit(do_not_specialize=["count", "num_rows"])
+def _finish_kernel(
+    partials,
+    dw,
+    sums,
+    offsets,
+    count,
+    num_rows,
+    E,
+    D,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first programs add up the gradient of the weight, and each of the others the sum of a row."""
+    ADDS: tl.constexpr = WIDTH * WIDTH // BLOCK
+    if tl.program_id(0) < ADDS:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        _add(partials, dw, count, E, D, at, WIDTH, AT_ONCE)
+    else:
+        _join(sums, offsets, (tl.program_id(0) - ADDS).to(tl.int64), num_rows, E, ROWS, WIDTH, AT_ONCE)
+
+
+_launch_finish = Launcher(_finish_kernel)
 
 
 @custom_op("gemsmith::jagged_linear_stream_gradients")
@@ -323,12 +348,10 @@ def gradients(
         width,
         *constants,
     )
-    numbers = (width, inner, WIDTH, 16, 256)
-    _launch_add((WIDTH * WIDTH // 256, 1, 1), (x.device, dw.dtype, *numbers), partials, dw, pairs, *numbers)
-    if needs_sums and num_rows > 0:
-        numbers = (width, ROWS.value, 16, WIDTH)
-        key = (x.device, offsets.dtype, aligned(offsets), *numbers)
-        _launch_join((num_rows, 1, 1), key, sums, offsets, num_rows, *numbers)
+    numbers = (width, inner, ROWS.value, WIDTH, 16, 256)
+    programs = WIDTH * WIDTH // 256 + (num_rows if needs_sums else 0)
+    key = (x.device, dw.dtype, offsets.dtype, aligned(offsets), *numbers)
+    _launch_finish((programs, 1, 1), key, partials, dw, sums, offsets, pairs, num_rows, *numbers)
     return dx, dw, sums[:num_rows]
 
 

@@ -64,27 +64,44 @@ def _put_bias(bias, E, lines, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr):
                 lines.index((i * CHUNKS + c) * 2).store(zeros)
 
 
+@gluon.constexpr_function
+def _times_zero(dtype):
+    """PTX of a pair of values, times 0, plus a pair of zeros or of what is not a number."""
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{kind} $0, $1, zero, $2; }}"
+
+
 @gluon.jit
 def _clear(lines, index):
     """Puts zeros where one of the WINDOW lines has what is not finite, and returns a bit for each such line.
 
-    Places of other rows multiply it by zero, which would be no zero.
+    Places of other rows multiply it by zero, which would be no zero. Nearly always all are finite, and to find that out
+    is one instruction for two values: this warp has to keep ahead of others that need most of the issue slots.
     """
     PIECE: gl.constexpr = lines.shape[2]
     CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
     EXPONENT: gl.constexpr = 0x7F80 if lines.dtype == gl.bfloat16 else 0x7C00
+    MULTIPLY: gl.constexpr = _times_zero(lines.dtype)
     pairs = lines._reinterpret(gl.int32, [lines.shape[0], WINDOW, PIECE // 2], gl.NVMMASharedLayout(128, 32, 2))
-    found = gl.zeros((WINDOW, PIECE // 2), gl.int32, PAIRS)
+    zeros = gl.zeros((WINDOW, PIECE // 2), gl.int32, PAIRS)
+    product = zeros
     for c in gl.static_range(CHUNKS):
         words = pairs.index((index * CHUNKS + c) * 2).load(PAIRS)
-        high = (words & (EXPONENT << 16)) == EXPONENT << 16
-        found |= (high | ((words & EXPONENT) == EXPONENT)).to(gl.int32)
-    wrong = gl.max(found, 1)
-    bits = gl.sum(wrong << gl.arange(0, WINDOW, gl.SliceLayout(1, PAIRS)), 0)
-    if bits > 0:
+        product = gl.inline_asm_elementwise(MULTIPLY, "=r,r,r", [words, product], gl.int32, True, 1)
+    bits = 0
+    if gl.max(gl.max(product & 0x7FFF7FFF, 1), 0) > 0:
+        barrier()  # so that values are read again, and not kept until here, for which there are no registers
+        found = zeros
+        for c in gl.static_range(CHUNKS):
+            words = pairs.index((index * CHUNKS + c) * 2).load(PAIRS)
+            high = (words & (EXPONENT << 16)) == EXPONENT << 16
+            found |= (high | ((words & EXPONENT) == EXPONENT)).to(gl.int32)
+        wrong = gl.max(found, 1)
+        bits = gl.sum(wrong << gl.arange(0, WINDOW, gl.SliceLayout(1, PAIRS)), 0)
         for c in gl.static_range(CHUNKS):
             line = pairs.index((index * CHUNKS + c) * 2)
             line.store(gl.where(gl.expand_dims(wrong, 1) > 0, 0, line.load(PAIRS)))
+        fence_async_shared()
     return bits
 
 
@@ -115,8 +132,8 @@ def place(row_bias_desc, bias, E, lines, found, rows, firsts, others, landed, kn
     CHUNKS: gl.constexpr = lines.shape[0] // (2 * HELD)
     _, _, placed, taken, _ = barriers
     _put_bias(bias, E, lines, BIAS, ROW_BIAS)
+    fence_async_shared()
     if not ROW_BIAS:
-        fence_async_shared()
         barrier()
         mbarrier.arrive(placed.index(0), count=1)
     else:
@@ -144,7 +161,6 @@ def place(row_bias_desc, bias, E, lines, found, rows, firsts, others, landed, kn
             rows.index(index).store(row)
             firsts.index(index).store(gl.full((1,), 0, gl.int32, ONE) + low)
             others.index(index).store(gl.full((1,), 0, gl.int32, ONE) + gl.max(other, 0))
-            fence_async_shared()
             barrier()
             mbarrier.arrive(placed.index(index), count=1)
             tile += 1  # noqa: SIM113

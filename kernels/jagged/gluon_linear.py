@@ -4,9 +4,9 @@
 
 Such a layer takes as long as reading x and writing the result, if nothing else is read and nobody waits. A program
 keeps the weight, or of a float32 one a part of its columns, in shared memory, and works through tiles of 64 values,
-whatever rows these are of. One warp loads them with TMA, another one looks up their rows (`gluon_linear_loader`), and
-two warpgroups multiply and finish them (`gluon_linear_consumer`, with float32 operands `gluon_linear_single`), so that
-the tensor cores work while an activation is applied.
+whatever rows these are of. Warps of their own load them with TMA, look up their rows and fetch what is added to them
+(`gluon_linear_loader`), and two warpgroups multiply and finish them (`gluon_linear_consumer`, with float32 operands
+`gluon_linear_single`), so that the tensor cores work while an activation is applied.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def _linear_kernel(
     KEEP: gl.constexpr,
     EVEN: gl.constexpr,
     LEVELS: gl.constexpr,
+    THRICE: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     SINGLE: gl.constexpr = dtype == gl.float32
-    RING: gl.constexpr = 12 if SINGLE else 8
+    RING: gl.constexpr = 4 if THRICE else 6 if SINGLE else 8
     PARTS: gl.constexpr = 2 if SHARED else 1
     WIDTH: gl.constexpr = weight_desc.block_type.shape[1 if TRANSPOSED else 0]
     # Consumers of half precision ask for the tile behind their last one, too.
@@ -73,13 +74,11 @@ def _linear_kernel(
     ring = gl.allocate_shared_memory(dtype, [RING] + x_desc.block_type.shape, x_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [PARTS * D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
     rows = gl.allocate_shared_memory(gl.int32, [HELD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    firsts = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    others = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     placed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    # Only the first of the pair is waited for.
+    # The weight is there; it is split by both consumers.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
@@ -92,20 +91,39 @@ def _linear_kernel(
     fence_async_shared()
     barriers = (full, empty, placed, taken, once.index(0))
     if SINGLE:
+        # Each consumer has a ring of its own: in one of both, it could be ahead of a slot by a round.
+        second = gl.allocate_shared_memory(dtype, [RING] + x_desc.block_type.shape, x_desc.layout)
+        second_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+        second_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(RING):
+            mbarrier.init(second_full.index(i), count=1)
+            mbarrier.init(second_empty.index(i), count=1)
+        fence_async_shared()
+        seconds = (second_full, second_empty, placed, taken, once.index(0))
+        rests = weights
+        if THRICE:
+            rests = gl.allocate_shared_memory(dtype, [D_PIECES] + weight_desc.block_type.shape, weight_desc.layout)
         gl.warp_specialize(
             [
-                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
-                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 0)),
-                (multiply_single, (ring, weights, rows, barriers, out, for_backward, bias, row_bias, row_bias_stride,
-                                   total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS, KEEP, EVEN, 1)),
-                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
+                (multiply_single, (ring, weights, rests, rows, barriers, once.index(1), out, for_backward, bias,
+                                   row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
+                                   KEEP, EVEN, THRICE, 0)),
+                (multiply_single, (second, weights, rests, rows, seconds, once.index(1), out, for_backward, bias,
+                                   row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
+                                   KEEP, EVEN, THRICE, 1)),
+                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED, 0,
+                        2)),
+                (load, (x_desc, weight_desc, second, weights, seconds, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED, 1,
+                        2)),
                 (find, (rows, placed, taken, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS, AHEAD, LEVELS)),
             ],
-            [4, 1, 1],
-            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
+            [4, 1, 1, 1],
+            [_CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
         )  # fmt: skip
     else:
         slots = gl.allocate_shared_memory(dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+        firsts = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        others = gl.allocate_shared_memory(gl.int32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # Eight lines of 64 columns are what the swizzle of an operand repeats; two are a piece of one.
         LINES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         lines = gl.allocate_shared_memory(dtype, [HELD * PARTS * WIDTH // 32, WINDOW, 64], LINES)
@@ -127,7 +145,8 @@ def _linear_kernel(
                 (multiply, (out_desc, kept_desc, ring, weights, added, slots, rows, firsts, others, barriers, row_bias,
                             row_bias_stride, total, E, WIDTH, SHARED, D_PIECES, TRANSPOSED, ACTIVATION, BIAS, ROW_BIAS,
                             KEEP, 1)),
-                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED)),
+                (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED, 0,
+                        1)),
                 (find, (found, known, used, offsets, num_rows, total if ROW_BIAS else 0, COLUMNS,
                         AHEAD if ROW_BIAS else 0, LEVELS)),
                 (place, (row_bias_desc, bias, E, lines, found, rows, firsts, others, landed, known, used, barriers,
@@ -151,7 +170,7 @@ def linear(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH; float32 operands are rounded to tf32."""
+    """As `triton_linear.linear`, for widths in multiples of 8 up to MAX_WIDTH."""
     total, inner = x.shape
     width = weight.shape[0]
     out, for_backward = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
@@ -166,7 +185,8 @@ def linear(
     row_bias = addressable(row_bias) if given[1] else x
     offsets = offsets.contiguous()
     piece = LINE // x.element_size()
-    block_e = min(max(64, next_power_of_2(width)), 128 if single else 256)
+    thrice = precision_of(x.dtype) == "tf32x3"
+    block_e = min(max(64, next_power_of_2(width)), 64 if thrice else 128 if single else 256)
     columns = cdiv(width, block_e)
     shared = block_e == 256
     part = block_e // 2 if shared else block_e
@@ -180,6 +200,7 @@ def linear(
         keep,
         width % block_e == 0,
         cdiv(steps_of(offsets.shape[0] - 1), 5),
+        thrice,
     )
     sizes = (row_bias.stride(0), width)
     out_desc = descriptor(out, ROWS.value, piece)
@@ -214,8 +235,6 @@ def linear(
 
 
 def _times(grad, offsets, weight):
-    if precision_of(grad.dtype) != "tf32":  # which PyTorch's flag allowed in the forward and does not any more
-        return grad @ weight
     return linear(grad, offsets, weight.mT, None, None, "none", False)[0]
 
 

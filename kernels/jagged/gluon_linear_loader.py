@@ -18,21 +18,26 @@ PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0]))  # of col
 
 @gluon.jit
 def load(x_desc, weight_desc, ring, weights, barriers, total, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr,
-          AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr):  # fmt: skip
-    """A warp that loads the weight, then pieces of the tiles into a ring that does not stop between tiles."""
+          AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr, TILE: gl.constexpr,
+          EVERY: gl.constexpr):  # fmt: skip
+    """A warp that loads pieces of tiles, from TILE on EVERY one, into a ring that does not stop between tiles.
+
+    The one with the first tile loads the weight before.
+    """
     PIECE: gl.constexpr = x_desc.block_type.shape[1]
     PARTS: gl.constexpr = weights.shape[0] // D_PIECES
     WIDTH: gl.constexpr = weights.shape[2] if TRANSPOSED else weights.shape[1]
     full, empty, _, _, ready = barriers
-    mbarrier.expect(ready, PARTS * D_PIECES * weight_desc.block_type.nbytes)
-    for part in gl.static_range(PARTS):
-        column = (gl.program_id(0) % COLUMNS * PARTS + part) * WIDTH
-        for p in gl.static_range(D_PIECES):
-            place = [p * PIECE, column] if TRANSPOSED else [column, p * PIECE]
-            tma.async_copy_global_to_shared(weight_desc, place, ready, weights.index(part * D_PIECES + p))
+    if TILE == 0:
+        mbarrier.expect(ready, PARTS * D_PIECES * weight_desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            column = (gl.program_id(0) % COLUMNS * PARTS + part) * WIDTH
+            for p in gl.static_range(D_PIECES):
+                place = [p * PIECE, column] if TRANSPOSED else [column, p * PIECE]
+                tma.async_copy_global_to_shared(weight_desc, place, ready, weights.index(part * D_PIECES + p))
     step = gl.num_programs(0) // COLUMNS * ROWS
     piece = 0
-    for first in range(gl.program_id(0) // COLUMNS * ROWS, total + AHEAD * step, step):
+    for first in range(gl.program_id(0) // COLUMNS * ROWS + TILE * step, total + AHEAD * step, EVERY * step):
         for p in gl.static_range(D_PIECES):
             slot = piece % ring.shape[0]
             mbarrier.wait(empty.index(slot), ((piece // ring.shape[0]) & 1) ^ 1)

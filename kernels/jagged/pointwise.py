@@ -77,8 +77,7 @@ def jagged_linear(
             raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
     x, weight, bias, row_bias = dispatch.autocast_operands(x=x, weight=weight, bias=bias, row_bias=row_bias)
     width, inner = weight.shape
-    tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width, tf32=tf32)
+    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width)
     return chosen(x, offsets, weight, bias, row_bias, activation)
 
 

@@ -189,13 +189,10 @@ def _supports_linear_stream(
     dtype: torch.dtype,
     inner: int,
     width: int,
-    tf32: bool = False,
     **facts: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
-    if dtype is torch.float32 and not tf32:
-        return "multiplies float32 only as tf32, which torch.backends.cuda.matmul.allow_tf32 does not allow"
     if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):
         return f"needs widths in multiples of 8 up to 256, got {inner} in and {width} out"
     return None

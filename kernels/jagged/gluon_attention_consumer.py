@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper import pass_turn, take_turn
+from kernels.hopper import barrier, pass_turn, take_turn
 from kernels.jagged.gluon_attention_items import ROWS, mixed_turn, paired_item
 from kernels.jagged.gluon_attention_softmax import (
     corrected,
@@ -197,6 +197,17 @@ def _store_rows(out, buffer, q_begin, q_count, head, HEADS: gl.constexpr, DV: gl
 
 
 @gluon.jit
+def _send(out_desc, out, buffer, q_begin, q_count, head, HEADS: gl.constexpr, DV: gl.constexpr):
+    """Write the outputs in `buffer` of `q_count` queries: of all if that is more, of none if it is not positive."""
+    if q_count >= ROWS:
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
+    else:  # a whole block would write over the queries of the next row
+        _store_rows(out, buffer, q_begin, q_count, head, HEADS, DV)
+
+
+@gluon.jit
 def attend(
     out_desc,
     q_smem,
@@ -229,6 +240,12 @@ def attend(
     nothing_seen = gl.full((ROWS,), -float("inf"), gl.float32, RS)
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
     rows = gl.arange(0, ROWS, RS)
+    buffer = o_smem.index(C)
+    # Outputs are sent at the end of the next tile. Under a mask, and of short blocks, that is slower.
+    LATE: gl.constexpr = not (LEFT or RIGHT or EARLY)
+    kept_begin = 0
+    kept_count = 0
+    kept_head = 0
     items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
     rounds = num_rounds(items)
     common = items // gl.num_programs(0)
@@ -262,7 +279,7 @@ def attend(
         if C == 1 and not PAIRED:
             # The last tile of a row may have no queries for this consumer: it does the last block for nothing.
             skipped = gl.where(q_count > 0, 0, steps)
-            for _ in range(skipped):
+            for _number in range(skipped):
                 slot = _skip(barriers, slot, STAGES, C)
             steps -= skipped
         # `next_steps` is read by the mask below. It must be: MLIR takes a value that is carried around a loop only to
@@ -287,10 +304,12 @@ def attend(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
         # The second product is issued no sooner than the first one is nearly complete: till then nobody waits for what
-        # is done here. The sums of this tile are complete; of the tile after the next one, the entry is asked for.
-        total = gl.convert_layout(gl.sum(total, 1), RS)
-        inverse, log_total = normalization(total, m)
-        gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
+        # is done here. There is time for outputs or for sums, and to ask for the entry of the tile after the next one.
+        if LATE:
+            _send(out_desc, out, buffer, kept_begin, kept_count, kept_head, HEADS, DV)
+        else:
+            inverse, log_total = normalization(gl.convert_layout(gl.sum(total, 1), RS), m)
+            gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
         new_begin, new_count, new_position, new_length, new_first, new_steps, new_head, new_stride = _tile(
             schedule, gl.minimum(turn + 2, rounds - 1), common, HEADS, PAIRED, LEFT, BLOCK_K, C
         )
@@ -303,29 +322,41 @@ def attend(
         s = masked_at_edges(
             s, (next_first + next_steps) * BLOCK_K, next_position, next_length, left, right, LEFT, RIGHT, True
         )
-        x, m_next, _ = exponents(s, nothing_seen, scale, True)
-        p_next = _powers(x, EARLY, C)
+        if LATE:
+            m_next = gl.max(s, 1) * scale
+            # One more look at a barrier that is known to be complete: no arithmetic moves over its branch. Without it
+            # compilers put up to half of the powers before the turn is passed on.
+            mbarrier.wait(q_full.index(next_place), ((turn + 1) // 2) & 1, pred=more)
+            pass_turn(C)
+            reference = gl.where(m_next == -float("inf"), 0.0, m_next)
+            p_next = gl.exp2(s * scale - gl.expand_dims(reference, 1))
+        else:
+            x, m_next, _ = exponents(s, nothing_seen, scale, True)
+            p_next = _powers(x, EARLY, C)
         next_total = sums(p_next)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         p = rounded(p_next, v_smem.dtype, LO)
         slot = k_slot
 
+        if LATE:
+            inverse, log_total = normalization(gl.convert_layout(gl.sum(total, 1), RS), m)
         outputs = times(acc, inverse)
-        buffer = o_smem.index(C)
         tma.store_wait(0)
         buffer.store(outputs.to(v_smem.dtype))
-        if q_count >= ROWS:
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
-        else:  # a whole block would write over the queries of the next row
-            _store_rows(out, buffer, q_begin, q_count, head, HEADS, DV)
+        if LATE:
+            kept_begin, kept_count, kept_head = q_begin, q_count, head
+            gl.store(lse + head.to(gl.int64) * num_queries + q_begin + rows, log_total, rows < q_count)
+        else:
+            _send(out_desc, out, buffer, q_begin, q_count, head, HEADS, DV)
 
         m, total = m_next, next_total
         q_begin, q_count, position, k_length = next_begin, next_count, next_position, next_length
         first_block, steps, head, stride = next_first, next_steps, next_head, next_stride
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
         next_first, next_steps, next_head, next_stride = new_first, new_steps, new_head, new_stride
+    if LATE:
+        _send(out_desc, out, buffer, kept_begin, kept_count, kept_head, HEADS, DV)
     tma.store_wait(0)
     if C == 0:
         take_turn(C)

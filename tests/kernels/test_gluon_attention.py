@@ -33,14 +33,14 @@ def lengths_of(rows: int, low: int, high: int, seed: int = 0) -> list[int]:
 
 @functools.cache
 def _compiled(
-    *, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int = 128, dtype: str = "bf16"
+    *, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int = 128, dtype: str = "bf16", paired: bool = True
 ) -> Compiled:
     kernel = gluon_attention_forward._forward_kernel
 
     constants = {
         "HEADS": 4,
         "GROUP": 1,
-        "PAIRED": window == UNLIMITED,
+        "PAIRED": paired and window == UNLIMITED,
         "LEFT": window[0] >= 0,
         "RIGHT": window[1] >= 0,
         "BLOCK_K": block_k,
@@ -69,6 +69,7 @@ def _compiled(
         ({"d": 64, "dtype": "fp16"}, 0),
         # A few scalars of a tile; none in the loop over blocks.
         ({"window": UNLIMITED}, 12),
+        ({"paired": False}, 12),
         ({"window": (-1, 0)}, 24),
         ({"window": (64, 64)}, 72),
     ],
@@ -84,15 +85,26 @@ def test_compiles_to_asynchronous_products_without_spills(options: dict, spill_b
     assert_turns_have_barriers_of_their_own(compiled)
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_outputs_are_sent_behind_a_barrier_of_all_who_wrote_them(paired: bool) -> None:
+    """Each of them makes its stores visible to TMA, and then one sends; a barrier before the fences is none."""
+    before, *sends = _compiled(paired=paired).ptx.split("cp.async.bulk.tensor.2d.global.shared::cta")
+    assert len(sends) >= 2
+    for code in [before, *sends[:-1]]:
+        _, fence, since = code.rpartition("fence.proxy.async")
+        assert fence
+        assert "bar.sync" in since
+
+
 @pytest.mark.parametrize(("window", "facts"), [(UNLIMITED, 6), ((-1, 0), 6), ((64, -1), 7), ((64, 64), 7)], ids=str)
 def test_compiler_keeps_what_tiles_differ_in(window: tuple[int, int], facts: int) -> None:
     """MLIR drops loop-carried values that only bound an inner loop; then all tiles do as many steps as the first."""
     over_tiles = [line for line in _compiled(window=window).ttgir.splitlines() if "scf.for" in line and "bf16" in line]
     # Begin, count, length, steps, head, the stride if paired, the position if masked, the first block if that varies:
     # of this tile and of the next. Besides them the outputs, the maximum, the sum, the probabilities and the place in
-    # the ring.
+    # the ring; without a mask also begin, count and head of outputs that are not sent yet.
     carried = [int(line.split(":")[1].split("=")[0]) for line in over_tiles if "for %turn " in line]
-    assert carried == 2 * [2 * facts + 5]
+    assert carried == 2 * [2 * facts + 5 + 3 * (window == UNLIMITED)]
 
 
 def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.jagged import jagged_dense_elementwise, segment_sum
-from kernels.jagged.checks import check_offsets
+from kernels.jagged import check_offsets, jagged_dense_elementwise, segment_sum
 
 if TYPE_CHECKING:  # it takes TorchRec, which a layer in another model need not have
     from modules.batch import RequestBatch

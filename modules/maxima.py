@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jagged.checks import check_lengths
+from kernels.jagged import check_lengths
 
 
 def check_maximum(offsets: Tensor, maximum: int, name: str) -> None:

@@ -51,6 +51,8 @@ from kernels.jagged.windows import jagged_flip, jagged_slice
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "check_lengths",
+    "check_offsets",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

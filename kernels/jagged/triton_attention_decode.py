@@ -20,8 +20,8 @@ from kernels.launch import Launcher, aligned
 
 @triton.jit
 def _rows(q_offsets, k_offsets, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(key head, query int64 and head of each tile row, which exist, first key int64, number of keys)."""
-    row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    """(key head, query and head of each tile row, which exist, first key, number of keys); int64 but for the last."""
+    row, kv_head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     q_begin = tl.load(q_offsets + row).to(tl.int64)
     num_queries = tl.load(q_offsets + row + 1).to(tl.int64) - q_begin
     k_begin = tl.load(k_offsets + row).to(tl.int64)
@@ -191,6 +191,7 @@ def _launch(
     if num_rows:
         launch(
             (num_rows * kv_heads, 1, 1),
-            (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, *aligned(*tensors), *strides, *constants),
+            (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, *aligned(*tensors, q_offsets, k_offsets),
+             num_queries >> 31, *strides, *constants),
             *tensors, q_offsets, k_offsets, float(scale), num_queries, *strides, *constants, num_warps=4, num_stages=3,
         )  # fmt: skip

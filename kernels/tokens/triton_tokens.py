@@ -137,7 +137,7 @@ def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
         constants = (inverse, width, block_r, block_w)
         _launch_permute(
             (cdiv(num_rows, block_r), cdiv(width, block_w), 1),
-            (values.device, values.dtype, *aligned(*tensors), rows.stride(0), *constants),
+            (values.device, values.dtype, *aligned(*tensors), num_rows >> 31, rows.stride(0), *constants),
             *tensors, num_rows, rows.stride(0), *constants,
         )  # fmt: skip
     return out
@@ -163,6 +163,6 @@ def _over_heads(
     dtypes = tuple([tensor.dtype for tensor in tensors])
     launch(
         (cdiv(num_tokens * heads, constants["ROWS"]), 1, 1),
-        (x.device, *dtypes, *aligned(*tensors), *strides, *fixed),
+        (x.device, *dtypes, *aligned(*tensors), num_tokens * heads >> 31, *strides, *fixed),
         *tensors, *strides, num_tokens * heads, *fixed, num_warps=warps,
     )  # fmt: skip

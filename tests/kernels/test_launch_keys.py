@@ -25,6 +25,7 @@ from kernels.jagged import (
     gluon_attention_forward,
     gluon_linear,
     gluon_linear_backward,
+    triton_attention_decode,
     triton_attention_short,
     triton_bmm,
     triton_checks,
@@ -48,6 +49,7 @@ from kernels.mxfp8 import (
 )
 from kernels.mxfp8.gluon_quantize import scales_like
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
+from kernels.tokens import triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 if not hasattr(jit, "native_specialize_impl"):
@@ -170,6 +172,43 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
         gluon_dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
     launchers = [gluon_dequantize._launch, triton_grouped._launch, *(module._launch for module in products)]
     assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_tokens(hits: Counter[Launcher]) -> None:
+    for shape, dtype, elsewhere, view in itertools.product(
+        ((1, 2, 64), (5, 2, 64), (32, 4, 48), (3, 1, 2)),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+        (False, True),
+    ):
+        x = torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 1] if view else torch.zeros(shape, dtype=dtype)
+        x = shifted(x) if elsewhere else x
+        for values in (x, x[:, 0]):
+            triton_tokens.rms_norm(values, torch.float32)
+            triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values)
+            triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
+        angles = torch.zeros(shape[0], shape[2] // 2)
+        for inverse in (False, True):
+            triton_tokens.rotate(x, angles, angles, inverse)
+    launchers = ("norm", "norm_backward", "rotate", "permute")
+    assert all(hits[getattr(triton_tokens, f"_launch_{name}")] for name in launchers), hits
+
+
+def test_few_queries(hits: Counter[Launcher]) -> None:
+    for rows, heads, dtype, layout, offsets_dtype in itertools.product(
+        (1, 3, 16),
+        ((2, 2), (4, 1)),
+        (torch.bfloat16, torch.float16),
+        ("plain", "heads first", "shifted", "wider"),
+        (torch.int32, torch.int64),
+    ):
+        q, k, v, grad = inputs(heads, 64, dtype, layout, 2 * rows)
+        offsets = (torch.arange(rows + 1) * 2).to(offsets_dtype)
+        rest = (offsets, offsets, 2, 2, 0.5, False, (-1, -1))
+        out, lse = triton_attention_decode.forward(q, k, v, *rest)
+        triton_attention_decode.backward(grad, q, k, v, out, lse, *rest)
+    assert hits[triton_attention_decode._launch_forward]
+    assert hits[triton_attention_decode._launch_backward]
 
 
 def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

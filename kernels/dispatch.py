@@ -115,6 +115,14 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     return function
 
 
+def choose_in_eager(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Callable[..., Any]:
+    """As `choose`, but in compiled code the reference, if nobody asked for another: for operators of one pass, of which
+    a compiler makes as much, together with their neighbours."""
+    if torch.compiler.is_compiling() and requested(op, backend) is None:
+        backend = "reference"
+    return choose(op, backend, like, **facts)
+
+
 def serving(op: str, like: Tensor, **facts: Hashable) -> str:
     """The name of the backend that `choose` takes for calls on tensors like `like`."""
     return _select(op, None, _facts_of(like) | facts)[0].name

@@ -7,7 +7,7 @@ costs less than reading it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,9 +16,7 @@ from torch.nn import functional as F
 
 from kernels import dispatch
 from kernels.custom_op import custom_op
-
-EPSILON = 1e-5
-MAX_WIDTH = 8192  # of a row, which one program keeps in registers
+from kernels.tokens.norm import EPSILON, MAX_WIDTH
 
 
 def layer_norm(query: Tensor, *, backend: str | None = None) -> Tensor:
@@ -26,7 +24,7 @@ def layer_norm(query: Tensor, *, backend: str | None = None) -> Tensor:
 
     Statistics are at least float32. The fused backend reads and writes one tensor, under autocast too.
     """
-    return _chosen("gdpa_layer_norm", backend, query)(query)
+    return dispatch.choose_in_eager("gdpa_layer_norm", backend, query, width=query.shape[-1])(query)
 
 
 def add_norms(x: Tensor, query: Tensor, *, backend: str | None = None) -> Tensor:
@@ -40,15 +38,7 @@ def add_norms(x: Tensor, query: Tensor, *, backend: str | None = None) -> Tensor
             f"x and query must have one shape and dtype, got {tuple(x.shape)} {x.dtype} and {tuple(query.shape)} "
             f"{query.dtype}"
         )
-    return _chosen("gdpa_add_norms", backend, query)(x, query)
-
-
-def _chosen(op: str, backend: str | None, query: Tensor) -> Callable[..., Tensor]:
-    """In compiled code the reference, if nobody asked for another: what a compiler makes of it and its neighbours is
-    faster than one operator."""
-    if torch.compiler.is_compiling() and dispatch.requested(op, backend) is None:
-        backend = "reference"
-    return dispatch.choose(op, backend, query, width=query.shape[-1])
+    return dispatch.choose_in_eager("gdpa_add_norms", backend, query, width=query.shape[-1])(x, query)
 
 
 @dispatch.register("gdpa_layer_norm", "reference")

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gdpa import norms as specification
-from kernels.jagged.triton_common import cdiv, next_power_of_2
+from kernels.jagged.triton_common import cdiv
+from kernels.tokens.norm import EPSILON
+from kernels.tokens.triton_tokens import tiling
 
-_EPSILON = tl.constexpr(specification.EPSILON)
-_VALUES = 4096  # of a program, in as many rows as that gives
+_EPSILON = tl.constexpr(EPSILON)
 
 
 @triton.jit
@@ -90,12 +90,6 @@ def add_norms_backward_kernel(
     tl.store(dx + places, dz.to(dx.dtype.element_ty), inside)
     dq = dout + _through_layer_norm(dz, n, r, WIDTH)
     tl.store(dquery + places, dq.to(dquery.dtype.element_ty), inside)
-
-
-def tiling(width: int) -> dict[str, int]:
-    """Constants of the kernels for rows of `width` values."""
-    block = next_power_of_2(width)
-    return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block, "num_warps": 8 if block > _VALUES else 4}
 
 
 def _launch(kernel: triton.JITFunction, results: int, *tensors: Tensor) -> list[Tensor]:

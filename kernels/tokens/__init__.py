@@ -5,8 +5,6 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Ten
             f"order must be int64 [{len(values)}], a place for each row of values, got {order.dtype} "
             f"{tuple(order.shape)}"
         )
-    return _chosen("permute", backend, values)(values, order)
+    return dispatch.choose_in_eager("permute", backend, values)(values, order)
 
 
 def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -39,7 +37,7 @@ def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
-    return _chosen("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
+    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -> Tensor:
@@ -53,12 +51,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
             f"shapes do not fit: x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected x "
             "[N, H, d] with an even d, cos and sin [N, d / 2]"
         )
-    angles_learn = cos.requires_grad or sin.requires_grad
-    return _chosen("rotate", backend, x, width=x.shape[2], angles=cos.dtype, angles_learn=angles_learn)(x, cos, sin)
-
-
-def _chosen(op: str, backend: str | None, x: Tensor, **facts: Hashable) -> Callable[..., Tensor]:
-    """In compiled code the reference, if nobody asked for another: a compiler fuses it with its neighbours."""
-    if torch.compiler.is_compiling() and dispatch.requested(op, backend) is None:
-        backend = "reference"
-    return dispatch.choose(op, backend, x, **facts)
+    facts = {"width": x.shape[2], "angles": cos.dtype, "angles_learn": cos.requires_grad or sin.requires_grad}
+    return dispatch.choose_in_eager("rotate", backend, x, **facts)(x, cos, sin)

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.agent import main as agent
 from tests.launching import ROOT, TINY, environment, python, train_ranks
@@ -100,3 +102,15 @@ def test_the_launcher_tells_a_stop_from_a_failure(tmp_path: Path, monkeypatch: p
     assert agent([*options, "lags.py"]) == STATUS
     with pytest.raises(Exception, match="ends.py FAILED"):
         agent([*options, "ends.py", "3", "3"])
+
+
+def test_a_failure_beside_a_stop_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = ChildFailedError.__new__(ChildFailedError)
+    failed.failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate((STATUS, 3))}  # type: ignore[dict-item,misc]
+
+    def run(arguments: list[str]) -> None:
+        raise failed
+
+    monkeypatch.setattr("launch.agent.run.main", run)
+    with pytest.raises(ChildFailedError):
+        agent([])

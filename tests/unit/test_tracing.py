@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 from train import tracing
@@ -33,3 +35,17 @@ def test_kernels_are_added_up_by_kind_and_what_overlaps_counts_once() -> None:
     assert {name: share for name, share in shares.items() if share} == {  # milliseconds of one of five steps
         "communication": 10, "matrix products": 3, "elementwise": 2, "wall": 22, "idle": 10, "communication alone": 7,
     }  # fmt: skip
+
+
+def test_a_trace_begins_when_the_device_is_done_with_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler records what runs on the device from then on, whichever step launched it."""
+    done: list[int] = []
+    tracer = tracing.StepTracer(0, tmp_path, torch.device("cuda"))
+    profile = SimpleNamespace(step_num=0, step=lambda: setattr(profile, "step_num", profile.step_num + 1))
+    tracer._profile, tracer._last_untraced = cast(Any, profile), 3
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(profile.step_num))
+    for _ in range(8):
+        tracer.step()
+    assert done == [3]

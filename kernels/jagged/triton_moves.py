@@ -26,7 +26,7 @@ def _skipped(count, length, SIDE: tl.constexpr):
     return skipped
 
 
-@triton.jit(do_not_specialize=["total", "num_rows", "length"])
+@triton.jit(do_not_specialize=["total", "num_rows", "length", "fill"])
 def _move_kernel(
     out,
     source,
@@ -117,11 +117,13 @@ def move(
     window_offsets = offsets if window_offsets is None else window_offsets
     tensors = (source, offsets, starts, window_offsets)
     constants = (kind, side, steps_of(num_rows), block_r, block_w)
+    # A float would reach the kernel in 32 bits, of which ids have more.
+    number = float(fill) if source.is_floating_point() else int(fill)
     _launch(
         (cdiv(total, block_r), cdiv(width, block_w), 1),
-        (out.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors), total >> 31, width, source.stride(0),
-         *constants),
-        out, *tensors, total, num_rows, length, width, source.stride(0), float(fill), *constants,
+        (out.device, *[tensor.dtype for tensor in tensors], *aligned(*tensors), total >> 31,
+         -(2**31) <= number < 2**31, width, source.stride(0), *constants),
+        out, *tensors, total, num_rows, length, width, source.stride(0), number, *constants,
     )  # fmt: skip
     return out
 

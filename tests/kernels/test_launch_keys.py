@@ -270,6 +270,8 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
                 triton_elementwise.elementwise(*operands, *names)
                 triton_elementwise.gradient(x, *operands, *names)
         triton_moves.to_padded(x, offsets, max(rows), 0.5, "first")
+        for fill in (1, 16, -1, 2**31, -(2**31)):
+            triton_moves.to_padded(torch.zeros(total, dtype=torch.int64), offsets, max(rows), float(fill), "first")
         triton_moves.to_jagged(padded, offsets, total, "last")
         triton_moves.flip(x, offsets)
         triton_moves.window(x, offsets, offsets[:-1], offsets.int(), total)
@@ -300,6 +302,17 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
     assert len(launchers) == 16
     assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_integers_are_padded_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes a float for one of 32 bits, which does not hold every id."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, key, *arguments: launched.append(arguments))
+    padding = 50_000_001
+    triton_moves.to_padded(torch.arange(3), torch.tensor([0, 3]), 4, float(padding), "first")
+    fill = dict(zip(triton_moves._move_kernel.arg_names, launched[0], strict=True))["fill"]
+    assert fill == padding
+    assert isinstance(fill, int)
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

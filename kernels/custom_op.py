@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Operator:
         self._library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         # Compilers that gave a caller up would look into the functions that it calls. What they compile writes a tensor
         # over one that is no longer read, in the same Python object and without counting it.
-        below = torch._disable_dynamo(forgetting(function))
+        below = torch._disable_dynamo(forgetting(on_its_device(function)))
         self._library.impl(self._name, below, "CompositeExplicitAutograd")
         #: What `torch.library.opcheck` takes.
         self.definition = getattr(getattr(torch.ops, namespace), self._name).default
@@ -89,9 +90,8 @@ class Operator:
         for place, (kind, convert) in self._numbers:
             if type(arguments[place]) is not kind:
                 arguments = (*arguments[:place], convert(arguments[place]), *arguments[place + 1 :])
-        if _differentiates(arguments):
-            return self._apply(*arguments)
-        return self._function(*arguments)
+        run = self._apply if _differentiates(arguments) else self._function
+        return _run_on_its_device(run, arguments)
 
     def _autograd(self, *arguments: Any) -> Any:
         if _differentiates(arguments):
@@ -109,6 +109,29 @@ def custom_op(name: str, *, schema: str | None = None) -> Callable[[Callable[...
     `schema` is needed where the annotations of the function do not say it.
     """
     return lambda function: Operator(name, schema, function)
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which the GPU of its first tensor is the current one, as for PyTorch's operators.
+
+    Triton launches on the current one, wherever tensors are.
+    """
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        return _run_on_its_device(function, arguments)
+
+    return call
+
+
+def _run_on_its_device(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.is_cuda and argument.get_device() != torch._C._cuda_getDevice():
+                with torch.cuda.device(argument.device):
+                    return function(*arguments)
+            break
+    return function(*arguments)
 
 
 def _differentiable(

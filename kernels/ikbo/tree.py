@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.custom_op import on_its_device
 from kernels.gdpa import gdpa
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
 from kernels.jagged.checks import check_lengths, check_offsets
@@ -166,6 +167,7 @@ def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
 # Of `kernels.custom_op`s autograd sees no tensors inside lists. As there, nothing is remembered of offsets, which
 # compiled code may write over without counting it.
 @torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
+@on_its_device
 def _attend(
     q: Tensor,
     k: list[Tensor],
@@ -194,6 +196,7 @@ def _(q: Tensor, k: list[Tensor], v: list[Tensor], *rest: Any) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("gemsmith::tree_attention_gluon_backward", mutates_args=())
+@on_its_device
 def _differentiate(
     grad: Tensor,
     out: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.custom_op import custom_op, watched
+from kernels import jagged
+from kernels.custom_op import custom_op, on_its_device, watched
 from kernels.remember import remembered
 
 calls: list[tuple[int, bool]] = []
@@ -103,6 +106,36 @@ def test_forward_mode_is_an_error_and_not_zero() -> None:
         scale(forward_ad.make_dual(torch.ones(2), torch.ones(2)), 2.0)
     with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jvp(lambda x: scale(x, 2.0), (torch.ones(2),), (torch.ones(2),))
+
+
+def test_an_operator_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with torch._subclasses.FakeTensorMode():
+        tensors = [torch.empty(2, device=place) for place in ("cuda:0", "cuda:1", "cpu")]
+    here = on_its_device(lambda *_: current[-1])
+    assert [here(2.0, tensor) for tensor in tensors] == [0, 1, 0]
+    assert here(2.0) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_kernel_runs_where_its_tensors_are() -> None:
+    values, offsets = torch.arange(6.0, device="cuda:1").view(3, 2), torch.tensor([0, 1, 3], device="cuda:1")
+    for sums in (
+        jagged.segment_sum(values, offsets),
+        torch.ops.gemsmith.segment_reduce(values, offsets, "sum", torch.float32),
+    ):
+        assert sums.tolist() == [[0.0, 1.0], [6.0, 8.0]]
 
 
 def test_modes_and_subclasses_see_the_operator() -> None:

@@ -23,7 +23,7 @@ from kernels.jagged.triton_segment import reduce
 _CHUNK = 1024  # rows whose sums a program adds up
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["num_rows", "total"])
 def _row_kernel(offsets, rows, num_rows, total, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """The row of each place: the search would keep the tiles of a product waiting for longer than they multiply.
 
@@ -154,7 +154,7 @@ def linear_like(x, offsets, weight, bias, row_bias, activation, keep):
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0] if keep else 0, weight.shape[0])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _bias_kernel(
     sums,
     of_rows,

@@ -116,7 +116,7 @@ def _spread_kernel(
         tl.store(out + place * width, tl.broadcast_to(values[None, :], [BLOCK_L, BLOCK_W]), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _max_gradient_kernel(
     grad,
     x,

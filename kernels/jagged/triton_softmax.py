@@ -109,7 +109,7 @@ def _long_row(x, grad, out, count, GRADIENT: tl.constexpr, BLOCK_C: tl.constexpr
         tl.store(out + first + j, values.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _matrix_kernel(
     x,
     grad,

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime.jit import JITFunction
+
 from kernels import dispatch
 from kernels.chip import multiplies_registers
 from kernels.jagged import (
@@ -84,6 +86,15 @@ def test_what_chips_multiply_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         multiplies_registers.cache_clear()
         assert multiplies_registers(torch.device("cuda", 0)) == (target in FROM_REGISTERS)
     multiplies_registers.cache_clear()
+
+
+def test_the_size_of_a_batch_makes_no_kernel_of_its_own() -> None:
+    modules = (triton_bmm, triton_elementwise, triton_gather, triton_linear, triton_moves, triton_narrow, triton_parts)
+    kernels = [value for module in (*modules, triton_segment, triton_softmax) for value in vars(module).values()]
+    for kernel in kernels:
+        if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel"):
+            sizes = [parameter for parameter in kernel.params if parameter.name in ("num_rows", "total", "count")]
+            assert all(size.do_not_specialize for size in sizes), kernel.__name__
 
 
 STEPS = {"STEPS": 10}

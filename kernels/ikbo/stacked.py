@@ -33,13 +33,14 @@ def _save(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Tensor) -
     ctx.save_for_backward(*inputs[0], *inputs[1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
     saved = ctx.saved_tensors
     inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
     parts = grad.split([x.shape[0] for x in inputs])
+    of_inputs, of_weights = ctx.needs_input_grad
     return (
-        [part @ weight for part, weight in zip(parts, weights, strict=True)],
-        [part.mT @ x for part, x in zip(parts, inputs, strict=True)],
+        [part @ weight if needed else None for part, weight, needed in zip(parts, weights, of_inputs, strict=True)],
+        [part.mT @ x if needed else None for part, x, needed in zip(parts, inputs, of_weights, strict=True)],
     )
 
 

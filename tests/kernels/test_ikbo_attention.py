@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import dispatch
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
@@ -118,6 +119,16 @@ def test_stacked_projections_are_those_of_each_input() -> None:
         torch.ops.gemsmith.stacked_linear.default,
         ([x.requires_grad_() for x in inputs], [weight.requires_grad_() for weight in weights]),
     )
+
+
+def test_stacked_projections_make_no_gradient_that_nobody_needs() -> None:
+    inputs, weights = [torch.randn(2, 3), torch.randn(4, 5)], [torch.randn(6, 3), torch.randn(6, 5)]
+    operands = inputs[1].requires_grad_(), weights[0].requires_grad_()
+    loss = stacked_linear(inputs, weights).sum()
+    with FlopCounterMode(display=False) as counter:
+        gradients = torch.autograd.grad(loss, operands)
+    torch.testing.assert_close(gradients, (weights[1].sum(0).expand(4, 5), inputs[0].sum(0).expand(6, 3)))
+    assert counter.get_total_flops() == 2 * (4 * 6 * 5 + 2 * 6 * 3)
 
 
 def test_stacked_projections_have_derivatives_of_every_kind() -> None:

@@ -70,6 +70,11 @@ def aligned(*tensors: Tensor) -> tuple[bool, ...]:
     return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
+def kinds(numbers: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
+    """What kernels are compiled for of integers, for keys: strides that differ in every batch are of few kinds."""
+    return tuple([(number == 1, number % 16 == 0, number < 2**31) for number in numbers])
+
+
 @cache
 def processors(device: torch.device) -> int:
     """How many multiprocessors a CUDA device has."""

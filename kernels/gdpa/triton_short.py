@@ -29,7 +29,7 @@ from kernels.jagged.triton_short import (
     row_of,
     store,
 )
-from kernels.launch import Launcher, aligned
+from kernels.launch import Launcher, aligned, kinds
 
 
 def limit_of(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> int:
@@ -207,11 +207,10 @@ def _launch(
     together = len(set(activations)) == 1
     checked = max(max_q, max_k) <= LONGEST
     constants = (*launch.constants(q, k, v, activations, window).values(), together, checked, beside)
-    # What a number is compiled for; of heads with all rows of each together, strides differ in every batch.
-    kinds = tuple([(stride == 1, stride % 16 == 0, stride < 2**31) for stride in strides])
     launcher(
         (heads * (q_offsets.shape[0] - 1), 1, 1),
-        (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, aligned(*inputs, q_offsets, k_offsets), kinds, constants),
+        (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, aligned(*inputs, q_offsets, k_offsets), kinds(strides),
+         constants),
         *inputs, *results, q_offsets, k_offsets, min(max_q, 2**31 - 1), min(max_k, 2**31 - 1), float(score_scale),
         float(out_scale), *launch.limits(window), *strides, *constants, launch_pdl=beside,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.jagged.triton_attention_launch import rows_of
 from kernels.jagged.triton_attention_tile import LN2, LOG2E, load_rows, store_rows
 from kernels.jagged.triton_common import block_width
-from kernels.launch import Launcher, aligned
+from kernels.launch import Launcher, aligned, kinds
 
 
 @triton.jit
@@ -192,6 +192,6 @@ def _launch(
         launch(
             (num_rows * kv_heads, 1, 1),
             (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, *aligned(*tensors, q_offsets, k_offsets),
-             num_queries >> 31, *strides, *constants),
+             num_queries >> 31, kinds(strides), *constants),
             *tensors, q_offsets, k_offsets, float(scale), num_queries, *strides, *constants, num_warps=4, num_stages=3,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from kernels.jagged.triton_short import (
     row_of,
     store,
 )
-from kernels.launch import Launcher, aligned
+from kernels.launch import Launcher, aligned, kinds
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
@@ -102,12 +102,10 @@ def backward(
     strides = tuple([stride for x in inputs for stride in x.stride()[:2]])
     left, right, _ = window_of(False, window, None)
     constants = (kv_heads, num_heads // kv_heads, dim, window != (-1, -1), beside)
-    # What a number is compiled for; of heads with all rows of each together, strides differ in every batch.
-    kinds = tuple([(stride == 1, stride % 16 == 0, stride < 2**31) for stride in strides])
     places = aligned(*inputs, lse, q_offsets, k_offsets)
     _launch(
         (kv_heads * (k_offsets.shape[0] - 1), 1, 1),
-        (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, places, kinds, constants),
+        (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, places, kinds(strides), constants),
         *inputs, lse, dq, dk, dv, q_offsets, k_offsets, total, float(scale), left, right, *strides, *constants,
         launch_pdl=beside,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -209,6 +210,24 @@ def test_few_queries(hits: Counter[Launcher]) -> None:
         triton_attention_decode.backward(grad, q, k, v, out, lse, *rest)
     assert hits[triton_attention_decode._launch_forward]
     assert hits[triton_attention_decode._launch_backward]
+
+
+@pytest.mark.parametrize("module", [triton_attention_decode, triton_attention_short, triton_short])
+def test_strides_of_a_batch_make_no_key_of_its_own(module: ModuleType, hits: Counter[Launcher]) -> None:
+    """With all rows of a head together the stride of heads is the number of rows."""
+    for rows in (2, 4, 6):
+        q, k, v, grad = inputs((2, 2), 64, torch.bfloat16, "heads first", 8 * rows)
+        offsets = torch.arange(rows + 1) * 8
+        if module is triton_attention_decode:
+            module.forward(q, k, v, offsets, offsets, 8, 8, 0.5, False, (-1, -1))
+        elif module is triton_short:
+            module.forward(
+                torch.empty(8 * rows, 2, 64), q, k, v, offsets, offsets, 8, 8, ("relu",) * 2, 0.5, 1.0, (-1, -1)
+            )
+        else:
+            lse, *results = torch.zeros(2, 8 * rows), *(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+            module.backward(grad, q, k, v, q, lse, *results, offsets, offsets, 0.5, (-1, -1), beside=False)
+    assert sum(hits.values()) == 2
 
 
 def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

@@ -23,32 +23,11 @@ from kernels.jagged.triton_attention_tile import load_rows, locate, part_of_span
 
 @triton.jit
 def _sum_over_keys(
-    dq,
-    q,
-    grad,
-    first_query,
-    k,
-    v,
-    stride_kn,
-    stride_vn,
-    num_keys,
-    limits,
-    score_scale,
-    left,
-    right,
-    kind,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dq, q, grad, first_query, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right, kind,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
     for step in range(begin, end, BLOCK_N):
         first = tl.where(step < cut, step, step + gap)
@@ -66,41 +45,12 @@ def _sum_over_keys(
 
 @triton.jit(do_not_specialize=["left", "right"])
 def query_kernel(
-    grad,
-    q,
-    k,
-    v,
-    dq,
-    q_offsets,
-    k_offsets,
-    tile_rows,
-    stride_gn,
-    stride_gh,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    score_scale,
-    out_scale,
-    left,
-    right,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    HEAD_KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SHORT: tl.constexpr,
-):
+    grad, q, k, v, dq, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
+    stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr,
+    HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
     if (first >= num_queries) | (tl.maximum(num_queries, num_keys) <= SHORT):
@@ -122,65 +72,20 @@ def query_kernel(
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in tl.static_range(2):
         dq_tile = _sum_over_keys(
-            dq_tile,
-            q_tile,
-            grad_tile,
-            first,
-            k,
-            v,
-            stride_kn,
-            stride_vn,
-            num_keys,
-            limits,
-            score_scale,
-            left,
-            right,
-            kind,
-            HEAD_DIM,
-            VALUE_DIM,
-            BLOCK_D,
-            BLOCK_V,
-            BLOCK_M,
-            BLOCK_N,
-            KINDS,
-            FAST,
-            WINDOWED,
-            PRECISION,
-            part == 1,
-        )
+            dq_tile, q_tile, grad_tile, first, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right,
+            kind, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, KINDS, FAST, WINDOWED, PRECISION, part == 1,
+        )  # fmt: skip
     dq_tile *= score_scale * out_scale
     store_rows(dq, NUM_HEADS * HEAD_DIM, remaining, dq_tile, BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def _sum_over_queries(
-    dk,
-    dv,
-    k,
-    v,
-    first_key,
-    q,
-    grad,
-    stride_qn,
-    stride_gn,
-    num_queries,
-    limits,
-    score_scale,
-    left,
-    right,
-    kind,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dk, dv, k, v, first_key, q, grad, stride_qn, stride_gn, num_queries, limits, score_scale, left, right, kind,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Everything transposed: rows of a tile are keys, columns queries."""
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
     for step in range(begin, end, BLOCK_M):
@@ -204,42 +109,12 @@ def _sum_over_queries(
 
 @triton.jit(do_not_specialize=["left", "right"])
 def key_kernel(
-    grad,
-    q,
-    k,
-    v,
-    dk,
-    dv,
-    q_offsets,
-    k_offsets,
-    tile_rows,
-    stride_gn,
-    stride_gh,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    score_scale,
-    out_scale,
-    left,
-    right,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    HEAD_KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SHORT: tl.constexpr,
-):
+    grad, q, k, v, dk, dv, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
+    stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr,
+    HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     k_begin, num_keys, first, q_begin, num_queries = locate(tile_rows, k_offsets, q_offsets, tl.program_id(0), BLOCK_N)
     if (first >= num_keys) | (tl.maximum(num_queries, num_keys) <= SHORT):
@@ -263,33 +138,11 @@ def key_kernel(
         kind = kind_of(head, HEAD_KINDS)
         for part in tl.static_range(2):
             dk_tile, dv_tile = _sum_over_queries(
-                dk_tile,
-                dv_tile,
-                k_tile,
-                v_tile,
-                first,
-                q + q_begin * stride_qn + head * stride_qh,
-                grad + q_begin * stride_gn + head * stride_gh,
-                stride_qn,
-                stride_gn,
-                num_queries,
-                limits,
-                score_scale,
-                left,
-                right,
-                kind,
-                HEAD_DIM,
-                VALUE_DIM,
-                BLOCK_D,
-                BLOCK_V,
-                BLOCK_M,
-                BLOCK_N,
-                KINDS,
-                FAST,
-                WINDOWED,
-                PRECISION,
-                part == 1,
-            )
+                dk_tile, dv_tile, k_tile, v_tile, first, q + q_begin * stride_qn + head * stride_qh,
+                grad + q_begin * stride_gn + head * stride_gh, stride_qn, stride_gn, num_queries, limits, score_scale,
+                left, right, kind, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, KINDS, FAST, WINDOWED,
+                PRECISION, part == 1,
+            )  # fmt: skip
     dk_tile *= score_scale * out_scale
     store_rows(dk, NUM_HEADS // GROUP * HEAD_DIM, remaining, dk_tile, BLOCK_N, HEAD_DIM, BLOCK_D)
     store_rows(dv, NUM_HEADS // GROUP * VALUE_DIM, remaining, dv_tile * out_scale, BLOCK_N, VALUE_DIM, BLOCK_V)

@@ -19,31 +19,11 @@ from kernels.jagged.triton_attention_tile import load_rows, locate, part_of_span
 
 @triton.jit
 def _attend(
-    acc,
-    q,
-    first_query,
-    k,
-    v,
-    stride_kn,
-    stride_vn,
-    num_keys,
-    limits,
-    score_scale,
-    left,
-    right,
-    kind,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, q, first_query, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right, kind,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
     for step in range(begin, end, BLOCK_N):
         first = tl.where(step < cut, step, step + gap)
@@ -61,38 +41,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["left", "right"])
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    q_offsets,
-    k_offsets,
-    tile_rows,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    score_scale,
-    out_scale,
-    left,
-    right,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KINDS: tl.constexpr,
-    HEAD_KINDS: tl.constexpr,
-    FAST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SHORT: tl.constexpr,
-):
+    q, k, v, out, q_offsets, k_offsets, tile_rows, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    score_scale, out_scale, left, right,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr,
+    HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
     if (first >= num_queries) | (tl.maximum(num_queries, num_keys) <= SHORT):
@@ -111,31 +65,9 @@ def forward_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     for part in tl.static_range(2):
         acc = _attend(
-            acc,
-            q_tile,
-            first,
-            k,
-            v,
-            stride_kn,
-            stride_vn,
-            num_keys,
-            limits,
-            score_scale,
-            left,
-            right,
-            kind,
-            HEAD_DIM,
-            VALUE_DIM,
-            BLOCK_D,
-            BLOCK_V,
-            BLOCK_M,
-            BLOCK_N,
-            KINDS,
-            FAST,
-            WINDOWED,
-            PRECISION,
-            part == 1,
-        )
+            acc, q_tile, first, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right, kind, HEAD_DIM,
+            VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, KINDS, FAST, WINDOWED, PRECISION, part == 1,
+        )  # fmt: skip
     store_rows(out, NUM_HEADS * VALUE_DIM, remaining, acc * out_scale, BLOCK_M, VALUE_DIM, BLOCK_V)
 
 
@@ -160,21 +92,10 @@ def forward(
         tile = launch.fit("forward", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
         forward_kernel[(rows.shape[0], q.shape[1])](
-            q,
-            k,
-            v,
-            out,
-            q_offsets,
-            k_offsets,
-            rows,
-            *launch.strides(q, k, v),
-            score_scale,
-            out_scale,
+            q, k, v, out, q_offsets, k_offsets, rows, *launch.strides(q, k, v), score_scale, out_scale,
             *launch.limits(window),
-            **launch.constants(q, k, v, activations, window),
-            **launch.tiling(tile),
-            SHORT=short,
-        )
+            **launch.constants(q, k, v, activations, window), **launch.tiling(tile), SHORT=short,
+        )  # fmt: skip
     if short:
         triton_short.forward(
             out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window

@@ -30,32 +30,11 @@ from kernels.jagged.triton_attention_tile import (
 
 @triton.jit
 def _attend(
-    acc,
-    total,
-    highest,
-    q,
-    i,
-    q_time,
-    k,
-    v,
-    k_times,
-    stride_kn,
-    stride_vn,
-    limits,
-    scale2,
-    masks,
-    bias,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr,
-    SCALE_LATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, total, highest, q, i, q_time, k, v, k_times, stride_kn, stride_vn, limits, scale2, masks, bias,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, SCALE_LATE: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Online softmax over keys begin..end; `highest` is the running maximum in units of log 2."""
     num_keys = masks[1]
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
@@ -91,46 +70,13 @@ def _attend(
 
 @triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    q_offsets,
-    k_offsets,
-    tile_rows,
-    position_table,
-    time_table,
-    edges,
-    q_times,
-    k_times,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    scale,
-    left,
-    right,
-    block_size,
-    reach,
-    num_buckets,
-    buckets_per_octave,
-    total_q,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr,
-    SCALE_LATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, out, lse, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times, k_times, stride_qn,
+    stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, scale, left, right, block_size, reach, num_buckets,
+    buckets_per_octave, total_q,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, SCALE_LATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
     if first >= num_queries:
@@ -162,32 +108,10 @@ def forward_kernel(
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for part in tl.static_range(2):
         acc, total, highest = _attend(
-            acc,
-            total,
-            highest,
-            q_tile,
-            i[:, None],
-            q_time,
-            k,
-            v,
-            k_times,
-            stride_kn,
-            stride_vn,
-            limits,
-            scale * LOG2E,
-            masks,
-            bias,
-            HEAD_DIM,
-            VALUE_DIM,
-            BLOCK_D,
-            BLOCK_V,
-            BLOCK_N,
-            HAS_POSITION,
-            HAS_TIME,
-            SCALE_LATE,
-            PRECISION,
-            part == 1,
-        )
+            acc, total, highest, q_tile, i[:, None], q_time, k, v, k_times, stride_kn, stride_vn, limits,
+            scale * LOG2E, masks, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_POSITION, HAS_TIME,
+            SCALE_LATE, PRECISION, part == 1,
+        )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     tl.store(lse + i, tl.where(blind, float("inf"), (highest + tl.log2(total)) * LN2), mask=i < num_queries)
@@ -219,30 +143,11 @@ def forward(
     tile = launch.fit("forward", q, v, bias)
     rows = tile_rows_of(q_offsets, total_q, tile.m)
     forward_kernel[(rows.shape[0], num_heads)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        q_offsets,
-        k_offsets,
-        rows,
-        *launch.bias_tensors(bias, q),
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        scale,
-        *launch.window_of(causal, window, block_size),
-        *launch.bias_sizes(bias),
-        total_q,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // k.shape[1],
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
+        q, k, v, out, lse, q_offsets, k_offsets, rows, *launch.bias_tensors(bias, q), *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], scale, *launch.window_of(causal, window, block_size), *launch.bias_sizes(bias), total_q,
+        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK_M=tile.m, BLOCK_N=tile.n,
         # The maximum may be taken before the scale is applied, which saves a multiplication per score.
-        SCALE_LATE=bias is None and scale > 0,
-        **launch.constants(q, v, bias),
-        num_warps=tile.warps,
+        SCALE_LATE=bias is None and scale > 0, **launch.constants(q, v, bias), num_warps=tile.warps,
         num_stages=tile.stages,
-    )
+    )  # fmt: skip
     return out, lse

@@ -54,50 +54,16 @@ def backward(
         tile = launch.fit("query", q, v, bias)
         rows = tile_rows_of(q_offsets, total_q, tile.m)
         query_kernel[(rows.shape[0], num_heads)](
-            q,
-            k,
-            v,
-            grad,
-            out,
-            lse,
-            delta,
-            dq,
-            q_offsets,
-            k_offsets,
-            rows,
-            *tables,
-            *strides,
-            *scalars,
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            **constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            q, k, v, grad, out, lse, delta, dq, q_offsets, k_offsets, rows, *tables, *strides, *scalars,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, **constants, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     if total_k:
         tile = launch.fit("key", q, v, bias)
         rows = tile_rows_of(k_offsets, total_k, tile.n)
         key_kernel[(rows.shape[0], key_heads)](
-            q,
-            k,
-            v,
-            grad,
-            lse,
-            delta,
-            dk,
-            dv,
-            q_offsets,
-            k_offsets,
-            rows,
-            *tables,
-            *strides,
-            *scalars,
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            **constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            q, k, v, grad, lse, delta, dk, dv, q_offsets, k_offsets, rows, *tables, *strides, *scalars,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, **constants, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     if bias is None:
         return dq, dk, dv
     return (

@@ -20,33 +20,11 @@ from kernels.jagged.triton_attention_tile import (
 
 @triton.jit
 def _sum_over_queries(
-    dk,
-    dv,
-    k,
-    v,
-    j,
-    k_time,
-    q,
-    grad,
-    lse,
-    delta,
-    q_times,
-    stride_qn,
-    stride_gn,
-    limits,
-    scale2,
-    masks,
-    bias,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dk, dv, k, v, j, k_time, q, grad, lse, delta, q_times, stride_qn, stride_gn, limits, scale2, masks, bias,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Everything transposed: rows of a tile are keys, columns queries."""
     num_queries = masks[0]
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
@@ -73,50 +51,13 @@ def _sum_over_queries(
 
 @triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
 def key_kernel(
-    q,
-    k,
-    v,
-    grad,
-    lse,
-    delta,
-    dk,
-    dv,
-    q_offsets,
-    k_offsets,
-    tile_rows,
-    position_table,
-    time_table,
-    edges,
-    q_times,
-    k_times,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_gn,
-    stride_gh,
-    scale,
-    left,
-    right,
-    block_size,
-    reach,
-    num_buckets,
-    buckets_per_octave,
-    total_q,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, grad, lse, delta, dk, dv, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times,
+    k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_gn, stride_gh, scale, left,
+    right, block_size, reach, num_buckets, buckets_per_octave, total_q,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     k_begin, num_keys, first, q_begin, num_queries = locate(tile_rows, k_offsets, q_offsets, tl.program_id(0), BLOCK_N)
     if first >= num_keys:
@@ -156,32 +97,9 @@ def key_kernel(
         bias = (head_position_table, head_time_table, edges, reach, num_buckets, buckets_per_octave)
         for part in tl.static_range(2):
             dk_tile, dv_tile = _sum_over_queries(
-                dk_tile,
-                dv_tile,
-                k_tile,
-                v_tile,
-                j[:, None],
-                k_time,
-                head_q,
-                head_grad,
-                head_lse,
-                head_delta,
-                q_times,
-                stride_qn,
-                stride_gn,
-                limits,
-                scale * LOG2E,
-                masks,
-                bias,
-                HEAD_DIM,
-                VALUE_DIM,
-                BLOCK_D,
-                BLOCK_V,
-                BLOCK_M,
-                HAS_POSITION,
-                HAS_TIME,
-                PRECISION,
-                part == 1,
-            )
+                dk_tile, dv_tile, k_tile, v_tile, j[:, None], k_time, head_q, head_grad, head_lse, head_delta, q_times,
+                stride_qn, stride_gn, limits, scale * LOG2E, masks, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+                BLOCK_M, HAS_POSITION, HAS_TIME, PRECISION, part == 1,
+            )  # fmt: skip
     store_rows(dk, NUM_HEADS // GROUP * HEAD_DIM, remaining, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
     store_rows(dv, NUM_HEADS // GROUP * VALUE_DIM, remaining, dv_tile, BLOCK_N, VALUE_DIM, BLOCK_V)

@@ -13,6 +13,7 @@ from kernels.chip import multiplies_registers, shared_limit
 from kernels.jagged.attention_bias import Bias, time_bucket_edges
 from kernels.jagged.triton_attention_tile import UNLIMITED
 from kernels.jagged.triton_common import block_width, precision_of
+from kernels.offsets import derived
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,11 @@ def bias_tensors(bias: Bias | None, q: Tensor) -> tuple[Tensor, ...]:
     `q` stands for those that there are not: a pointer that nobody reads.
     """
     position, time, q_times, k_times, width = Bias() if bias is None else bias
-    edges = None if time is None else time_bucket_edges(time.shape[1], width, time.device)
+    edges = None
+    if time is not None and q_times is not None:
+        # Of no times in particular, but all layers and their backwards have the same.
+        sizes = time.shape[1], width
+        edges = derived(lambda: time_bucket_edges(*sizes, q_times.device), ("time bucket edges", *sizes), q_times)
     return tuple(q if x is None else x.contiguous() for x in (position, time, edges, q_times, k_times))
 
 

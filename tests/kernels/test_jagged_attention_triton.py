@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from kernels import jagged
+from kernels.jagged.attention_bias import Bias, time_bucket_edges
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.attention_cases import gradients, inputs_of, outputs, table_gradients
 from tests.kernels.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
 from tests.kernels.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
+
+from kernels.jagged.triton_attention_launch import bias_tensors
+
 ROOT = Path(__file__).parents[2]
 
 LENGTHS = [0, 100, 1, 64, 0, 129], [70, 130, 0, 64, 3, 17]
@@ -73,6 +77,16 @@ empty = torch.tensor([0])
 assert triton_attention(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, 1.0, False, (-1, -1)).shape == (0, 1, 16)
 print("checked", len(cases.CASES))
 """
+
+
+def test_layers_of_the_same_times_share_the_edges_of_their_buckets() -> None:
+    q, times, table = torch.zeros(4, 1, 16), torch.arange(4), torch.zeros(1, 7)
+    bias = Bias(time=table, q_times=times, k_times=times)
+    edges = bias_tensors(bias, q)[2]
+    assert torch.equal(edges, time_bucket_edges(7, bias.bucket_width, q.device))
+    assert bias_tensors(bias._replace(time=table + 1), q)[2] is edges
+    wide = bias_tensors(bias._replace(time=torch.zeros(1, 9), bucket_width=0.5), q)[2]
+    assert torch.equal(wide, time_bucket_edges(9, 0.5, q.device))
 
 
 def test_interpreted_kernels_match_the_reference() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, pad
 
 from kernels import dispatch
-from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.gdpa import ACTIVATIONS, bench_block, gdpa
 from kernels.gdpa.bench_ablation import HOPPER_STEPS, hopper_steps
 from kernels.gdpa.bench_peer import load_peer
@@ -122,10 +122,7 @@ def _problem(
     inputs = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
 
     def runner(attend: Callable[[], Tensor]) -> Runner:
-        if not backward:
-            return Runner(attend)
-        out = attend()
-        return Runner(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True), tuple)
+        return runner_of(attend, inputs, cotangent, backward)
 
     def prepare(backend: str, activation: str = activation) -> Runner:
         if backend == "reference":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.chip import multiplies_registers
 from kernels.jagged.reference import row_of
-from kernels.jagged.triton_common import cdiv, precision_of
+from kernels.jagged.triton_common import cdiv, near, precision_of
 
 BLOCK_N = 128
 MIN_PROGRAMS = 512  # which keep a GPU busy while its slices of a weight's gradient last
@@ -42,7 +42,7 @@ def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dty
     """
     num_entries, depth, width = x.shape
     num_rows = weight.shape[0]
-    x = narrow(x)
+    x = near(x)
     out = torch.empty(num_entries, num_rows, width, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -72,16 +72,6 @@ def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dty
     return out
 
 
-def narrow(x: Tensor) -> Tensor:
-    """x [B, K, N], copied if an entry's elements are too far apart for addresses of 32 bits within it.
-
-    They are where another dimension is the outermost one of the storage: [K, B, N] puts the whole batch between two
-    rows of an entry.
-    """
-    span = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-    return x if span < 2**31 else x.clone(memory_format=torch.contiguous_format)
-
-
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """sum_b grad[b] x[b]^T: [M, K] of x's dtype, for grad [B, M, N] and x [B, K, N] of one dtype, any strides.
 
@@ -94,7 +84,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     block = 128 if x.element_size() == 2 else 64
     tiles = cdiv(num_rows, block) * cdiv(depth, block)
     slices = max(1, min(MIN_PROGRAMS // tiles, num_entries))
-    grad, x = narrow(grad), narrow(x)
+    grad, x = near(grad), near(x)
     parts = torch.empty(slices, num_rows, depth, dtype=torch.float32, device=x.device)
     _weight_kernel[(slices * tiles,)](
         grad,

@@ -102,6 +102,16 @@ def flat(values: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def near(x: Tensor) -> Tensor:
+    """x [B, ...], copied if an entry's elements are too far apart for addresses of 32 bits within it.
+
+    They are where another dimension is the outermost one of the storage: [K, B, N] puts the whole batch between two
+    rows of an entry.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x if span < 2**31 else x.clone(memory_format=torch.contiguous_format)
+
+
 def tile_shape(width: int, elements: int = 4096) -> tuple[int, int]:
     """(rows, columns), powers of two, of a tile of `elements` or less that covers a width of up to 512 at once."""
     columns = min(next_power_of_2(max(width, 1)), 512)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import block_width, flat, precision_of, steps_of
+from kernels.jagged.triton_common import block_width, flat, near, precision_of, steps_of
 from kernels.jagged.triton_parts import PART, join, num_parts, part_of, part_size, slots
 from kernels.launch import Launcher, aligned
 
@@ -156,7 +156,7 @@ def products(
         return out
     if total == 0 or width == 0 or few == 0:
         return {name: tensor.zero_() for name, tensor in out.items()}
-    offsets = offsets.contiguous()
+    offsets, matrix = offsets.contiguous(), None if matrix is None else near(matrix)
     wide, narrow = (like if tensor is None else flat(tensor) for tensor in (wide, narrow))
     part = part_size(longest) if "matrix" in to else PART
     parts = slots(like, total if "matrix" in to else 0, part, few * width)

@@ -44,13 +44,6 @@ def test_interpreted(shape: str) -> None:
         )
 
 
-def test_entries_are_copied_only_when_32_bits_do_not_span_them() -> None:
-    tokens_first = torch.empty(65, 2**22, 8, device="meta").transpose(0, 1)
-    assert triton_lce.narrow(tokens_first).is_contiguous()
-    for fits in (tokens_first[:, :64], tokens_first.contiguous(), torch.empty(1, 4, 8).expand(2**30, -1, -1)):
-        assert triton_lce.narrow(fits) is fits
-
-
 @pytest.mark.parametrize("target", SHARED_LIMITS)
 @pytest.mark.parametrize("kernel", ["_compress_kernel", "_weight_kernel"])
 def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:

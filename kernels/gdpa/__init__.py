@@ -110,6 +110,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_o
         or v.dim() != k.dim()
         or k.shape[:-1] != v.shape[:-1]
         or q.shape[2] != k.shape[-1]
+        or not k.shape[-2]
         or q.shape[1] % k.shape[-2]
     ):
         rows = "B, Lk" if dense else "Nk"

@@ -63,6 +63,7 @@ def tree_attention(
             or keys.shape[1:] != k[0].shape[1:]
             or values.shape[1:] != v[0].shape[1:]
             or keys.shape[2] != head_dim
+            or not keys.shape[1]
             or num_heads % keys.shape[1]
         ):
             raise ValueError(

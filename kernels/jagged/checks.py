@@ -95,6 +95,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         not q.dim() == k.dim() == v.dim() == 3
         or k.shape[:2] != v.shape[:2]
         or q.shape[2] != k.shape[2]
+        or not k.shape[1]
         or q.shape[1] % k.shape[1]
     ):
         raise ValueError(

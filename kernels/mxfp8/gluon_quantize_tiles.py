@@ -96,7 +96,7 @@ def has_whole_tiles(x: Tensor) -> bool:
         and x.shape[-1] % 128 == 0
         and x.shape[-2] % 128 == 0
         and x.data_ptr() % 16 == 0
-        and x.numel() // x.shape[-1] < 2**31
+        and x.numel() <= (2**31 - 1) * x.shape[-1]
     )
 
 

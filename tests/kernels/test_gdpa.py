@@ -267,6 +267,8 @@ def test_bad_inputs_are_named() -> None:
         attend(x, x, x, offsets, offsets, max_k=2)
     with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\], k \[Nk, Hkv, d\]"):
         attend(x, x.repeat(1, 2, 1), x, offsets, offsets)
+    with pytest.raises(ValueError, match="H a multiple of Hkv"):
+        attend(x, x[:, :0], x[:, :0], offsets, offsets)
     with pytest.raises(ValueError, match=r"expected q \[S, H, d\], k \[B, Lk, Hkv, d\]"):
         attend(x, x, x, None, None)
     with pytest.raises(ValueError, match="q has 2 rows and k has 1"):

@@ -103,8 +103,9 @@ def test_what_does_not_fit_is_named() -> None:
             tree_attention(q, [keys], [keys], [offsets], [k_offsets], **limits, **options)
     with pytest.raises(ValueError, match="every level needs"):
         tree_attention(q, [keys, keys], [keys], [offsets], [k_offsets], **limits)
-    with pytest.raises(ValueError, match="shapes of level 0 do not fit"):
-        tree_attention(q, [keys[..., :3]], [keys], [offsets], [k_offsets], **limits)
+    for wrong in ((keys[..., :3], keys), (keys[:, :0], keys[:, :0])):
+        with pytest.raises(ValueError, match="shapes of level 0 do not fit"):
+            tree_attention(q, [wrong[0]], [wrong[1]], [offsets], [k_offsets], **limits)
     with pytest.raises(ValueError, match=r"q must be \[C, S, H, d\]"):
         tree_attention(q[0], [keys], [keys], [offsets], [k_offsets], **limits)
     with pytest.raises(ValueError, match="level 0 has 1 rows and its keys have 2"):

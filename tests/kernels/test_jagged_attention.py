@@ -145,6 +145,8 @@ def test_bad_inputs_are_named() -> None:
     for q, k in ((x, x.repeat(1, 2, 1)), (x[:, 0], x), (x, x[:, 0])):
         with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\]"):
             attend(q, k, x)
+    with pytest.raises(ValueError, match="H a multiple of Hkv"):
+        attend(x, x[:, :0], x[:, :0])
     with pytest.raises(ValueError, match="must have one dtype"):
         attend(x, x.double(), x.double())
     with pytest.raises(ValueError, match=r"window=-2 must be w or \(left, right\)"):

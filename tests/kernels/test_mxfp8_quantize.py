@@ -106,6 +106,16 @@ def test_a_batch_of_any_number_of_matrices_is_a_grid_that_launches(monkeypatch: 
     assert grids == [(140000,)]  # of an axis of its own a batch may have 65535
 
 
+@pytest.mark.parametrize("form", TABLES)
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 0)])
+def test_scales_of_nothing_have_tables_as_well(shape: tuple[int, ...], form: int) -> None:
+    pytest.importorskip("triton")
+    from kernels.mxfp8.gluon_quantize import quantize_both
+
+    codes, _, codes_t, _ = quantize_both(torch.empty(shape, dtype=torch.bfloat16), True, True, 32, False, form)
+    assert codes.shape == codes_t.mT.shape == shape
+
+
 def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     """Codes and scales are equal; a NaN may carry a sign."""
     assert torch.equal(actual[1].cpu(), expected[1])

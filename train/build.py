@@ -24,6 +24,7 @@ from train.data.summary import summarise
 from train.distributed import World
 from train.graphs import use_graphs
 from train.metrics.collection import OwnMetric, own_metrics
+from train.regions import compile_regions
 from train.sparse import ids_per_request, shard
 
 log = logging.getLogger(__name__)
@@ -76,10 +77,7 @@ def build(config: Config, world: World) -> Job:
     if execution := format_execution(model):
         log.info("quantised operands are multiplied on this device so:\n%s", execution)
     if config.runtime.compile:
-        # Numbers that are symbols (scales of scores) are found to be constants late, and all is traced a second time.
-        torch._dynamo.config.specialize_float = True
-        # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
-        arch.forward = torch.compile(arch.forward, dynamic=True, options={"triton.coalesce_tiling_analysis": False})
+        compile_regions(arch)
     if config.runtime.cuda_graphs and world.device.type == "cuda":
         use_graphs(arch)
     elif config.runtime.cuda_graphs:

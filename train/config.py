@@ -377,18 +377,8 @@ def validate(config: Config) -> None:
             raise ValueError(
                 f"model.moe.top_k={model.moe.top_k} must lie in 1..model.moe.num_experts={model.moe.num_experts}"
             )
-        if config.runtime.cuda_graphs and model.sequence_context == "candidate":
-            raise ValueError(
-                "runtime.cuda_graphs=true with model.sequence_context=candidate: its sizes are read from the device; "
-                "use runtime.cuda_graphs=false or model.sequence_context=request"
-            )
-        if config.runtime.cuda_graphs and model.feed_forward == "moe" and model.moe.aux_loss_weight:
-            raise ValueError(
-                f"runtime.cuda_graphs=true gives model.moe.aux_loss_weight={model.moe.aux_loss_weight} no gradient; "
-                "use runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
-            )
-    if config.runtime.cuda_graphs and config.runtime.compile:
-        raise ValueError("runtime.cuda_graphs with runtime.compile=true: a capture would compile anew; use one of them")
+    if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
+        raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
     if precision.name.startswith("mxfp8") and not precision.quantize:
         raise ValueError(
             f"precision={precision.name} quantises nothing: precision.quantize is empty; "
@@ -403,6 +393,26 @@ def validate(config: Config) -> None:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
     if optimizer.min_lr > 1:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
+
+
+def graphs_refusal(config: Config) -> str | None:
+    """Which key of the model does not go with `runtime.cuda_graphs=true`, why, and what does; None if all do."""
+    model = config.model
+    if isinstance(model, DINConfig):
+        return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"
+    if not isinstance(model, InterFormerConfig):
+        return None
+    if model.sequence_context == "candidate":
+        return (
+            "model.sequence_context=candidate: its sizes are read from the device; use runtime.cuda_graphs=false or "
+            "model.sequence_context=request"
+        )
+    if model.feed_forward == "moe" and model.moe.aux_loss_weight:
+        return (
+            f"model.moe.aux_loss_weight={model.moe.aux_loss_weight} gives that no gradient; use "
+            "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
+        )
+    return None
 
 
 def _get(config: object, key: str) -> Any:

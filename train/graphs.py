@@ -47,19 +47,30 @@ class _Graphed:
             return self._forward(tokens, batch)
         request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
         inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
+        names = list(histories)
         shapes = tuple(tensor.shape for tensor in inputs)
         graphs = self._graphs.get(shapes)
         if graphs is None:
             if len(self._seen) > MAX_KINDS:
                 self._seen.clear()
             self._seen[shapes] += 1
-            if self._seen[shapes] <= WARMUP_STEPS or len(self._graphs) == MAX_GRAPHS:
+            if len(self._graphs) == MAX_GRAPHS:
                 return self._forward(tokens, batch)
+            if self._seen[shapes] <= WARMUP_STEPS:
+                # On copies, as in the capture: compiled layers tell tensors apart by how they lie in memory.
+                return self._forward(*_arguments([tensor.clone() for tensor in inputs], names))
             events = [len(values) for values, *_ in histories.values()]
             log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), events)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graphs = self._graphs[shapes] = _Graphs(self._arch, self._forward, inputs, list(histories), self._pool)
+            graphs = self._graphs[shapes] = _Graphs(self._arch, self._forward, inputs, names, self._pool)
         return cast(Tensor, _Replay.apply(graphs, *inputs, *graphs.parameters))
+
+
+def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, RequestBatch]:
+    """Of the architecture, from tensors of which the last are three for each event type in `names`."""
+    request, candidate, offsets, *parts = inputs
+    histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
+    return arch_inputs(request, candidate, offsets, histories)
 
 
 class _Plain(nn.Module):
@@ -87,16 +98,10 @@ class _Graphs:
     ) -> None:
         self.parameters = [parameter for parameter in arch.parameters() if parameter.requires_grad]
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
-        request, candidate, offsets, *parts = self.inputs
-        histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
-        self._capture(_Plain(arch, forward), arch_inputs(request, candidate, offsets, histories), pool)
+        self._capture(_Plain(arch, forward), _arguments(self.inputs, names), pool)
 
     def _capture(self, plain: nn.Module, arguments: tuple[Tokens, RequestBatch], pool: Any) -> None:
-        # Leaves of the capture's own in the same memory: who waits for a parameter's gradient, as data parallelism
-        # does, has tied it to the stream of the steps, which a capture must not touch. And no cast of a parameter that
-        # autocast keeps from an earlier step is one of theirs.
-        named = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-        aliases = {name: parameter.detach().requires_grad_() for name, parameter in named.items()}
+        aliases = leaves_of(plain)
         leaves = (*self.inputs, *aliases.values())
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile: loaders pin memory.
@@ -115,6 +120,15 @@ class _Graphs:
     def run_backward(self, gradient: Tensor) -> None:
         self.gradient.copy_(gradient)
         self._backward.replay()
+
+
+def leaves_of(plain: nn.Module) -> dict[str, Tensor]:
+    """Parameters of a capture's own, by name, in the memory of those of `plain` that learn.
+
+    Who waits for a parameter's gradient, as data parallelism does, has tied it to the stream of the steps, which a
+    capture must not touch. And no cast of a parameter that autocast keeps from an earlier step is one of theirs.
+    """
+    return {name: nn.Parameter(each.detach()) for name, each in plain.named_parameters() if each.requires_grad}
 
 
 def gradients(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:

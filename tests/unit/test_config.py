@@ -24,6 +24,8 @@ from train.doctor import ROOT
         ("data.split=[1.1,-0.1,0]", "must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]"),
         ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
         ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
+        ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
+        ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:

@@ -1,0 +1,25 @@
+"""Ranks whose layers are compiled, by Inductor, take the steps of those whose are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launching import TINY_DLRM, train_ranks
+from train.tracking import read_metrics
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for a CPU needs a C++ compiler")
+def test_compiled_ranks_train_as_others_do(tmp_path: Path) -> None:
+    options = ("runtime.steps=3", "precision=fp32")
+    train_ranks(2, tmp_path / "compiled", *options, "runtime.compile=true", base=TINY_DLRM)
+    train_ranks(2, tmp_path / "plain", *options, base=TINY_DLRM)
+    compiled, plain = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("compiled", "plain"))
+    losses = [record.values["loss"] for record in plain if record.split == "train"]
+    assert [record.values["loss"] for record in compiled if record.split == "train"] == pytest.approx(losses, rel=1e-5)
+    assert "run: 1 DotInteraction, 1 TaskHeads" in (tmp_path / "compiled" / "train.log").read_text()
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("compiled", "plain")]
+    assert results[0]["test"]["click/ne"] == pytest.approx(results[1]["test"]["click/ne"], rel=1e-4)

@@ -27,6 +27,7 @@ from train.distributed import World
 from train.evaluate import evaluate_split
 from train.files import new_folder, write_json
 from train.guards import FiniteGuard
+from train.launching import LaunchWatch
 from train.loss import ranking_loss
 from train.memory import peak_memory_bytes, reset_peak_memory
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
@@ -81,6 +82,7 @@ class Trainer:
         # A graph holds no collectives: more ranks balance as they are. Nor is it empty.
         self.balance = Replay(self._balance, graphs and world.size == 1 and len(self.routers) > 0)
         self.account = Replay(self._account, graphs)
+        self.launches = LaunchWatch(config, world)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
         self.logged_step = 0  # the last that is in the log
@@ -231,6 +233,7 @@ class Trainer:
 
     def _step(self, batches: Iterator[RequestBatch]) -> None:
         loss, logits, batch = self.pipeline.progress(batches)
+        self.launches.launched()
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
             self.load_violations = self.balance(self.optimizer.skipped)
@@ -239,6 +242,7 @@ class Trainer:
         history = self.account(self.guard.found_inf, loss, logits, *rows, history_lengths(batch))
         self.throughput.step(batch, history)
         self.whole_run.step(batch, history)
+        self.launches.accounted()
         self.tracer.step()
         self.tracker.advance()
         if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
@@ -280,6 +284,7 @@ class Trainer:
         for line in bad:
             log.warning("%s; %s", line, "skipped" if runtime.bad_batch == "skip" else "stopping")
         throughput = self.throughput.compute(self.forward_flops)
+        self.launches.report(throughput)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()

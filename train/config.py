@@ -256,7 +256,7 @@ class RuntimeConfig:
     log_every: int = 20
     bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
-    compile: bool = False  # torch.compile the dense part
+    compile: bool = False  # torch.compile the layers of the dense part, each by itself
     cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes come back
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node

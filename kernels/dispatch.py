@@ -181,7 +181,9 @@ def needs_triton(device: str, capability: Hashable, *allowed: tuple[int, int]) -
         return f"needs a CUDA device, the tensors are on {device}"
     elif not isinstance(capability, tuple) or capability < (8, 0):
         return f"needs sm_80 or newer, the device has capability {capability}"
-    return None if importlib.util.find_spec("triton") else "needs Triton, which is not installed"
+    # What is compiled for a chip needs it anyway, and looking would end a graph of the compiler.
+    found = torch.compiler.is_compiling() or importlib.util.find_spec("triton")
+    return None if found else "needs Triton, which is not installed"
 
 
 def needs_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> str | None:

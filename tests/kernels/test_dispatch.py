@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,17 @@ print(kernels.jagged.segment_sum(torch.ones(3), torch.tensor([0, 1, 3])).tolist(
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[1.0, 2.0]", done.stderr
+
+
+def test_a_trace_does_not_look_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(name: str) -> None:
+        raise AssertionError(f"looked for {name}")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if dispatch.needs_triton("cuda", (9, 0)) is None else x
+
+    monkeypatch.setattr(dispatch, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=look)))
+    assert torch.compile(step, backend="eager", fullgraph=True)(torch.ones(1)) == 2
 
 
 def test_dtypes_are_named_in_a_reason() -> None:

@@ -63,7 +63,7 @@ def build(config: Config, world: World) -> Job:
     dispatch.force(config.runtime.kernels)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
-    source = build_source(config.data, rank=world.rank, barrier=world.barrier)
+    source = build_source(config.data, world.by_first)
     if world.is_first:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))

@@ -94,12 +94,7 @@ class Checkpointer:
         self.wait()
         path = self.folder / f"step_{progress.step:08d}"
         aside = path.with_suffix(".partial")
-        if self.world.is_first:
-            for left in self.folder.glob("step_*.partial"):  # by a process that was killed, or had no space to go on
-                shutil.rmtree(left, ignore_errors=True)
-            aside.mkdir(parents=True)
-            write_json(aside / META, {"progress": vars(progress), **about})
-        self.world.barrier()
+        self.world.by_first(lambda: self._begin(aside, {"progress": vars(progress), **about}))
         state = {**_model_state(model), **_optimizer_state(model, optimizer), **_rng_state(self.world)}
         # DCP's own asynchronous save cannot stage ShardedTensors, so the copy is made here.
         state = _host_copy(state, self.world)
@@ -107,6 +102,12 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
         return path
+
+    def _begin(self, aside: Path, about: dict[str, Any]) -> None:
+        for left in self.folder.glob("step_*.partial"):  # by a process that was killed, or had no space to go on
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_json(aside / META, about)
 
     def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
         try:
@@ -179,8 +180,7 @@ def start_of(path: Path) -> Path:
 
 def of_first_rank(path: Path | None, world: World) -> Path | None:
     """The first rank's `path`, on all: a shared file system may show a new folder to one node before the others."""
-    told = world.broadcast(path)
-    return told if isinstance(told, Path) else None
+    return world.broadcast(path)
 
 
 def read_meta(path: Path) -> dict[str, Any]:

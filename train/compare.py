@@ -41,6 +41,7 @@ from train import checkpoint, distributed, report
 from train.build import build, model_fields
 from train.config import Config, register_schema, to_config
 from train.data import build_source
+from train.data.store import ByFirst
 from train.distributed import World
 from train.files import new_folder, write_json
 from train.overrides import split_values
@@ -73,11 +74,8 @@ def main(arguments: list[str]) -> int:
     world = distributed.start(first.runtime)
     try:
         if not options.only:
-            _check_arms(arms, overrides, world.rank, world.barrier)
-        out = Path(str(world.broadcast(str(_out(options).absolute()) if world.is_first else "")))
-        if world.is_first:
-            _claim(out, arms, overrides)
-        world.barrier()
+            _check_arms(arms, overrides, world.by_first)
+        out = world.by_first(lambda: _claim(_out(options).absolute(), arms, overrides))
         if options.only:
             seed, name = options.only
             _train_arms([arm for arm in arms if arm.name == name], arms[0], int(seed), overrides, out, world)
@@ -99,8 +97,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     The first arms of all seeds go first: the others wait for the initial checkpoints that these write.
     """
     _check_arms(arms, overrides)
-    out = _out(options).absolute()
-    _claim(out, arms, overrides)
+    out = _claim(_out(options).absolute(), arms, overrides)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
     baseline_seeds = (*options.seeds, *options.baseline_seeds)
@@ -197,26 +194,25 @@ def _compose(overrides: list[str], arm: Arm, *more: str) -> Config:
         return to_config(compose("train", [*overrides, *arm.overrides, *more]))
 
 
-def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> None:
-    """Finished runs of `out` are taken as they are, so they must be of this comparison; seeds may be added to it."""
+def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> Path:
+    """`out`; its finished runs are taken as they are, so they must be of this comparison. Seeds may be added to it."""
     file = out / "compare.json"
     description = {"arms": {arm.name: list(arm.overrides) for arm in arms}, "overrides": overrides}
     if file.exists():
         if json.loads(file.read_text()) != description:
             raise ValueError(f"{out} holds another comparison (see {file}); choose another --out")
-        return
+        return out
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, description)
+    return out
 
 
-def _check_arms(
-    arms: list[Arm], overrides: list[str], rank: int = 0, barrier: Callable[[], None] | None = None
-) -> None:
+def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambda prepare: prepare()) -> None:
     """ValueError, before anything trains, when arms cannot start from the same weights or there is no test split."""
     weights: dict[str, dict[str, object]] = {}
     for arm in arms:
         config = _compose(overrides, arm)
-        source = build_source(config.data, rank, barrier)
+        source = build_source(config.data, by_first)
         if not source.num_requests("test"):
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):

@@ -216,7 +216,7 @@ class ParallelConfig:
     sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
     comm_precision: str = "fp32"  # fp32 | bf16: of looked-up rows and their gradients on the way between ranks
     hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
-    host_gib: float = 64.0
+    host_gib: float = 64.0  # the same of host memory, where tables lie that GPUs cannot hold
     reserve: float = 0.15  # fraction of it left to the dense part and activations
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from train.config import RuntimeConfig
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 HOST_TIMEOUT = timedelta(days=1)
@@ -31,11 +35,31 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: T) -> T:
         """Rank 0's picklable value, on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.host_group)
         return values[0]
+
+    def by_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on every rank; an error on rank 0 is one on all.
+
+        Left to wait, the others would fail a little later because rank 0 is gone, and torchrun would show one of their
+        errors as the cause.
+        """
+        made: list[T] = []
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                made.append(make())
+            except Exception as error:
+                failure = error
+        made, reason = self.broadcast((made, failure and str(failure)))
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise ValueError(f"rank 0: {reason}")
+        return made[0]
 
     def barrier(self) -> None:
         dist.barrier(group=self.host_group)

@@ -11,7 +11,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
@@ -125,7 +125,18 @@ def _plan(
         constraints=constraints,
         debug=False,
     )
-    plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
-    if plan is None:
-        raise ValueError("the sharding planner found no plan; raise parallel.hbm_gib or lower parallel.reserve")
-    return plan
+    memory = f"{parallel.host_gib} GiB of host memory (parallel.host_gib)"
+    if hbm is not None:
+        memory = f"{hbm / GIB:.3g} GiB of its GPU (parallel.hbm_gib) and {memory}"
+
+    def plan() -> ShardingPlan:
+        try:
+            return planner.plan(model, sharders)
+        except PlannerError as error:
+            raise ValueError(
+                f"{str(error).splitlines()[0].strip()} A rank may fill {memory}, of which parallel.reserve="
+                f"{parallel.reserve} stays free: allow more, take more ranks, or make the tables smaller, e.g. "
+                "data.min_count=2"
+            ) from error
+
+    return world.by_first(plan)

@@ -409,9 +409,12 @@ def _every(step: int, interval: int) -> bool:
 
 def _run_dir(config: Config, world: World) -> Path:
     """`runtime.run_dir`, or a new one that rank 0 names: processes that start a second apart must agree."""
-    path = Path(config.runtime.run_dir)
-    if world.is_first and not config.runtime.run_dir:
-        path = new_folder(Path(f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    path = Path(str(world.broadcast(str(path.absolute()))))
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+
+    def make() -> Path:
+        if not config.runtime.run_dir:
+            return new_folder(Path(f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        path = Path(config.runtime.run_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    return world.by_first(lambda: make().absolute())

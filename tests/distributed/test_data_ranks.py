@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import distributed_c10d
 
 from tests.processes import run_ranks
 from train import distributed
-from train.config import MovieLensConfig, RuntimeConfig
+from train.config import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
 from train.data.loader import build_loader
 
@@ -32,6 +34,28 @@ def test_one_rank_prepares_and_together_they_read_everything(tmp_path):
     assert torch.equal(found.sort().values, expected.sort().values)
 
 
+def test_what_stops_the_rank_that_prepares_is_the_error_of_all(tmp_path):
+    (tmp_path / "log.csv").write_text("item,click\n1,1\n2,yes\n")
+    run_ranks(read_bad_row, RANKS, tmp_path)
+    errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)]
+    assert "log.csv, row 2: column 'click' is yes, expected a finite number" in errors[0]
+    assert errors[1] == f"rank 0: {errors[0]}"
+
+
+def read_bad_row(folder: Path) -> None:
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    config = EventsConfig(
+        cache_dir=str(folder / "cache"),
+        files=[str(folder / "log.csv")],
+        labels={"click": "click"},
+        candidate_categorical=["item"],
+    )
+    with pytest.raises(ValueError) as raised:
+        build_source(config, world.by_first)
+    (folder / f"{world.rank}.txt").write_text(str(raised.value))
+    distributed.stop()
+
+
 def read_share(folder: Path) -> None:
     distributed_c10d.default_pg_timeout = timedelta(seconds=1)  # half an hour, which large files take longer than
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
@@ -39,12 +63,15 @@ def read_share(folder: Path) -> None:
     cache = folder / "cache"
     prepared = []
 
-    def barrier() -> None:
-        prepared.append(rank == 0 and any(cache.iterdir()))
-        time.sleep(2 * world.is_first)
-        world.barrier()
+    def by_first(prepare: Callable[[], None]) -> None:
+        def slowly() -> None:
+            prepare()
+            prepared.append(any(cache.iterdir()))
+            time.sleep(2)
 
-    source = build_source(MovieLensConfig(cache_dir=str(cache)), rank, barrier)
+        world.by_first(slowly)
+
+    source = build_source(MovieLensConfig(cache_dir=str(cache)), by_first)
     loader = build_loader(
         source, "test", batch_size=100, seed=0, rank=rank, world_size=RANKS, shuffle=True, num_workers=1, prefetch=2
     )

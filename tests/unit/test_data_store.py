@@ -34,7 +34,7 @@ def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     folder, plain = tmp_path / "cache" / "data", tmp_path / "plain"
     before = os.umask(0o027)
     try:
-        store.prepare_once(folder, lambda partial: store.save(partial, {}, {}), 0, None)
+        store.prepare_once(folder, lambda partial: store.save(partial, {}, {}), lambda make: make())
         plain.mkdir()
     finally:
         os.umask(before)
@@ -47,7 +47,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         raise OSError("3964 requested and 3056 written")  # as numpy tells it
 
     with pytest.raises(OSError, match=r"cache/data could not be prepared \(3964 .* MiB are free .* data\.cache_dir"):
-        store.prepare_once(tmp_path / "cache" / "data", prepare, 0, None)
+        store.prepare_once(tmp_path / "cache" / "data", prepare, lambda make: make())
 
 
 def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:

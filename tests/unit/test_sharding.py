@@ -7,7 +7,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.types import ParameterSharding
 
 from modules.embedding import FeatureEmbedding
@@ -35,12 +34,11 @@ def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dic
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
-    source = build_source(config.data, rank=0, barrier=lambda: None)
+    source = build_source(config.data)
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), nn.Identity())
     group: object = None
     world = World(0, ranks, 0, ranks, torch.device("cuda"), group, group, group)  # type: ignore[arg-type]
-    alone = lambda planner, module, sharders, _: planner.plan(module, sharders)  # noqa: E731
-    monkeypatch.setattr(EmbeddingShardingPlanner, "collective_plan", alone)
+    monkeypatch.setattr(World, "broadcast", lambda world, value: value)
     plan = sparse._plan(model, [EmbeddingCollectionSharder()], config, world, sparse.ids_per_request(source))
     ((_, tables),) = plan.plan.items()
     return dict(tables)  # type: ignore[call-overload]
@@ -50,7 +48,7 @@ def test_ids_per_request_count_histories(monkeypatch: pytest.MonkeyPatch) -> Non
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = to_config(compose("train", [*LONG_HISTORIES, "data.candidates=3"]))
-    ids = sparse.ids_per_request(build_source(config.data, rank=0, barrier=lambda: None))
+    ids = sparse.ids_per_request(build_source(config.data))
     assert (ids["user"], ids["item"], ids["click.item"]) == (1, 3, 100)
 
 
@@ -71,6 +69,18 @@ def test_tables_with_a_moment_a_row_split_by_columns_only_if_they_must(monkeypat
     assert "column_wise" in {table.sharding_type for table in adam.values()}  # what the planner likes best
     adagrad = planned(4, monkeypatch, *wide, "optimizer.sparse=rowwise_adagrad")
     assert "column_wise" not in {table.sharding_type for table in adagrad.values()}
+
+
+def test_tables_that_a_gpu_cannot_hold_lie_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = planned(1, monkeypatch, "data.num_items=100000000", "parallel.hbm_gib=8")["item"]
+    assert item.compute_kernel.startswith("fused_uvm")
+
+
+def test_tables_that_fit_nowhere_are_told_by_the_keys_that_say_how_much_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match=r"insufficient storage.* 8 GiB of its GPU \(parallel\.hbm_gib\) and 1.0 GiB"):
+        planned(1, monkeypatch, "data.num_items=100000000", "parallel.hbm_gib=8", "parallel.host_gib=1")
 
 
 def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from train.config import DataConfig, EventsConfig, MovieLensConfig, SyntheticConfig
@@ -13,11 +12,11 @@ from train.data.synthetic import SyntheticSource
 __all__ = ["PreparedSource", "Source", "SyntheticSource", "build_source"]
 
 
-def build_source(cfg: DataConfig, rank: int = 0, barrier: Callable[[], None] | None = None) -> Source:
+def build_source(cfg: DataConfig, by_first: store.ByFirst = lambda prepare: prepare()) -> Source:
     """The source that a configuration describes.
 
-    Rank 0 prepares files unless the cache has them already, while the other ranks wait at `barrier`, which every rank
-    calls once. Raises ValueError for bad input, naming file and row.
+    Files are prepared in the function that `by_first` is given, unless the cache has them already; by default this
+    process is alone. Raises ValueError for bad input, naming file and row.
     """
     if isinstance(cfg, SyntheticConfig):
         return SyntheticSource(cfg)
@@ -27,5 +26,5 @@ def build_source(cfg: DataConfig, rank: int = 0, barrier: Callable[[], None] | N
         folder, prepare = events.cache_folder(cfg), partial(events.prepare, cfg)
     else:
         raise ValueError(f"data.name={cfg.name!r} is no source; use movielens, events or synthetic")
-    store.prepare_once(folder, prepare, rank, barrier)
+    store.prepare_once(folder, prepare, by_first)
     return PreparedSource(folder, cfg.max_history)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,9 @@ from train.config import DataConfig
 
 FORMAT = 6
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
+
+ByFirst = Callable[[Callable[[], None]], None]
+"""Calls a function in the first of several processes, while the others wait, and raises in all what it raises."""
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "pad_events",
@@ -34,27 +38,31 @@ def cache_folder(cfg: DataConfig, files: Iterable[Path]) -> Path:
     return Path(cfg.cache_dir).resolve() / f"{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def prepare_once(folder: Path, prepare: Callable[[Path], None], rank: int, barrier: Callable[[], None] | None) -> None:
-    """Rank 0 prepares into a temporary folder and renames it when whole; the others wait at `barrier`."""
-    if rank == 0 and not folder.exists():
-        partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-        partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
-        try:
-            prepare(partial)
-            os.rename(partial, folder)
-        except OSError as error:
-            if not folder.exists():  # else another job has prepared the same data meanwhile
-                free = shutil.disk_usage(folder.parent).free / 2**20
-                raise OSError(
-                    f"{folder} could not be prepared ({error}); {free:,.0f} MiB are free there, and data.cache_dir can "
-                    "name another disk"
-                ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    if barrier is not None:
-        barrier()
+def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst) -> None:
+    """Prepare the folder by the first process, unless it is there, while the others wait."""
+    by_first(lambda: None if folder.exists() else _prepare(folder, prepare))
     if not folder.exists():
-        raise ValueError(f"rank {rank} does not see {folder}: point data.cache_dir at a folder that all nodes share")
+        raise ValueError(
+            f"{socket.gethostname()} does not see {folder}: point data.cache_dir at a folder that all nodes share"
+        )
+
+
+def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
+    """Prepare into a temporary folder and rename it when it is whole."""
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
+    try:
+        prepare(partial)
+        os.rename(partial, folder)
+    except OSError as error:
+        if not folder.exists():  # else another job has prepared the same data meanwhile
+            free = shutil.disk_usage(folder.parent).free / 2**20
+            raise OSError(
+                f"{folder} could not be prepared ({error}); {free:,.0f} MiB are free there, and data.cache_dir can "
+                "name another disk"
+            ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:

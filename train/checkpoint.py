@@ -59,19 +59,21 @@ class Progress:
         whole = -(-num_requests // global_batch)
         return -(-(num_requests - self.consumed) // global_batch) + (epochs - self.epoch - 1) * whole
 
-    def judge(self, values: dict[str, float], label_rates: dict[str, float]) -> None:
-        """Note a validation: best is the smallest NE, mean over the tasks that can have one.
+    def judge(self, values: dict[str, float], label_rates: dict[str, float], shares: dict[str, float]) -> None:
+        """Note a validation: best is the smallest NE, mean by `shares` over the tasks that can have one.
 
         A task has none without observed labels in the validation split, or with labels of one class in the training
         split. Where no task has one, nothing is best and nothing is stale. The NE of weights that are not finite is
         NaN, which is never best.
         """
-        tasks = [
-            task for task, rate in label_rates.items() if 0 < rate < 1 and not math.isnan(values[f"{task}/label_rate"])
-        ]
-        if not tasks:
+        counted = {
+            task: shares[task]
+            for task, rate in label_rates.items()
+            if 0 < rate < 1 and shares[task] and not math.isnan(values[f"{task}/label_rate"])
+        }
+        if not counted:
             return
-        ne = sum(values[f"{task}/ne"] for task in tasks) / len(tasks)
+        ne = sum(share * values[f"{task}/ne"] for task, share in counted.items()) / sum(counted.values())
         if math.isfinite(ne) and (self.best_ne is None or ne < self.best_ne):
             self.best_ne, self.best_step, self.stale_validations = ne, self.step, 0
             self.best_values = values

@@ -209,6 +209,7 @@ class OptimizerConfig:
     min_lr: float = 0.1  # of the cosine, as a fraction of lr
     clip_norm: float = 10.0  # of the dense gradient; 0 turns it off
     accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
+    task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and in what is best; others count 1
 
 
 @dataclass

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 
-def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def shares_of_tasks(given: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
+    """What each task counts for, as shares of 1, where `given` names the weights that are not 1."""
+    unknown = sorted(set(given) - set(tasks))
+    if unknown or min(given.values(), default=0) < 0 or not any(given.get(task, 1) for task in tasks):
+        raise ValueError(
+            f"optimizer.task_weights={dict(given)} must give tasks of the data ({', '.join(tasks)}) weights of at "
+            f"least 0, one of them more, e.g. +optimizer.task_weights.{tasks[0]}=0.5"
+        )
+    total = sum(given.get(task, 1.0) for task in tasks)
+    return {task: given.get(task, 1.0) / total for task in tasks}
+
+
+def ranking_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, task_shares: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean over tasks of the weighted mean cross-entropy over the observed labels of the whole (global) batch.
 
-    logits, labels, weights: [C, tasks]; a label of NaN was not observed. The mean is over candidates, not requests, so
-    that a request batch and its expanded twin give the same gradients. Ranks hold unequal numbers of candidates while
-    DDP and TorchRec average gradients over ranks: each rank's sum is divided by the all-reduced weight and multiplied
-    by the number of ranks. Returns this rank's share (the mean over ranks is the loss) and the global weight.
+    logits, labels, weights: [C, tasks]; a label of NaN was not observed. task_shares: [tasks] float32 of sum 1, what
+    each task counts for; None: equally much. The inner mean is over candidates, not requests, so that a request batch
+    and its expanded twin give the same gradients. Ranks hold unequal numbers of candidates while DDP and TorchRec
+    average gradients over ranks: each rank's sum is divided by the all-reduced weight and multiplied by the number of
+    ranks. Returns this rank's share (the mean over ranks is the loss) and the global weight.
     """
     if logits.shape != labels.shape:
         raise ValueError(
@@ -30,5 +47,6 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tenso
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = dist.get_world_size()
         dist.all_reduce(total)
+    mean = torch.mean if task_shares is None else task_shares.dot
     # A task that nobody observed has a loss of 0 / 1: by a tiny number the gradient would be 0 times infinity.
-    return (loss / torch.where(total > 0, total, 1)).mean() * ranks, total.mean()
+    return mean(loss / torch.where(total > 0, total, 1)) * ranks, mean(total)

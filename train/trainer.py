@@ -28,7 +28,7 @@ from train.evaluate import evaluate_split
 from train.files import new_folder, write_json
 from train.guards import FiniteGuard
 from train.launching import LaunchWatch
-from train.loss import ranking_loss
+from train.loss import ranking_loss, shares_of_tasks
 from train.memory import peak_memory_bytes, reset_peak_memory
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
 from train.optim import Optimizer
@@ -70,6 +70,10 @@ class Trainer:
             self.model, self.optimizer, world.device, custom_model_fwd=self._forward
         )
         tasks, rates = self.source.spec.tasks, self.source.label_rates()
+        self.task_shares = shares_of_tasks(optimizer.task_weights, tasks)
+        self.loss_shares: Tensor | None = None  # all alike
+        if optimizer.task_weights:
+            self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
@@ -272,7 +276,7 @@ class Trainer:
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
             logits = self.model(batch)
-        loss, weight = ranking_loss(logits, batch.labels, batch.weights)
+        loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
         return loss + self.job.arch.aux_loss(), (loss.detach(), logits.detach(), batch)
 
@@ -334,7 +338,7 @@ class Trainer:
             # and take what the lookup needs to know from that second exchange, which nobody waits for.
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
-        self.progress.judge(values, self.metrics.base_rates)
+        self.progress.judge(values, self.metrics.base_rates, self.task_shares)
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self._tokens_per_expert()

@@ -61,23 +61,36 @@ def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
 
 def test_a_task_without_an_ne_leaves_the_judgement_to_the_others() -> None:
     rates = {"click": 0.3, "buy": 0.1, "seen": 1.0}
+    equal = dict.fromkeys(rates, 1 / 3)
 
     def values(click: float, rate_of_buys: float = math.nan) -> dict[str, float]:
         ne = {"click/ne": click, "buy/ne": math.nan, "seen/ne": math.nan}
         return ne | {"click/label_rate": 0.3, "buy/label_rate": rate_of_buys, "seen/label_rate": 1.0}
 
     progress = Progress(step=1)
-    progress.judge(values(0.9), rates)
+    progress.judge(values(0.9), rates, equal)
     progress.step = 2
-    progress.judge(values(0.8), rates)
+    progress.judge(values(0.8), rates, equal)
     assert (progress.best_ne, progress.best_step, progress.stale_validations) == (0.8, 2, 0)
     progress.step = 3
-    progress.judge(values(0.9), rates)
+    progress.judge(values(0.9), rates, equal)
     assert (progress.best_step, progress.stale_validations) == (2, 1)
-    progress.judge(values(0.7, rate_of_buys=0.1), rates)  # buys were seen, so the model's logits are NaN
+    progress.judge(values(0.7, rate_of_buys=0.1), rates, equal)  # buys were seen, so the model's logits are NaN
     assert (progress.best_step, progress.stale_validations) == (2, 2)
-    progress.judge(values(math.nan), {"seen": 1.0})
+    progress.judge(values(math.nan), {"seen": 1.0}, equal)
     assert progress.stale_validations == 2
+
+
+def test_the_best_validation_is_the_one_of_the_tasks_that_count() -> None:
+    rates = dict.fromkeys(("click", "buy", "seen"), 0.3)
+    rated = {f"{task}/label_rate": 0.3 for task in rates}
+    shares = {"click": 0.75, "buy": 0.25, "seen": 0.0}
+    progress = Progress(step=1)
+    progress.judge(rated | {"click/ne": 0.8, "buy/ne": 1.0, "seen/ne": 0.5}, rates, shares)
+    assert progress.best_ne == pytest.approx(0.85)
+    progress.step = 2
+    progress.judge(rated | {"click/ne": 0.9, "buy/ne": 0.8, "seen/ne": math.nan}, rates, shares)
+    assert progress.best_step == 1
 
 
 def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(tmp_path: Path) -> None:

@@ -272,8 +272,11 @@ def _rewind(path: Path, step: int) -> None:
     aside.replace(path)
 
 
-def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Values by split as text: a row for each split and task, a column for each metric; values of no task below."""
+def format_table(results: Mapping[str, Mapping[str, float]], title: str = "split") -> str:
+    """Values by split, or what `title` calls them, as text: a row for each of these and task, a column for each metric.
+
+    Values of no task stand below.
+    """
     metrics: dict[str, None] = {}
     rows: dict[tuple[str, str], dict[str, float]] = {}
     others = []
@@ -285,7 +288,7 @@ def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
                 metrics[metric] = None
             else:
                 others.append(f"{split} {name} {_number(value)}")
-    cells = [["split", "task", *metrics]]
+    cells = [[title, "task", *metrics]]
     cells += [[*row, *(_number(values[m]) if m in values else "" for m in metrics)] for row, values in rows.items()]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]

@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 
 def cache_folder(cfg: EventsConfig) -> Path:
     """Where these events are prepared."""
-    patterns = [cfg.files, cfg.valid_files, cfg.test_files]
-    patterns += [join.files for join in cfg.joins] + [history.files for history in cfg.histories.values()]
-    found = [file for files in patterns for file in find_files(files, cfg.root)]
+    others = [join.files for join in cfg.joins] + [history.files for history in cfg.histories.values()]
+    found = [file for files in (*_parts(cfg), *(find_files(each, cfg.root) for each in others)) for file in files]
     return store.cache_folder(cfg, found + (mapping.files(Path(cfg.vocabulary_of)) if cfg.vocabulary_of else []))
 
 
@@ -37,12 +36,9 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     _check(cfg)
     spec = feature_spec(cfg)
     earlier = _earlier(cfg, spec)
-    layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
-    parts = [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
+    parts = _parts(cfg)
     _check_once([file for files in parts for file in files])
-    headed = Layout(cfg.csv_separator)  # joined tables and logs: column_names are those of the labelled rows
-    joins = [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
-    rows = Rows([file for files in parts for file in files], _wanted(cfg), layout, cfg.bad_rows, joins)
+    rows, joins = read_rows(cfg, _wanted(cfg)), _joins(cfg)
 
     user = rows.required_ids(cfg.user) if cfg.user else coded_integers(np.arange(len(rows)))
     time = rows.milliseconds(cfg.time, cfg.time_format) if cfg.time else np.arange(len(rows)) * 1000
@@ -84,6 +80,23 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         earlier=earlier,
         new_ids=cfg.new_ids,
     )
+
+
+def read_rows(cfg: EventsConfig, wanted: set[str]) -> Rows:
+    """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
+    files = [file for files in _parts(cfg) for file in files]
+    layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
+    return Rows(files, wanted, layout, cfg.bad_rows, _joins(cfg))
+
+
+def _parts(cfg: EventsConfig) -> list[list[Path]]:
+    """Files of labelled rows: those that time splits, then those of validation and test."""
+    return [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
+
+
+def _joins(cfg: EventsConfig) -> list[Join]:
+    headed = Layout(cfg.csv_separator)  # column_names are those of the labelled rows
+    return [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
 
 
 def feature_spec(cfg: EventsConfig) -> FeatureSpec:

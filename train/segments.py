@@ -1,0 +1,178 @@
+"""Metrics of a finished run by segment, and its gap to another: `python -m train.segments run_dir=RUN_DIR by=country`.
+
+`by=a,b` names columns of the files of a `data=events` run, features or not, those of joined tables included. Each id is
+a segment, but those behind the `most=10` with the most rows are one together; numeric features are cut into five ranges
+of about as many rows each. Without `by=` all rows are one segment, of a run on any data.
+
+`against=OTHER_RUN` names a run that was tested on the same rows, of any model: the gap of RUN_DIR to it has a 95 %
+bootstrap interval over users (`resamples=200`), for which both runs are resampled together.
+
+What is read are the predictions of the test split. `predictions=DIR` names those of `train.evaluate` in their place;
+further `key=value` arguments are the overrides of the configuration that it was given. Prints tables and writes them as
+JSON to `out=`, by default RUN_DIR/segments.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from train.config import Config, EventsConfig, from_dict
+from train.data.events import read_rows
+from train.data.rows import Rows
+from train.evaluate import read_predictions
+from train.files import write_json
+from train.metrics import MetricSet, paired_gaps
+from train.overrides import split_options
+from train.tracking import format_table
+
+RANGES = 5  # that a numeric column is cut into
+Columns = Mapping[str, np.ndarray]
+
+
+def tasks_of(predictions: Columns) -> list[str]:
+    return [name.removesuffix("_logit") for name in predictions if name.endswith("_logit")]
+
+
+def metrics(predictions: Columns, rates: Mapping[str, float]) -> dict[str, float]:
+    """Those of `MetricSet`, exact ones, of rows of `read_predictions`; `rates`: training label rates by task."""
+    tasks = tasks_of(predictions)
+    exact = MetricSet(tasks, rates, torch.device("cpu"), exact_auc=True)
+    logits, labels = (
+        torch.from_numpy(np.stack([predictions[f"{task}_{name}"] for task in tasks], 1)) for name in ("logit", "label")
+    )
+    weights = torch.from_numpy(predictions["weight"].copy())[:, None].expand_as(labels)
+    exact.update(logits, labels, weights, torch.from_numpy(predictions["group"].copy()))
+    return exact.compute()
+
+
+def gaps(predictions: Columns, others: Columns, rates: Mapping[str, float], resamples: int) -> dict[str, float]:
+    """`ne_percent`, `auc` and `gauc` of `paired_gaps` from the others to these, and both ends of their intervals."""
+    values: dict[str, float] = {}
+    for task in tasks_of(predictions):
+        found = paired_gaps(
+            predictions[f"{task}_label"],
+            others[f"{task}_logit"],
+            predictions[f"{task}_logit"],
+            base_rate=rates[task],
+            group=predictions["group"],
+            weights=predictions["weight"],
+            resamples=resamples,
+        )
+        for name, interval in found.items():
+            if name != "ne":
+                values |= {f"{task}/{name}": interval.estimate}
+                values |= {f"{task}/{name}_low": interval.low, f"{task}/{name}_high": interval.high}
+    return values
+
+
+def segments(config: Config, columns: list[str], row: np.ndarray, most: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(column, value, mask [N]) of each segment of the rows `row` [N], as `RequestBatch.row` counts them."""
+    data = config.data
+    if not isinstance(data, EventsConfig):
+        raise ValueError(f"by={','.join(columns)} reads columns of data=events; this run is of data={data.name}")
+    rows = read_rows(data, set(columns))
+    at = np.searchsorted(rows.table.number, row).clip(max=len(rows) - 1)
+    if (rows.table.number[at] != row).any():
+        raise ValueError(
+            "the predictions are of other files than the run's; give train.segments the data.* overrides that "
+            "train.evaluate was given, e.g. data.test_files=[tomorrow.parquet]"
+        )
+    for column in columns:
+        numeric = column in (*data.request_numeric, *data.candidate_numeric)
+        for value, mask in _ranges(rows, column, at) if numeric else _ids(rows, column, at, most):
+            yield column, value, mask
+
+
+def _ids(rows: Rows, column: str, at: np.ndarray, most: int) -> Iterator[tuple[str, np.ndarray]]:
+    ids = rows.ids(column)
+    codes = ids.codes[at]
+    counts = np.bincount(codes[codes >= 0], minlength=len(ids.values))
+    order = np.argsort(-counts, kind="stable")
+    kept = order[counts[order] > 0][:most]
+    for code in kept:
+        yield ids.values[int(code)].as_py(), codes == code
+    yield "(others)", (codes >= 0) & ~np.isin(codes, kept)
+    yield "(missing)", codes < 0
+
+
+def _ranges(rows: Rows, column: str, at: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    numbers = rows.numbers(column)[at]
+    known = numbers[~np.isnan(numbers)]
+    edges = np.unique(np.quantile(known, np.linspace(0, 1, RANGES + 1))) if known.size else np.zeros(0)
+    for low, high in pairwise(edges):
+        below = numbers <= high if high == edges[-1] else numbers < high
+        yield f"{low:.4g} to {high:.4g}", (numbers >= low) & below
+    yield "(missing)", np.isnan(numbers)
+
+
+def main(arguments: list[str]) -> list[dict[str, Any]]:
+    defaults = {
+        "run_dir": "", "by": "", "against": "", "predictions": "", "most": "10", "resamples": "200", "out": "",
+    }  # fmt: skip
+    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR by=country")
+    for name in ("most", "resamples"):
+        if not options[name].isdecimal() or not int(options[name]):
+            raise ValueError(f"{name}={options[name]} must be a number of at least 1, e.g. {name}={defaults[name]}")
+    run_dir = Path(options["run_dir"])
+    predictions = _read(Path(options["predictions"] or run_dir))
+    rates = _json(run_dir, "results.json")["label_rates"]
+    others = _read(Path(options["against"])) if options["against"] else None
+    if others is not None:
+        _check_same(predictions, others, options["against"])
+    columns = [name for name in options["by"].split(",") if name]
+    found = [("", "", np.ones(len(predictions["row"]), bool))]
+    if columns:
+        config = from_dict(_json(run_dir, "config.json")["config"], overrides)
+        found += segments(config, columns, predictions["row"], int(options["most"]))
+    records: list[dict[str, Any]] = []
+    for column, value, mask in found:
+        if mask.any():
+            chosen = {name: each[mask] for name, each in predictions.items()}
+            records.append({"column": column, "value": value, "metrics": metrics(chosen, rates)})
+            if others is not None:
+                theirs = {name: each[mask] for name, each in others.items()}
+                records[-1]["gaps"] = gaps(chosen, theirs, rates, int(options["resamples"]))
+    for kind in ("metrics", "gaps") if others is not None else ("metrics",):
+        named = {f"{each['column']}={each['value']}" if each["value"] else "all": each[kind] for each in records}
+        print(format_table(named, "segment"), end="\n\n")
+    out = Path(options["out"] or run_dir / "segments.json")
+    write_json(out, records)
+    print(f"segments: {out}")
+    return records
+
+
+def _json(run_dir: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((run_dir / name).read_text())
+    except OSError as error:
+        raise ValueError(f"{run_dir} is no finished run ({error}); name one, e.g. run_dir=runs/first") from error
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """Predictions of a run's test split, or those that a folder of `train.evaluate` holds."""
+    for folder in (path / "predictions" / "test", path / "predictions", path):
+        if list(folder.glob("part-*.parquet")):
+            return read_predictions(folder)
+    raise ValueError(f"{path} holds no predictions; name a finished run, or the folder that train.evaluate wrote")
+
+
+def _check_same(predictions: Columns, others: Columns, name: str) -> None:
+    """ValueError unless both have the same rows and labels."""
+    for column in ("row", *(f"{task}_label" for task in tasks_of(predictions))):
+        if not np.array_equal(predictions[column], others.get(column, np.zeros(0)), equal_nan=column != "row"):
+            raise ValueError(
+                f"against={name} was tested on other rows, tasks or labels: {column} differs; evaluate both runs on "
+                "the same files with train.evaluate, and name the folders by predictions= and against="
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

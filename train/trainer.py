@@ -7,18 +7,17 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
-from modules.moe import Router, update_router_biases
 from train import checkpoint, versions
+from train.balance import Balance
 from train.build import build
 from train.checkpoint import Checkpointer, Progress
 from train.config import Config
@@ -79,12 +78,7 @@ class Trainer:
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
-        # Found once: a walk over all modules takes longer than the update.
-        routers = [module for module in ranking_model.modules() if isinstance(module, Router)]
-        self.routers, self.expert_tokens = nn.ModuleList(routers), [router.tokens_per_expert for router in routers]
-        self.load_violations: dict[str, Tensor] = {}  # of the last dense step, by router
-        # A graph holds no collectives: more ranks balance as they are. Nor is it empty.
-        self.balance = Replay(self._balance, graphs and world.size == 1 and len(self.routers) > 0)
+        self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
         self.loss_sum = torch.zeros((), device=world.device)
@@ -137,7 +131,7 @@ class Trainer:
             # Another number of ranks or another batch size takes other steps to the same end.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
-            self._restore_tokens_per_expert()
+            self.balance.restore(self.progress.tokens_per_expert)
             self.skipped_steps.fill_(self.progress.skipped_steps)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
@@ -240,7 +234,7 @@ class Trainer:
         self.launches.launched()
         self.progress.step += 1
         if _every(self.progress.step, self.config.optimizer.accumulate):
-            self.load_violations = self.balance(self.optimizer.skipped)
+            self.balance.step(self.optimizer.skipped)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         rows = batch.labels, batch.weights, batch.group
         history = self.account(self.guard.found_inf, loss, logits, *rows, history_lengths(batch))
@@ -251,9 +245,6 @@ class Trainer:
         self.tracker.advance()
         if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
             self._log()
-
-    def _balance(self, skipped: Tensor) -> dict[str, Tensor]:
-        return update_router_biases(self.routers, partial(self._tokens_of_all_ranks, skipped))
 
     def _account(
         self,
@@ -293,8 +284,8 @@ class Trainer:
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()
         values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
-        if self.load_violations:
-            values["load_violation"] = torch.stack(list(self.load_violations.values())).max().item()
+        if (violation := self.balance.violation()) is not None:
+            values["load_violation"] = violation
         self.tracker.log(self.progress.step, "train", values)
         self.logged_step = self.progress.step
         self.metrics.reset()
@@ -321,12 +312,6 @@ class Trainer:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return peak.item()
 
-    def _tokens_of_all_ranks(self, skipped: Tensor, counts: Tensor) -> Tensor:
-        """Expert loads summed over ranks; none when the step was skipped, which then moves no routing bias."""
-        if self.world.size > 1:
-            dist.all_reduce(counts)
-        return torch.where(skipped.bool(), 0, counts)
-
     def _validate(self) -> None:
         """Metrics of the validation split, which decide what is best and when to stop early."""
         if self.source.num_requests("valid") == 0:
@@ -341,26 +326,11 @@ class Trainer:
         self.progress.judge(values, self.metrics.base_rates, self.task_shares)
 
     def _save(self) -> None:
-        self.progress.tokens_per_expert = self._tokens_per_expert()
+        self.progress.tokens_per_expert = self.balance.counts()
         self.progress.skipped_steps = int(self.skipped_steps.item())
         self.progress.tracker = self.tracker.state_dict()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
-
-    def _tokens_per_expert(self) -> list[int]:
-        """What the routers have counted since their last step, on all ranks: not zero amid an accumulation."""
-        if not self.expert_tokens:
-            return []
-        total = torch.cat(self.expert_tokens)
-        if self.world.size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
-    def _restore_tokens_per_expert(self) -> None:
-        """The first rank goes on with the counts of all: only their sum is used."""
-        if self.world.is_first and self.progress.tokens_per_expert:
-            counts = torch.tensor(self.progress.tokens_per_expert, device=self.world.device)
-            torch._foreach_copy_(self.expert_tokens, counts.split([len(part) for part in self.expert_tokens]))
 
     def _results(self, seconds: float) -> dict[str, Any]:
         """Test metrics of the best checkpoint, plots, and `results.json`."""

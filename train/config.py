@@ -109,6 +109,7 @@ class DataConfig:
     hash_rows: int = 100_000
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
+    max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out: more are a wrong column, mostly
     pad_events: int = 0  # fill each event type of a training batch up to a multiple, with requests without candidates
 
 
@@ -387,6 +388,8 @@ def validate(config: Config) -> None:
         )
     if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
         raise ValueError(f"data.split={data.split} must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]")
+    if data.max_skipped > 1:
+        raise ValueError(f"data.max_skipped={data.max_skipped} is a share of the rows: at most 1, e.g. 0.1")
     for key in ("model.dropout", "parallel.reserve"):
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")

@@ -80,7 +80,20 @@ def test_malformed_row_is_named_or_skipped(tmp_path, caplog, row, message):
 
 def test_nothing_but_malformed_rows(tmp_path):
     with pytest.raises(ValueError, match=r"every row of .*events\.csv is malformed"):
-        build_source(config_of(tmp_path, ["1,1,1,x,1"], bad_rows="skip"))
+        build_source(config_of(tmp_path, ["1,1,1,x,1"], bad_rows="skip", max_skipped=1))
+
+
+def test_more_malformed_rows_than_a_few_are_a_wrong_configuration(tmp_path):
+    rows = [row.replace(",0.", ",about 0.") if number % 4 == 0 else row for number, row in enumerate(ROWS)]
+    with pytest.raises(ValueError, match=r"10 of 40 rows .*=0\.1 lets .* row 1: column 'price' is about .*=0\.25$"):
+        build_source(config_of(tmp_path, rows, bad_rows="skip"))
+    source = build_source(config_of(tmp_path, rows, bad_rows="skip", max_skipped=0.25, split=[1, 0, 0]))
+    assert whole(source).num_candidates == 30
+    side = tmp_path / "items.csv"
+    side.write_text("item,weight\n1,1\n2,heavy\n")
+    joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}
+    with pytest.raises(ValueError, match=r"1 of 2 rows from .*items\.csv on are malformed"):
+        build_source(config_of(tmp_path, **joins, bad_rows="skip"))
 
 
 def test_missing_numbers_and_labels_are_no_errors(tmp_path):
@@ -103,7 +116,7 @@ def test_nan_and_infinity_in_parquet(tmp_path):
         config = config_of(tmp_path, files=[str(tmp_path / "events.parquet")], split=[1, 0, 0])
         with pytest.raises(ValueError, match=rf"events\.parquet, row 2: column 'price' is {value}"):
             build_source(config)
-        config.bad_rows = "skip"
+        config.bad_rows, config.max_skipped = "skip", 0.5
         assert whole(build_source(config)).row.tolist() == [0, 2]
 
 
@@ -206,7 +219,7 @@ def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
 def test_lists_that_are_not_aligned(tmp_path):
     with pytest.raises(ValueError, match="row 2: column 'when' is 5, expected as many items as 'viewed'"):
         build_source(list_config(tmp_path, "1|2|3", "5"))
-    batch = whole(build_source(list_config(tmp_path, "1|2|3", "5", bad_rows="skip")))
+    batch = whole(build_source(list_config(tmp_path, "1|2|3", "5", bad_rows="skip", max_skipped=0.7)))
     assert batch.row.tolist() == [0]
     assert batch.history_times.values().tolist() == [99]
 
@@ -284,7 +297,7 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     side.write_text("item,weight\n1,1\n2,heavy\n")
     with pytest.raises(ValueError, match=r"items\.csv, row 2: column 'weight' is heavy"):
         build_source(config_of(tmp_path, **joins))
-    source = build_source(config_of(tmp_path, **joins, bad_rows="skip"))
+    source = build_source(config_of(tmp_path, **joins, bad_rows="skip", max_skipped=0.5))
     assert sum(source.num_requests(split) for split in ("train", "valid", "test")) > 0
     assert set(whole(source).candidate_dense.flatten().tolist()) == {0.0}
     side.write_text("item,weight,moment\n1,1,5\n")

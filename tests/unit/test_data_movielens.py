@@ -196,7 +196,7 @@ def test_a_bad_rating_is_named(tmp_path):
     config = MovieLensConfig(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), split=[1.0, 0.0, 0.0])
     with pytest.raises(ValueError, match=r"ratings\.csv, row 1: column 'rating' is four"):
         build_source(config)
-    config.bad_rows = "skip"
+    config.bad_rows, config.max_skipped = "skip", 0.2
     source = build_source(config)
     assert source.batch("train", np.arange(source.num_requests("train"))).row.tolist() == [1, 2, 3, 4]
 

@@ -52,7 +52,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
     builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}
-    rows.report()
+    rows.report(cfg.max_skipped)
 
     requests = group_requests(
         np.flatnonzero(~rows.bad),
@@ -298,7 +298,7 @@ def _log_history(
     log = Rows(find_files(history.files, cfg.root), wanted, Layout(cfg.csv_separator), cfg.bad_rows, joins)
     log_user = log.required_ids(user_column)
     log_time = log.milliseconds(time_column, history.time_format or cfg.time_format)
-    log.report()
+    log.report(cfg.max_skipped)
     events = np.flatnonzero(_where(log, history) & ~log.bad)
     owner = log_user.recode(user.values)
     fields = {name: log.ids(name) for name in history.fields}

@@ -62,7 +62,7 @@ def prepare(cfg: MovieLensConfig, folder: Path) -> None:
         "year": _release_bucket(rows.ids("title")),
         "rating": rows.ids("rating"),
     }
-    rows.report()
+    rows.report(cfg.max_skipped)
     good = np.flatnonzero(~rows.bad)
     requests = group_requests(
         good,

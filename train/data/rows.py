@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,13 +136,24 @@ class Rows:
         if drop:
             self.bad |= bad
 
-    def report(self) -> None:
-        """A warning for each kind of flaw that was skipped; ValueError when no row is left."""
+    def report(self, max_skipped: float) -> None:
+        """A warning for each kind of flaw that was skipped; ValueError where that are more than this share of the rows.
+
+        ValueError, too, when no row is left.
+        """
         for rows in (self, *(side for _, side in self.sides)):
             for flaw in rows._flaws:
                 logger.warning("bad input: %s", flaw)
-        if self.bad.any():
-            logger.warning("skipped %d of %d rows from %s on", self.bad.sum(), len(self), self.table.files[0])
+            share, start = rows.bad.mean(), rows.table.files[0]
+            told = f"{rows.bad.sum()} of {len(rows)} rows from {start} on"
+            if share:
+                logger.warning("skipped %s", told)
+            if share > max_skipped:
+                raise ValueError(
+                    f"{told} are malformed, more than data.max_skipped={max_skipped} lets data.bad_rows=skip leave "
+                    f"out: {'; '.join(rows._flaws)}. If the configuration is right, set e.g. "
+                    f"data.max_skipped={math.ceil(100 * share) / 100}"
+                )
         if self.bad.all():
             raise ValueError(f"every row of {', '.join(self.table.files)} is malformed; see the warnings above")
 

@@ -25,7 +25,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 """Calls a function in the first of several processes, while the others wait, and raises in all what it raises."""
 
 ONLY_LOADING = (
-    "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "pad_events",
+    "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 

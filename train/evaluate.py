@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DataLoader
 
 from modules.batch import RequestBatch
 from modules.precision import in_high_precision
@@ -85,17 +86,11 @@ def evaluate(
     return metrics.compute()
 
 
-def evaluate_split(
-    job: Job, split: str, predictions: Path | None = None, *, steps: int = 0, quantized: bool = False
-) -> tuple[dict[str, float], MetricSet]:
-    """Exact metrics of a split (its first `steps` batches, 0 for all), with predictions written to a folder if named.
-
-    Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
-    """
-    source, world, data = job.source, job.world, job.config.data
-    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True, own=job.metrics)
-    loader = build_loader(
-        source,
+def split_loader(job: Job, split: str) -> DataLoader:
+    """A split's batches in their order, of this rank."""
+    world, data = job.world, job.config.data
+    return build_loader(
+        job.source,
         split,
         batch_size=data.eval_batch_size or data.batch_size,
         seed=0,
@@ -106,7 +101,18 @@ def evaluate_split(
         prefetch=data.prefetch,
         pin_memory=world.device.type == "cuda",
     )
-    batches = islice(loader, steps) if steps else loader
+
+
+def evaluate_split(
+    job: Job, split: str, predictions: Path | None = None, *, steps: int = 0, quantized: bool = False
+) -> tuple[dict[str, float], MetricSet]:
+    """Exact metrics of a split (its first `steps` batches, 0 for all), with predictions written to a folder if named.
+
+    Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
+    """
+    source, world = job.source, job.world
+    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True, own=job.metrics)
+    batches = islice(split_loader(job, split), steps or None)
     if predictions is not None and world.is_first:
         shutil.rmtree(predictions, ignore_errors=True)  # files of more ranks than these would stay
     world.barrier()
@@ -119,30 +125,43 @@ def evaluate_split(
             writer.close()
 
 
-def main(arguments: list[str]) -> dict[str, float]:
-    defaults = {"run_dir": "", "checkpoint": "", "split": "test", "out": ""}
-    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR split=test")
-    if options["split"] not in SPLITS:
-        raise ValueError(f"split={options['split']} is not known; choose {', '.join(SPLITS)}")
-    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+@contextmanager
+def trained(path: Path, overrides: list[str], log_dir: Path) -> Iterator[Job]:
+    """The job of a checkpoint's own configuration, but for the overrides, with its weights."""
     config = from_dict(checkpoint.read_meta(path)["config"], overrides)
-    out = Path(options["out"] or path.with_name(f"{path.name}-{options['split']}"))
     world = distributed.start(config.runtime)
     try:
-        setup_logging(out, world.rank)
+        setup_logging(log_dir, world.rank)
         job = build(config, world)
         checkpoint.check_data(path, job.source.fingerprint)
         checkpoint.load(path, job.model, None, world)
-        values, _ = evaluate_split(job, options["split"], out / "predictions")
-        if world.is_first:
+        yield job
+    finally:
+        distributed.stop()
+
+
+def checked_split(split: str) -> str:
+    """ValueError unless it is one."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split} is not known; choose {', '.join(SPLITS)}")
+    return split
+
+
+def main(arguments: list[str]) -> dict[str, float]:
+    defaults = {"run_dir": "", "checkpoint": "", "split": "test", "out": ""}
+    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR split=test")
+    split = checked_split(options["split"])
+    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    out = Path(options["out"] or path.with_name(f"{path.name}-{split}"))
+    with trained(path, overrides, out) as job:
+        values, _ = evaluate_split(job, split, out / "predictions")
+        if job.world.is_first:
             write_json(out / "metrics.json", values)
             width = max(map(len, values))
             print("\n".join(f"{name:<{width}}  {value:.6g}" for name, value in values.items()))
             print(f"predictions: {out / 'predictions'}")
-        world.barrier()
-        return values
-    finally:
-        distributed.stop()
+        job.world.barrier()
+    return values
 
 
 if __name__ == "__main__":

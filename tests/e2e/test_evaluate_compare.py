@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, train_ranks
 from tests.processes import run_ranks
-from train import compare, evaluate, export, score
+from train import checkpoint, compare, evaluate, export, importance, score
 from train.checkpoint import read_meta
 from train.config import from_dict, register_schema
 from train.data import build_source
@@ -49,6 +49,14 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
+
+
+def test_every_feature_of_a_run_has_a_worth(trained: Path, tmp_path: Path) -> None:
+    run_ranks(importance.main, 2, [f"run_dir={trained}", "steps=2", f"out={tmp_path}", "runtime.device=cpu"])
+    worth = json.loads((tmp_path / "importance.json").read_text())
+    spec = build_source(from_dict(read_meta(checkpoint.named(str(trained), ""))["config"], []).data).spec
+    assert worth.keys() == set(importance.features_of(spec))
+    assert all(value is not None for values in worth.values() for value in values.values())
 
 
 def test_an_exported_model_scores_requests_as_the_run_did(

@@ -9,7 +9,7 @@ bootstrap interval over users (`resamples=200`), for which both runs are resampl
 
 What is read are the predictions of the test split. `predictions=DIR` names those of `train.evaluate` in their place;
 further `key=value` arguments are the overrides of the configuration that it was given. Prints tables and writes them as
-JSON to `out=`, by default RUN_DIR/segments.json.
+JSON to `out=`, by default segments.json in RUN_DIR or DIR.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     for kind in ("metrics", "gaps") if others is not None else ("metrics",):
         named = {f"{each['column']}={each['value']}" if each["value"] else "all": each[kind] for each in records}
         print(format_table(named, "segment"), end="\n\n")
-    out = Path(options["out"] or run_dir / "segments.json")
+    out = Path(options["out"] or Path(options["predictions"] or run_dir) / "segments.json")
     write_json(out, records)
     print(f"segments: {out}")
     return records

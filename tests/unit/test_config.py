@@ -7,7 +7,7 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from train.config import register_schema, to_config
+from train.config import Config, register_schema, to_config
 from train.doctor import ROOT
 
 
@@ -34,3 +34,16 @@ def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> Non
         composed = compose("train", overrides=override.split())
     with pytest.raises(ValueError, match=re.escape(message)):
         to_config(composed)
+
+
+def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config: Config = to_config(compose("train", overrides=["data=synthetic"]))
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for keys, defaults in rows:
+        sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
+        told = [float(number) for number in defaults.split(", ")]
+        assert [getattr(getattr(config, group), name) for group, name in sections] == told, keys

@@ -3,7 +3,8 @@
 Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, or its newest when none was validated;
 `checkpoint=` names one. The checkpoint's own configuration builds the model; further `key=value` arguments
 override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group,
-weight, and for each task label, logit and probability) to `out`, by default beside the checkpoint.
+events in the request's histories, weight, and for each task label, logit and probability) to `out`, by default beside
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from train.config import from_dict
 from train.data.loader import build_loader
 from train.data.requests import SPLITS
 from train.files import write_json
-from train.metrics import MetricSet
+from train.metrics import MetricSet, history_lengths
 from train.overrides import split_options
 from train.tracking import setup_logging
 
@@ -45,7 +46,8 @@ class PredictionWriter:
     def __init__(self, folder: Path, tasks: tuple[str, ...], rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.tasks = tasks
-        columns: list[tuple[str, pa.DataType]] = [("row", pa.int64()), ("group", pa.int64()), ("weight", pa.float32())]
+        columns: list[tuple[str, pa.DataType]] = [(name, pa.int64()) for name in ("row", "group", "events")]
+        columns.append(("weight", pa.float32()))
         for task in tasks:
             columns += [(f"{task}_{name}", pa.float32()) for name in ("label", "logit", "probability")]
         self._schema = pa.schema(columns)
@@ -53,7 +55,8 @@ class PredictionWriter:
 
     def write(self, batch: RequestBatch, logits: Tensor) -> None:
         logits = logits.float().cpu()
-        columns = [batch.row.cpu(), batch.group.cpu(), batch.weights[:, 0].cpu()]
+        events = history_lengths(batch).sum(0)[batch.owner]
+        columns = [column.cpu() for column in (batch.row, batch.group, events, batch.weights[:, 0])]
         for task in range(len(self.tasks)):
             columns += [batch.labels[:, task].cpu(), logits[:, task], logits[:, task].sigmoid()]
         self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))

@@ -2,7 +2,8 @@
 
 `by=a,b` names columns of the files of a `data=events` run, features or not, those of joined tables included. Each id is
 a segment, but those behind the `most=10` with the most rows are one together; numeric features are cut into five ranges
-of about as many rows each. Without `by=` all rows are one segment, of a run on any data.
+of about as many rows each. `by=events` is the number of events in the request's histories, of a run on any data: none
+is a segment. Without `by=` all rows are one.
 
 `against=OTHER_RUN` names a run that was tested on the same rows, of any model: the gap of RUN_DIR to it has a 95 %
 bootstrap interval over users (`resamples=200`), for which both runs are resampled together.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 from train.config import Config, EventsConfig, from_dict
+from train.data.columns import Coded
 from train.data.events import read_rows
 from train.data.rows import Rows
 from train.evaluate import read_predictions
@@ -34,6 +36,7 @@ from train.overrides import split_options
 from train.tracking import format_table
 
 RANGES = 5  # that a numeric column is cut into
+EVENTS = "events"  # the column of the predictions that segments can be made of, too
 Columns = Mapping[str, np.ndarray]
 
 
@@ -73,26 +76,42 @@ def gaps(predictions: Columns, others: Columns, rates: Mapping[str, float], resa
     return values
 
 
-def segments(config: Config, columns: list[str], row: np.ndarray, most: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(column, value, mask [N]) of each segment of the rows `row` [N], as `RequestBatch.row` counts them."""
-    data = config.data
-    if not isinstance(data, EventsConfig):
-        raise ValueError(f"by={','.join(columns)} reads columns of data=events; this run is of data={data.name}")
-    rows = read_rows(data, set(columns))
+Segment = tuple[str, np.ndarray]
+"""What its rows have in common, and which they are: mask [N]."""
+
+
+def segments(config: Config, columns: list[str], predictions: Columns, most: int) -> Iterator[tuple[str, Segment]]:
+    """(column, segment) of the rows of `read_predictions`, each row once for a column."""
+    data, of_files = config.data, [column for column in columns if column != EVENTS]
+    if of_files and not isinstance(data, EventsConfig):
+        raise ValueError(f"by={','.join(of_files)} reads columns of data=events; this run is of data={data.name}")
+    rows = read_rows(data, set(of_files)) if of_files and isinstance(data, EventsConfig) else None
+    at = _places(rows, predictions["row"]) if rows else np.zeros(0)
+    numeric = (*data.request_numeric, *data.candidate_numeric) if isinstance(data, EventsConfig) else ()
+    for column in columns:
+        if rows is None or column == EVENTS:
+            found = _lengths(predictions[EVENTS])
+        elif column in numeric:
+            numbers = rows.numbers(column)[at]
+            found = chain(_ranges(numbers), [("(missing)", np.isnan(numbers))])
+        else:
+            found = _ids(rows.ids(column), at, most)
+        for segment in found:
+            yield column, segment
+
+
+def _places(rows: Rows, row: np.ndarray) -> np.ndarray:
+    """[N] where the rows of predictions are among `rows`."""
     at = np.searchsorted(rows.table.number, row).clip(max=len(rows) - 1)
     if (rows.table.number[at] != row).any():
         raise ValueError(
             "the predictions are of other files than the run's; give train.segments the data.* overrides that "
             "train.evaluate was given, e.g. data.test_files=[tomorrow.parquet]"
         )
-    for column in columns:
-        numeric = column in (*data.request_numeric, *data.candidate_numeric)
-        for value, mask in _ranges(rows, column, at) if numeric else _ids(rows, column, at, most):
-            yield column, value, mask
+    return at
 
 
-def _ids(rows: Rows, column: str, at: np.ndarray, most: int) -> Iterator[tuple[str, np.ndarray]]:
-    ids = rows.ids(column)
+def _ids(ids: Coded, at: np.ndarray, most: int) -> Iterator[Segment]:
     codes = ids.codes[at]
     counts = np.bincount(codes[codes >= 0], minlength=len(ids.values))
     order = np.argsort(-counts, kind="stable")
@@ -103,14 +122,19 @@ def _ids(rows: Rows, column: str, at: np.ndarray, most: int) -> Iterator[tuple[s
     yield "(missing)", codes < 0
 
 
-def _ranges(rows: Rows, column: str, at: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    numbers = rows.numbers(column)[at]
-    known = numbers[~np.isnan(numbers)]
-    edges = np.unique(np.quantile(known, np.linspace(0, 1, RANGES + 1))) if known.size else np.zeros(0)
-    for low, high in pairwise(edges):
-        below = numbers <= high if high == edges[-1] else numbers < high
-        yield f"{low:.4g} to {high:.4g}", (numbers >= low) & below
-    yield "(missing)", np.isnan(numbers)
+def _lengths(events: np.ndarray) -> Iterator[Segment]:
+    yield "0", events == 0
+    yield from _ranges(np.where(events > 0, events, np.nan))
+
+
+def _ranges(numbers: np.ndarray) -> Iterator[Segment]:
+    """Of numbers [N] that are not NaN. Equal ones are never apart, so that there may be fewer ranges."""
+    known = np.sort(numbers[~np.isnan(numbers)])
+    middle = (np.searchsorted(known, numbers) + np.searchsorted(known, numbers, side="right")) / 2
+    of_row = np.where(np.isnan(numbers), -1, middle * RANGES // max(len(known), 1))
+    for index in np.unique(of_row[of_row >= 0]):
+        inside = of_row == index
+        yield f"{numbers[inside].min():.4g} to {numbers[inside].max():.4g}", inside
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
@@ -128,12 +152,12 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     if others is not None:
         _check_same(predictions, others, options["against"])
     columns = [name for name in options["by"].split(",") if name]
-    found = [("", "", np.ones(len(predictions["row"]), bool))]
+    found = [("", ("", np.ones(len(predictions["row"]), bool)))]
     if columns:
         config = from_dict(_json(run_dir, "config.json")["config"], overrides)
-        found += segments(config, columns, predictions["row"], int(options["most"]))
+        found += segments(config, columns, predictions, int(options["most"]))
     records: list[dict[str, Any]] = []
-    for column, value, mask in found:
+    for column, (value, mask) in found:
         if mask.any():
             chosen = {name: each[mask] for name, each in predictions.items()}
             records.append({"column": column, "value": value, "metrics": metrics(chosen, rates)})

@@ -70,7 +70,7 @@ class Trainer:
         )
         tasks, rates = self.source.spec.tasks, self.source.label_rates()
         self.task_shares = shares_of_tasks(optimizer.task_weights, tasks)
-        self.loss_shares: Tensor | None = None  # all alike
+        self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)

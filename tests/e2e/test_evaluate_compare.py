@@ -42,7 +42,13 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     expected = json.loads((trained / "results.json").read_text())["test"]
     assert metrics == expected
     table = pq.read_table(tmp_path / "scored" / "predictions")
-    assert table.column_names[:2] == ["row", "group"]
+    assert table.column_names[:4] == ["row", "group", "events", "weight"]
+    source = build_source(from_dict(read_meta(checkpoint)["config"], []).data)
+    batch = source.batch("test", np.arange(source.num_requests("test")))
+    lengths = batch.history_times.lengths().view(-1, batch.num_requests).sum(0)[batch.owner].tolist()
+    assert dict(zip(table["row"].to_pylist(), table["events"].to_pylist(), strict=True)) == dict(
+        zip(batch.row.tolist(), lengths, strict=True)
+    )
     assert table.num_rows == metrics["click/examples"]
     evaluate.main([f"run_dir={trained}", *options])
     again = pq.read_table(tmp_path / "scored" / "predictions")

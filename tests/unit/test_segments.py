@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from train.config import (
     Config,
     DLRMConfig,
     EventsConfig,
+    MovieLensConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -73,6 +75,7 @@ def write_predictions(run_dir: Path, row: np.ndarray, label: np.ndarray, skill: 
     columns = {
         "row": row,
         "group": row % 40,
+        "events": np.where(row % 4, row % 7, 0),
         "weight": generator.choice([1, 2], len(row)).astype(np.float32),
         "click_label": label.astype(np.float32),
         "click_logit": logit,
@@ -84,17 +87,42 @@ def write_predictions(run_dir: Path, row: np.ndarray, label: np.ndarray, skill: 
 
 
 def test_each_row_is_in_one_segment_of_a_column(run_dir: Path) -> None:
-    records = segments.main([f"run_dir={run_dir}", "by=country,price,item", "most=2"])
+    records = segments.main([f"run_dir={run_dir}", "by=country,price,events,item", "most=2"])
     assert (run_dir / "segments.json").exists()
     by_column: dict[str, dict[str, float]] = {}
     for record in records:
         by_column.setdefault(record["column"], {})[record["value"]] = record["metrics"]["click/examples"]
     assert {column: sum(counts.values()) for column, counts in by_column.items()} == dict.fromkeys(by_column, 400)
-    assert list(by_column) == ["", "country", "price", "item"]
+    assert list(by_column) == ["", "country", "price", "events", "item"]
     assert list(by_column["country"]) == ["de", "fr", "(others)", "(missing)"]
     assert len(by_column["price"]) == segments.RANGES + 1
+    assert list(by_column["events"]) == ["0", "1 to 1", "2 to 2", "3 to 4", "5 to 5", "6 to 6"]
     *ranges, _ = by_column["price"].values()
     assert max(ranges) - min(ranges) <= 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ranges"),
+    [
+        ([2, np.nan, 2], {"2 to 2": 2}),
+        ([np.nan], {}),
+        ([*range(1, 11)], {"1 to 2": 2, "3 to 4": 2, "5 to 6": 2, "7 to 8": 2, "9 to 10": 2}),
+        ([1, 5, *[16] * 18], {"1 to 5": 2, "16 to 16": 18}),
+        ([*[-3] * 18, 5, 7], {"-3 to -3": 18, "5 to 7": 2}),
+    ],
+)
+def test_equal_numbers_are_in_one_range(numbers: list[float], ranges: dict[str, int]) -> None:
+    assert {value: mask.sum() for value, mask in segments._ranges(np.array(numbers, np.float64))} == ranges
+
+
+def test_lengths_of_histories_are_segments_of_a_run_on_any_data(run_dir: Path) -> None:
+    about = json.loads((run_dir / "config.json").read_text())
+    about["config"]["data"] = dataclasses.asdict(MovieLensConfig())
+    write_json(run_dir / "config.json", about)
+    records = segments.main([f"run_dir={run_dir}", "by=events"])
+    assert sum(record["metrics"]["click/examples"] for record in records[1:]) == 400
+    with pytest.raises(ValueError, match="by=country reads columns of data=events; this run is of data=movielens"):
+        segments.main([f"run_dir={run_dir}", "by=events,country"])
 
 
 def test_a_segment_holds_the_rows_with_its_value(run_dir: Path) -> None:

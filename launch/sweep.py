@@ -34,6 +34,7 @@ from train.overrides import split_values
 from train.preemption import SIGNALS, STATUS
 
 SEED = "runtime.seed"
+IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all jobs, or that NE tells
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
 
 
@@ -161,18 +162,23 @@ def _label(values: dict[str, str]) -> str:
 def write_tables(out: Path, jobs: list[Job]) -> str:
     """Write `results.csv` and `results.md`, one row a job in the order of the grid; returns the markdown.
 
-    Where seeds are an axis the markdown has a second table, of means over them.
+    Where seeds are an axis the markdown has a second table, of means over them. It leaves out the metrics in `IN_CSV`.
     """
     metrics = sorted({name for job in jobs for name in job.metrics})
-    header = [*jobs[0].values, "status", "seconds", *metrics]
-    rows = [[*job.values.values(), job.status, job.seconds, *map(job.metrics.get, metrics)] for job in jobs]
+    shown = [name for name in metrics if name.rpartition("/")[2] not in IN_CSV]
+
+    def table(names: list[str]) -> tuple[list[str], list[list[str | float | None]]]:
+        rows = [[*job.values.values(), job.status, job.seconds, *map(job.metrics.get, names)] for job in jobs]
+        return [*jobs[0].values, "status", "seconds", *names], rows
+
     with (out / "results.csv").open("w", newline="") as file:
+        header, rows = table(metrics)
         csv.writer(file).writerows([header, *rows])
-    text = _markdown(header, rows)
+    text = _markdown(*table(shown))
     if SEED in jobs[0].values:
         axes = [key for key in jobs[0].values if key != SEED]
         text += "\nMean ± standard deviation over seeds:\n\n" + _markdown(
-            [*axes, "seeds", *metrics], _over_seeds(jobs, metrics)
+            [*axes, "seeds", *shown], _over_seeds(jobs, shown)
         )
     (out / "results.md").write_text(text)
     return text

@@ -214,7 +214,7 @@ def check_config(path: Path, current: dict[str, Any]) -> None:
     for group, values in current.items():
         for key, value in values.items():
             before = saved.get(group, {}).get(key)
-            if before == value:
+            if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
                 continue
             if group in ("model", "precision") or (group, key) in FIXED:
                 raise ValueError(

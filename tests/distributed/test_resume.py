@@ -43,6 +43,7 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, a
     assert actual == {step: expected[step] for step in actual}
     final = [read_metrics(path / "metrics.jsonl")[-1].values for path in (whole, resumed)]
     assert final[0] == final[1]
+    assert "resuming with" not in (resumed / "train.log").read_text()  # but for the folder nothing is another one
 
 
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class EventsConfig(DataConfig):
     csv_separator: str = ","
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
-    labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or one compared: "rating >= 4"
+    labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or compared: "rating >= 4", "event == buy"
     weight: str | None = None  # column of each row's weight in loss and metrics, at least 0; absent or empty: 1
     user: str | None = None  # column of the user id; absent: every row is a user of its own
     time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request

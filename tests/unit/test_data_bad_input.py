@@ -226,7 +226,7 @@ def test_lists_that_are_not_aligned(tmp_path):
 
 def test_empty_history(tmp_path, caplog):
     batch = whole(build_source(config_of(tmp_path, histories={"seen": HistoryConfig(["item"], where={"click": 7})})))
-    assert "no row meets where: {click: 7}, so nobody has such events; it holds e.g. ['0', '1']" in caplog.text
+    assert "no row meets where: {click: 7}; the column holds e.g. ['0', '1']" in caplog.text
     assert batch.histories.values().numel() == 0
     assert batch.lookup.stride() == batch.num_requests
 
@@ -317,8 +317,9 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
         ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
         ({"labels": {}}, "at least one task"),
         ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),
-        ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER, e.g. 'rating >= 4'"),
-        ({"labels": {"click": "price == 1"}}, "compare one as COLUMN >= NUMBER, e.g. 'rating >= 4'"),
+        ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER or COLUMN == ID, e.g. 'rating >= 4'"),
+        ({"labels": {"click": "price == "}}, "must name a column of 0 and 1, or compare one"),
+        ({"labels": {"click": "price != 1"}}, "must name a column of 0 and 1, or compare one"),
         ({"histories": {"a": HistoryConfig([])}}, r"data\.histories\.a\.fields is empty"),
         ({"histories": {"a": HistoryConfig(["item"], lists=True, where={"click": 1})}}, r"data\.histories\.a\.lists"),
         ({"histories": {"a": HistoryConfig(["item"], times="time")}}, r"data\.histories\.a\.times"),

@@ -353,6 +353,21 @@ def test_no_user_and_no_time(tmp_path):
     assert batch.lookup.stride() == 16
 
 
+def test_an_id_of_a_column_as_label(tmp_path, caplog):
+    events = ["view", "buy", None, "add to cart"] * 50
+    labels = {"buy": "event == buy", "cart": "event==add to cart", "third": "item == 3", "typo": "event == bye"}
+    table = make_table(event=events)
+    source = build_source(make_config(tmp_path, table, labels=labels, candidate_categorical=["user"],
+                                      request_categorical=[], split=[1, 0, 0]))  # fmt: skip
+    batch = whole(source)
+    held = np.array(events, object)[batch.row]
+    for task, value in enumerate(("buy", "add to cart")):
+        expected = np.where(held == None, np.nan, held == value).astype(float)  # noqa: E711
+        np.testing.assert_array_equal(batch.labels[:, task].numpy(), expected)
+    assert batch.labels[:, 2].tolist() == (table["item"][batch.row] == 3).astype(float).tolist()
+    assert "no row meets event == bye; the column holds e.g. ['view', 'buy', 'add to cart']" in caplog.text
+
+
 def test_rating_threshold_as_label_and_logarithm(tmp_path):
     table = make_table(count=50, click=np.arange(50) % 5 + 1, price=np.arange(50.0) - 20)
     config = make_config(

@@ -6,6 +6,7 @@ one id. Null and empty text are missing. True and false are 1 and 0, also as a C
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.data.batch import ranges
+
+logger = logging.getLogger(__name__)
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 LIST = r"^\s*\[[^\[\]]*\]\s*$"
@@ -41,6 +44,13 @@ class Coded:
         """[N] int32 position of each row's id in `values`, -1 where it is missing or not among them."""
         position = pc.index_in(self.values, value_set=values, skip_nulls=True).fill_null(-1).to_numpy()
         return np.append(position, -1).astype(np.int32)[self.codes]
+
+    def having(self, accepted: Sequence[object], condition: str) -> np.ndarray:
+        """`isin`, with a warning where no row meets this `condition`."""
+        met = self.isin(accepted)
+        if not met.any():
+            logger.warning("no row meets %s; the column holds e.g. %s", condition, self.values[:5].to_pylist())
+        return met
 
     def isin(self, accepted: Sequence[object]) -> np.ndarray:
         """[N] bool: rows whose id is one of `accepted`, compared as text; None accepts missing ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,9 +18,7 @@ from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.numeric import signed_log
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import SPLITS, Requests, group_requests
-from train.data.rows import Join, Rows
-
-logger = logging.getLogger(__name__)
+from train.data.rows import Join, Rows, comparison
 
 
 def cache_folder(cfg: EventsConfig) -> Path:
@@ -167,13 +164,14 @@ def _check(cfg: EventsConfig) -> None:
         if time_format not in (None, "s", "ms") and "%" not in time_format:
             raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
     for task, text in cfg.labels.items():
-        _, compared, threshold = text.partition(">=")
-        if any(sign in text for sign in ("<", ">", "==")) and not (compared and re.match(NUMBER, threshold.strip())):
+        column, sign, value = comparison(text)
+        wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
+        if wrong or any(other in column for other in "<>="):
             raise ValueError(
-                f"data.labels.{task}={text!r} must name a column of 0 and 1 or compare one as COLUMN >= NUMBER, "
-                "e.g. 'rating >= 4'"
+                f"data.labels.{task}={text!r} must name a column of 0 and 1, or compare one as COLUMN >= NUMBER or "
+                "COLUMN == ID, e.g. 'rating >= 4' or 'event == buy'"
             )
-        if (column := _label_column(text)) in (*_features(cfg), *_numeric(cfg)):
+        if column in (*_features(cfg), *_numeric(cfg)):
             raise ValueError(
                 f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
                 "the answer; let only fields of histories have it, whose events are earlier ones"
@@ -212,11 +210,6 @@ def _features(cfg: EventsConfig) -> list[str]:
     return [*cfg.request_categorical, *cfg.request_list, *cfg.candidate_categorical, *cfg.candidate_list]
 
 
-def _label_column(text: str) -> str:
-    """`rating` of "rating >= 4"."""
-    return text.partition(">=")[0].strip()
-
-
 def _categorical(cfg: EventsConfig) -> list[str]:
     own = [history for history in cfg.histories.values() if not (history.lists or history.files)]
     fields = [name for history in own for name in history.fields]
@@ -226,7 +219,7 @@ def _categorical(cfg: EventsConfig) -> list[str]:
 def _wanted(cfg: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
     names = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list, *_numeric(cfg)}
-    names |= {_label_column(text) for text in cfg.labels.values()}
+    names |= {comparison(text)[0] for text in cfg.labels.values()}
     names |= {name for name in (cfg.weight, cfg.user, cfg.time, cfg.request) if name}
     for history in cfg.histories.values():
         if history.lists:
@@ -277,14 +270,8 @@ def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
     """[N] bool: rows that meet every condition."""
     chosen = np.ones(len(rows), bool)
     for name, accepted in history.where.items():
-        ids = rows.ids(name)
-        met = ids.isin(accepted if isinstance(accepted, list) else [accepted])
-        if not met.any():
-            held = ids.values[:5].to_pylist()
-            logger.warning(
-                "no row meets where: {%s: %s}, so nobody has such events; it holds e.g. %s", name, accepted, held
-            )
-        chosen &= met
+        values = accepted if isinstance(accepted, list) else [accepted]
+        chosen &= rows.ids(name).having(values, f"where: {{{name}: {accepted}}}")
     return chosen
 
 

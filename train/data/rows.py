@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +91,14 @@ class Rows:
         return np.where(bad, np.nan, numbers)
 
     def labels(self, name: str) -> np.ndarray:
-        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may compare a column: "rating >= 4"."""
-        column, _, threshold = (part.strip() for part in name.partition(">="))
+        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may compare a column, see `comparison`."""
+        column, sign, value = comparison(name)
+        if sign == "==":
+            ids = self.ids(column)
+            return np.where(ids.codes < 0, np.nan, ids.having([value], name))
         numbers = self.numbers(column)
-        if threshold:
-            return np.where(np.isnan(numbers), np.nan, numbers >= float(threshold))
+        if sign:
+            return np.where(np.isnan(numbers), np.nan, numbers >= float(value))
         self.flag(~np.isnan(numbers) & (numbers != 0) & (numbers != 1), column, "expected a label of 0, 1 or nothing")
         return numbers
 
@@ -188,6 +192,12 @@ class Rows:
             return read(self.table.columns[name])
         except ValueError as error:
             raise ValueError(f"{self.table.files[0]}: column {name!r}: {error}") from None
+
+
+def comparison(label: str) -> tuple[str, str, str]:
+    """("rating", ">=", "4") of "rating >= 4", ("event", "==", "buy") of "event == buy"; a column alone has no sign."""
+    column, sign, value = re.fullmatch(r"(.*?)(>=|==|$)(.*)", label, re.DOTALL).groups()  # type: ignore[union-attr]
+    return column.strip(), sign, value.strip()
 
 
 def _expected_time(time_format: str) -> str:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from launch import sweep
 from train import versions
-from train.config import register_schema, to_config
+from train.compose import to_config
+from train.config import register_schema
 from train.data import Source, build_source
 from train.metrics import MetricSet
 

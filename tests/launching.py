@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 
 from tests.processes import run_ranks
 from train import distributed
-from train.config import register_schema, to_config
+from train.compose import to_config
+from train.config import register_schema
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from train.config import from_dict
+from train.compose import from_dict
 from train.data.source import Source
 from train.distributed import World
 from train.files import write_json

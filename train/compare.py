@@ -39,7 +39,8 @@ from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from train import checkpoint, distributed, report
 from train.build import build, model_fields
-from train.config import Config, register_schema, to_config
+from train.compose import to_config
+from train.config import Config, register_schema
 from train.data import build_source
 from train.data.store import ByFirst
 from train.distributed import World

@@ -29,7 +29,7 @@ from modules.batch import RequestBatch
 from modules.precision import in_high_precision
 from train import checkpoint, distributed
 from train.build import Job, build
-from train.config import from_dict
+from train.compose import from_dict
 from train.data.loader import build_loader
 from train.data.requests import SPLITS
 from train.files import write_json

@@ -33,7 +33,8 @@ from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
 from train import checkpoint
 from train.build import model_fields
-from train.config import Config, from_dict
+from train.compose import from_dict
+from train.config import Config
 from train.data import build_source
 from train.data.source import Source
 from train.files import write_json

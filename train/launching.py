@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from train.config import Config, graphs_refusal
+from train.compose import graphs_refusal
+from train.config import Config
 from train.distributed import World
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train import distributed
-from train.config import register_schema, to_config
+from train.compose import to_config
+from train.config import register_schema
 from train.trainer import Trainer
 
 register_schema()

@@ -35,7 +35,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
 from train import checkpoint, versions
-from train.config import from_dict
+from train.compose import from_dict
 from train.data import build_source
 from train.data.source import spec_from_dict
 from train.export import load_model

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.config import Config, EventsConfig, from_dict
+from train.compose import from_dict
+from train.config import Config, EventsConfig
 from train.data.columns import Coded
 from train.data.events import read_rows
 from train.data.rows import Rows

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from modules.batch import RequestBatch
 from train import distributed
-from train.config import Config, register_schema, to_config
+from train.compose import to_config
+from train.config import Config, register_schema
 from train.distributed import World
 from train.files import write_json
 from train.memory import peak_memory_bytes

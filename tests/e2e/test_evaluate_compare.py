@@ -22,7 +22,8 @@ from tests.launching import TINY, python, run, train_ranks
 from tests.processes import run_ranks
 from train import checkpoint, compare, evaluate, export, importance, score
 from train.checkpoint import read_meta
-from train.config import from_dict, register_schema
+from train.compose import from_dict
+from train.config import register_schema
 from train.data import build_source
 from train.score import Scorer
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from train.config import Config, register_schema, to_config
+from train.compose import to_config
+from train.config import Config, register_schema
 from train.doctor import ROOT
 
 

@@ -11,7 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from train import checkpoint
-from train.config import Config, InterFormerConfig, register_schema, to_config
+from train.compose import to_config
+from train.config import Config, InterFormerConfig, register_schema
 from train.doctor import ROOT
 
 CONFIGS = ROOT / "configs"

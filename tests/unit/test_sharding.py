@@ -13,7 +13,8 @@ from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from tests.launching import ROOT
 from train import sparse
-from train.config import register_schema, to_config
+from train.compose import to_config
+from train.config import register_schema
 from train.data import build_source
 from train.distributed import World
 

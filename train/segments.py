@@ -147,6 +147,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         if not options[name].isdecimal() or not int(options[name]):
             raise ValueError(f"{name}={options[name]} must be a number of at least 1, e.g. {name}={defaults[name]}")
     run_dir = Path(options["run_dir"])
+    config = from_dict(_json(run_dir, "config.json")["config"], overrides)  # refuses what is no option and no key
     predictions = _read(Path(options["predictions"] or run_dir))
     rates = _json(run_dir, "results.json")["label_rates"]
     others = _read(Path(options["against"])) if options["against"] else None
@@ -155,7 +156,6 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     columns = [name for name in options["by"].split(",") if name]
     found = [("", ("", np.ones(len(predictions["row"]), bool)))]
     if columns:
-        config = from_dict(_json(run_dir, "config.json")["config"], overrides)
         found += segments(config, columns, predictions, int(options["most"]))
     records: list[dict[str, Any]] = []
     for column, (value, mask) in found:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf.errors import ConfigKeyError
 
 from train import segments
 from train.config import (
@@ -172,8 +173,12 @@ def test_predictions_of_other_files_need_the_overrides_that_they_were_made_with(
 
 
 def test_what_is_no_run_and_what_has_no_columns_is_told(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere holds no predictions; name a finished run"):
+    with pytest.raises(ValueError, match="nowhere is no finished run .* name one, e.g. run_dir=runs/first"):
         segments.main([f"run_dir={tmp_path / 'nowhere'}"])
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no predictions; name a finished run, or the folder"):
+        segments.main([f"run_dir={run_dir}", f"against={tmp_path}"])
+    with pytest.raises(ConfigKeyError, match="Key 'agianst' not in 'Config'"):
+        segments.main([f"run_dir={run_dir}", f"agianst={run_dir}"])
     with pytest.raises(ValueError, match="no column 'town'"):
         segments.main([f"run_dir={run_dir}", "by=town"])
     with pytest.raises(ValueError, match="most=0 must be a number of at least 1, e.g. most=10"):

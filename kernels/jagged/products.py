@@ -54,7 +54,8 @@ def jagged_jagged_bmm_jagged_out(
     check_offsets(x.shape[0], offsets)
     check_offsets(total, squares)
     x, y = dispatch.autocast_operands(x=x, y=y)
-    return dispatch.choose("jagged_jagged_bmm_jagged_out", backend, x)(x, y, offsets, squares, total, max_length)
+    chosen = dispatch.choose("jagged_jagged_bmm_jagged_out", backend, x, width=x.shape[1])
+    return chosen(x, y, offsets, squares, total, max_length)
 
 
 def array_jagged_bmm_jagged_out(

@@ -150,6 +150,23 @@ def _inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: i
     return triton_square.inner(a, y, offsets, squares, transpose)
 
 
+def _supports_square_stream(
+    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, **facts: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if not 0 < width <= 256 or width % 8:
+        return f"needs a width in multiples of 8 up to 256, got {width}"
+    return None
+
+
+@dispatch.register("jagged_jagged_bmm_jagged_out", "gluon", supports=_supports_square_stream, priority=20)
+def _outer_stream(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> Tensor:
+    from kernels.jagged import gluon_square
+
+    return gluon_square.outer(x, y, offsets, squares, total)
+
+
 @_register("jagged_softmax")
 def _softmax(values: Tensor, offsets: Tensor) -> Tensor:
     from kernels.jagged import triton_softmax

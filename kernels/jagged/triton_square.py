@@ -8,6 +8,7 @@ their rows are of any length, so their elements are loaded and stored one by one
 whole vectors.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -302,23 +303,23 @@ def _(grad, a, y, offsets, squares, transpose):
     return a.new_empty(a.shape), y.new_empty(y.shape)
 
 
-def _save_outer(ctx, inputs, output):
+def save_outer(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
 
 
-def _outer_gradient(ctx, grad):
+def outer_gradient(inner, ctx, grad):
     x, y, offsets, squares = ctx.saved_tensors
     dx = inner(grad, y, offsets, squares, False) if ctx.needs_input_grad[0] else None
     dy = inner(grad, x, offsets, squares, True) if ctx.needs_input_grad[1] else None
     return dx, dy, None, None, None
 
 
-def _save_inner(ctx, inputs, output):
+def save_inner(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
     ctx.transpose = inputs[4]
 
 
-def _inner_gradient(ctx, grad):
+def inner_gradient(outer, inner, ctx, grad):
     a, y, offsets, squares = ctx.saved_tensors
     da = dy = None
     # A tile of float32 values has no room beside its sums. The two below can be differentiated again.
@@ -334,5 +335,5 @@ def _inner_gradient(ctx, grad):
     return da, dy, None, None, None
 
 
-outer.register_autograd(_outer_gradient, setup_context=_save_outer)
-inner.register_autograd(_inner_gradient, setup_context=_save_inner)
+outer.register_autograd(partial(outer_gradient, inner), setup_context=save_outer)
+inner.register_autograd(partial(inner_gradient, outer, inner), setup_context=save_inner)

@@ -46,6 +46,11 @@ def product() -> tuple[Any, ...]:
     return leaf(TOTAL, 64), leaf(TOTAL, 3), offsets_of(LENGTHS), LONGEST
 
 
+def square() -> tuple[Any, ...]:
+    squares = offsets_of([length * length for length in LENGTHS])
+    return leaf(TOTAL, 64), leaf(TOTAL, 64), offsets_of(LENGTHS), squares, 25 + 70 * 70
+
+
 def joint() -> tuple[Any, ...]:
     offsets, candidates = offsets_of(LENGTHS), offsets_of([2, 1, 0]) * 64
     q, k, v = leaf(TOTAL + 3 * 64, 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
@@ -69,11 +74,12 @@ OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]]
     "gdpa": ("gdpa_gluon", gdpa, [[TOTAL, 2, 64]]),
     "linear": ("jagged_linear_stream", linear, [[TOTAL, 40], [TOTAL, 40]]),
     "product": ("jagged_jagged_bmm_stream", product, [[3, 64, 3]]),
+    "square": ("jagged_outer_stream", square, [[25 + 70 * 70]]),
     "joint": ("joint_attention_gluon", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
     "tree": ("tree_attention_gluon", tree, [[192, 2, 64], [2, 192]]),
     "compression": ("lce_gluon_1", compression, [[4, 130, 128]]),
 }
-MODULES = ("gluon_linear", "gluon_jagged_bmm")  # are imported when they are first needed
+MODULES = ("gluon_linear", "gluon_jagged_bmm", "gluon_square")  # are imported when they are first needed
 
 
 def operator_of(name: str) -> Any:

@@ -26,6 +26,7 @@ from kernels.jagged import (
     gluon_attention_forward,
     gluon_linear,
     gluon_linear_backward,
+    gluon_square,
     triton_attention_decode,
     triton_attention_short,
     triton_bmm,
@@ -266,6 +267,24 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
     assert hits[gluon_linear._launch]
     for launcher in (gluon_linear_backward._launch, gluon_linear_backward._launch_finish):
         assert hits[launcher]
+
+
+def test_products_of_rows_with_themselves(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(gluon_square, "processors", lambda device: 132)
+    for rows, width, dtype, elsewhere, wide in itertools.product(
+        ((1,), (64, 0, 100), (3,) * 40, (16,) * 16),
+        (8, 16, 200),
+        (torch.float16, torch.bfloat16),
+        (False, True),
+        (torch.int32, torch.int64),
+    ):
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        squares = torch.tensor([0, *(count * count for count in rows)]).cumsum(0).to(wide)
+        x = torch.zeros(sum(rows), width, dtype=dtype)
+        if elsewhere:
+            x, offsets, squares = (shifted(tensor) for tensor in (x, offsets, squares))
+        gluon_square.outer(x, x, offsets, squares, sum(count * count for count in rows))
+    assert hits[gluon_square._launch]
 
 
 def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:

@@ -23,8 +23,9 @@ from kernels.jagged.gluon_linear_consumer import multiply
 from kernels.jagged.gluon_linear_loader import HELD, find, load, place
 from kernels.jagged.gluon_linear_single import multiply_single
 from kernels.jagged.gluon_linear_tiles import ROWS, WINDOW, addressable, descriptor
+from kernels.jagged.gluon_linear_weight import weight_gradient
 from kernels.jagged.triton_common import cdiv, next_power_of_2, precision_of, steps_of
-from kernels.jagged.triton_linear import linear_backward, linear_gradients, linear_like, save_linear
+from kernels.jagged.triton_linear import linear_backward, linear_gradients, linear_like, save_linear, weight_product
 from kernels.launch import Launcher, aligned, processors
 
 MAX_WIDTH = 256
@@ -243,7 +244,8 @@ def _backward(ctx, grad, _):
     half = x.dtype is not torch.float32
     wide = all(size in SPAN for size in weight.shape)
     if grad is None or not (half and wide and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]):
-        return linear_backward(_times, ctx, grad, _)
+        thrice = precision_of(x.dtype) == "tf32x3"
+        return linear_backward(_times, weight_gradient if thrice else weight_product, ctx, grad, _)
     needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     return linear_gradients(
         ctx, *gradients(grad, point[0] if point else grad, x, offsets, weight, ctx.activation, needs_sums)

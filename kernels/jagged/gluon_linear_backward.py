@@ -310,6 +310,18 @@ def _finish_kernel(
 _launch_finish = Launcher(_finish_kernel)
 
 
+def finish(partials: Tensor, dw: Tensor, sums: Tensor | None, offsets: Tensor | None) -> None:
+    """Adds up `partials` [count, WIDTH, WIDTH] into dw [E, D], and the sums of rows that several tiles have."""
+    width, inner = dw.shape
+    numbers = (width, inner, ROWS.value, WIDTH, 16, 256)
+    num_rows = 0 if sums is None else offsets.shape[0] - 1
+    if num_rows == 0:  # any tensor stands in for them
+        sums = offsets = partials
+    key = (dw.device, dw.dtype, offsets.dtype, aligned(offsets), *numbers)
+    grid = (WIDTH * WIDTH // 256 + num_rows, 1, 1)
+    _launch_finish(grid, key, partials, dw, sums, offsets, partials.shape[0], num_rows, *numbers)
+
+
 @custom_op("gemsmith::jagged_linear_stream_gradients")
 def gradients(
     grad: Tensor, point: Tensor, x: Tensor, offsets: Tensor, weight: Tensor, kind: str, needs_sums: bool
@@ -348,10 +360,7 @@ def gradients(
         width,
         *constants,
     )
-    numbers = (width, inner, ROWS.value, WIDTH, 16, 256)
-    programs = WIDTH * WIDTH // 256 + (num_rows if needs_sums else 0)
-    key = (x.device, dw.dtype, offsets.dtype, aligned(offsets), *numbers)
-    _launch_finish((programs, 1, 1), key, partials, dw, sums, offsets, pairs, num_rows, *numbers)
+    finish(partials, dw, sums if needs_sums else None, offsets)
     return dx, dw, sums[:num_rows]
 
 

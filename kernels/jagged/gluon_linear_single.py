@@ -86,7 +86,7 @@ def _finish(z, out, for_backward, bias, row_bias, row, row_bias_stride, first, c
 
 
 @gluon.jit
-def _split(x):
+def high_and_rest(x):
     """The bits of float32 that a tf32 product takes, and the rest."""
     high = (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
     return high, x - high
@@ -98,7 +98,7 @@ def _split_weight(weights, rests, ready, split, D_PIECES: gl.constexpr, C: gl.co
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     mbarrier.wait(ready, 0)
     for p in gl.static_range(C, D_PIECES, 2):
-        high, rest = _split(weights.index(p).load(LINES))
+        high, rest = high_and_rest(weights.index(p).load(LINES))
         weights.index(p).store(high)
         rests.index(p).store(rest)
     fence_async_shared()
@@ -145,9 +145,9 @@ def _thrice(ring, weights, rests, full, empty, begin, D_PIECES: gl.constexpr, LA
         slot = piece % RING
         mbarrier.wait(full.index(slot), (piece // RING) & 1)
         if p == 0:
-            high, rest = _split(ring.index(slot).load(OPERAND))
+            high, rest = high_and_rest(ring.index(slot).load(OPERAND))
         else:
-            next_high, next_rest = _split(ring.index(slot).load(OPERAND))
+            next_high, next_rest = high_and_rest(ring.index(slot).load(OPERAND))
             part, small, high, rest = warpgroup_mma_wait(0, deps=(part, small, high, rest))
             z += part
             high, rest = next_high, next_rest

@@ -214,8 +214,8 @@ def save_linear(ctx, inputs, output):
     ctx.dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in (bias, row_bias)]
 
 
-def linear_backward(product, ctx, grad, _):
-    """`product(grad, offsets, weight)` is grad @ weight."""
+def linear_backward(product, weight_product, ctx, grad, _):
+    """`product(grad, offsets, weight)` is grad @ weight, `weight_product(grad, x)` is grad^T @ x."""
     if grad is None:  # of a function that gives its input none
         return (None,) * 7
     x, offsets, weight, *point = ctx.saved_tensors
@@ -227,7 +227,7 @@ def linear_backward(product, ctx, grad, _):
     elif needs_sums:
         sums = reduce(grad, offsets, "sum", torch.float32)
     dx = product(grad, offsets, weight) if ctx.needs_input_grad[0] else None
-    dw = grad.mT @ x if ctx.needs_input_grad[2] else None
+    dw = weight_product(grad, x) if ctx.needs_input_grad[2] else None
     return linear_gradients(ctx, dx, dw, sums)
 
 
@@ -239,4 +239,12 @@ def linear_gradients(ctx, dx, dw, sums):
 
 
 linear.register_fake(linear_like)
-linear.register_autograd(partial(linear_backward, lambda grad, _, weight: grad @ weight), setup_context=save_linear)
+
+
+def weight_product(grad, x):
+    return grad.mT @ x
+
+
+linear.register_autograd(
+    partial(linear_backward, lambda grad, _, weight: grad @ weight, weight_product), setup_context=save_linear
+)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import dispatch, jagged
-from kernels.jagged import gluon_linear, gluon_linear_backward
+from kernels.jagged import gluon_linear, gluon_linear_backward, gluon_linear_weight
 from kernels.jagged.pointwise import ACTIVATIONS
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.descriptors import descriptor
@@ -71,6 +71,20 @@ def test_gradients_compile() -> None:
     )
     assert compiled.spill_bytes <= FEW_WORDS
     assert compiled.contains("wgmma.mma_async")
+    assert compiled.shared_bytes <= 227 * 1024
+
+
+def test_weight_gradient_compiles() -> None:
+    kernel = gluon_linear_weight._weight_kernel
+    constants = {"GROUPS": 4}
+    signature = {"total": "i32", "partials": "*fp32"}
+    signature |= {"grad_desc": descriptor("fp32", 32, 128), "x_desc": descriptor("fp32", 32, 64)}
+    compiled = compile_ahead(
+        kernel, signature, constants, target="sm_90", gluon=True, maxnreg=gluon_linear_weight._MAX_REGISTERS
+    )
+    assert compiled.spill_bytes == 0
+    assert compiled.contains("wgmma.mma_async")
+    assert not compiled.serialized
     assert compiled.shared_bytes <= 227 * 1024
 
 
@@ -202,3 +216,16 @@ def test_float32(inner: int, width: int, activation: str, tf32: bool, allow_tf32
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(served, exact, strict=True)]
     assert errors[0] > 1e-5 if tf32 else errors[0] < 1e-6, errors
     assert max(errors) < (2e-3 if tf32 else 2e-6), errors
+
+
+@hopper
+@pytest.mark.parametrize("shape", [(100000, 256, 256), (31, 8, 256), (1, 256, 8), (5000, 136, 72)])
+def test_weight_gradient_of_float32(shape: tuple[int, int, int]) -> None:
+    total, width, inner = shape
+    # Sums of products of one sign show a rounding that is always towards zero.
+    grad, x = torch.rand(total, width, device="cuda"), torch.rand(total, inner, device="cuda")
+    with poisoned_empty():
+        dw = gluon_linear_weight.weight_gradient(grad, x)
+    exact = grad.double().mT @ x.double()
+    assert float((dw - exact).norm() / exact.norm()) < 1e-6
+    assert torch.equal(dw, gluon_linear_weight.weight_gradient(grad, x))

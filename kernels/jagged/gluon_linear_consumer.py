@@ -64,20 +64,10 @@ def _adding(rows, placed, index, phase, dtype: gl.constexpr, ROW_BIAS: gl.conste
 
 
 @gluon.jit
-def _begin(ring, weights, added, rows, full, placed, tile, WIDTH: gl.constexpr, D_PIECES: gl.constexpr,
-           TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr, HALF: gl.constexpr,
-           LAYOUT: gl.constexpr):  # fmt: skip
-    """The product of a tile with its biases, which is only ordered, and of that the operand in registers."""
-    PARTS: gl.constexpr = weights.shape[0] // D_PIECES
-    BIASED: gl.constexpr = BIAS or ROW_BIAS
+def _begin(ring, weights, full, tile, WIDTH: gl.constexpr, D_PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
+           HALF: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """The product of a tile, which is only ordered."""
     z = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
-    ones = tile
-    if BIASED:
-        HELD: gl.constexpr = rows.shape[0]
-        index = tile % HELD if ROW_BIAS else 0  # without biases of rows all tiles add the same lines
-        phase = (tile // HELD) & 1 if ROW_BIAS else 0
-        ones = _adding(rows, placed, index, phase, ring.dtype, ROW_BIAS, gl.DotOperandLayout(0, LAYOUT, 2))
-        z = warpgroup_mma(ones, added.index(index * PARTS + HALF), z, use_acc=False, is_async=True)
     for p in gl.static_range(D_PIECES):
         piece = tile * D_PIECES + p
         slot = piece % ring.shape[0]
@@ -85,18 +75,34 @@ def _begin(ring, weights, added, rows, full, placed, tile, WIDTH: gl.constexpr, 
         weight = weights.index(HALF * D_PIECES + p)
         if not TRANSPOSED:
             weight = weight.permute((1, 0))
-        z = warpgroup_mma(ring.index(slot), weight, z, use_acc=BIASED or p > 0, is_async=True)
+        z = warpgroup_mma(ring.index(slot), weight, z, use_acc=p > 0, is_async=True)
+    return z
+
+
+@gluon.jit
+def _add(z, added, rows, placed, tile, PARTS: gl.constexpr, BIAS: gl.constexpr, ROW_BIAS: gl.constexpr,
+         HALF: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """The product with the biases, ordered behind that of the tile, and of it the operand in registers."""
+    ones = tile
+    if BIAS or ROW_BIAS:
+        HELD: gl.constexpr = rows.shape[0]
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+        index = tile % HELD if ROW_BIAS else 0  # without biases of rows all tiles add the same lines
+        phase = (tile // HELD) & 1 if ROW_BIAS else 0
+        ones = _adding(rows, placed, index, phase, added.dtype, ROW_BIAS, OPERAND)
+        z = warpgroup_mma(ones, added.index(index * PARTS + HALF), z, is_async=True)
     return z, ones
 
 
 @gluon.jit
 def _release(z, ones, empty, tile, RING: gl.constexpr, D_PIECES: gl.constexpr, BEGIN: gl.constexpr,
              END: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
-    """Waits for the product with pieces [BEGIN, END) and gives their places back."""
+    """Waits for the product with pieces [BEGIN, END), with the last ones for all, and gives their places back."""
+    LEFT: gl.constexpr = D_PIECES - END + 1 if BIASED and END < D_PIECES else D_PIECES - END
     if BIASED:
-        z, ones = warpgroup_mma_wait(D_PIECES - END, deps=(z, ones))
+        z, ones = warpgroup_mma_wait(LEFT, deps=(z, ones))
     else:
-        z = warpgroup_mma_wait(D_PIECES - END, deps=(z,))
+        z = warpgroup_mma_wait(LEFT, deps=(z,))
     barrier()
     for p in gl.static_range(BEGIN, END):
         mbarrier.arrive(empty.index((tile * D_PIECES + p) % RING), count=1)
@@ -132,8 +138,8 @@ def multiply(out_desc, kept_desc, ring, weights, added, slots, rows, firsts, oth
     mbarrier.wait(ready, 0)
     tile = C - HALF
     step = gl.num_programs(0) * ROWS
-    z, ones = _begin(ring, weights, added, rows, full, placed, tile, WIDTH, D_PIECES, TRANSPOSED, BIAS, ROW_BIAS, HALF,
-                     LAYOUT)  # fmt: skip
+    z = _begin(ring, weights, full, tile, WIDTH, D_PIECES, TRANSPOSED, HALF, LAYOUT)
+    z, ones = _add(z, added, rows, placed, tile, 2 if SHARED else 1, BIAS, ROW_BIAS, HALF, LAYOUT)
     z, ones = _release(z, ones, empty, tile, RING, D_PIECES, 0, D_PIECES, BIASED)
     for first in range(gl.program_id(0) * ROWS + tile * step, total, EVERY * step):
         done = _moved(z)
@@ -149,11 +155,12 @@ def multiply(out_desc, kept_desc, ring, weights, added, slots, rows, firsts, oth
             barrier()
             mbarrier.arrive(taken.index(index), count=1)
         tile += EVERY
-        z, ones = _begin(ring, weights, added, rows, full, placed, tile, WIDTH, D_PIECES, TRANSPOSED, BIAS, ROW_BIAS,
-                         HALF, LAYOUT)  # fmt: skip
+        z = _begin(ring, weights, full, tile, WIDTH, D_PIECES, TRANSPOSED, HALF, LAYOUT)
         parts = _parts(done, PARTS)
         for i in gl.static_range(PARTS):
             _finish(parts[i], out_desc, kept_desc, slots.index(C), first, HALF * WIDTH + i * PIECE, ACTIVATION, KEEP)
+            if i == 0:
+                z, ones = _add(z, added, rows, placed, tile, 2 if SHARED else 1, BIAS, ROW_BIAS, HALF, LAYOUT)
             z, ones = _release(z, ones, empty, tile, RING, D_PIECES, D_PIECES * i // PARTS,
                                D_PIECES * (i + 1) // PARTS, BIASED)  # fmt: skip
     tma.store_wait(0)

@@ -20,3 +20,8 @@ def multiplies_registers(device: torch.device) -> bool:
     Threads then hold operands beside the sums, which tiles made for sm_90 leave no registers for.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (8, 12)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -15,9 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.chip import multiplies_registers
+from kernels.chip import is_hopper, multiplies_registers
 from kernels.custom_op import custom_op
+from kernels.jagged.gluon_linear_tiles import addressable
 from kernels.jagged.triton_common import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
 
 MAX_WIDTH = 256  # of both gradients at once
@@ -34,12 +36,14 @@ def _outer_kernel(
     D,
     x_stride,
     y_stride,
+    TMA: tl.constexpr,
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """x and y are descriptors with TMA."""
     row, begin, end, start = tile_of(offsets, num_rows, tl.program_id(0), BLOCK_M, STEPS)
     if start >= end:
         return
@@ -47,19 +51,26 @@ def _outer_kernel(
     tall = (end - start).to(tl.int32)
     # 64-bit arithmetic for the corner of a tile, 32-bit within it.
     corner = out + tl.load(squares + row).to(tl.int64) + (start - begin) * count
-    x_corner = x + start * x_stride
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    x_tile = i[:, None] * x_stride + d[None, :]
-    y_tile = d[:, None] + j[None, :] * y_stride
+    if not TMA:
+        x_corner = x + start * x_stride
+        d = tl.arange(0, BLOCK_D)
+        x_tile = i[:, None] * x_stride + d[None, :]
+        y_tile = d[:, None] + j[None, :] * y_stride
     out_tile = i[:, None] * count + j[None, :]
     for first in range(0, count, BLOCK_N):
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        y_corner = y + (begin + first) * y_stride
+        if not TMA:
+            y_corner = y + (begin + first) * y_stride
         for k in range(0, D, BLOCK_D):
-            left = tl.load(x_corner + k + x_tile, mask=(i < tall)[:, None] & (d < D - k)[None, :], other=0)
-            right = tl.load(y_corner + k + y_tile, mask=(d < D - k)[:, None] & (j < count - first)[None, :], other=0)
+            if TMA:
+                left = x.load([start.to(tl.int32), k])
+                right = tl.trans(y.load([begin.to(tl.int32) + first, k]))
+            else:
+                left = tl.load(x_corner + k + x_tile, mask=(i < tall)[:, None] & (d < D - k)[None, :], other=0)
+                y_mask = (d < D - k)[:, None] & (j < count - first)[None, :]
+                right = tl.load(y_corner + k + y_tile, mask=y_mask, other=0)
             total = tl.dot(left, right, total, input_precision=PRECISION)
         mask = (i < tall)[:, None] & (j < count - first)[None, :]
         tl.store(corner + first + out_tile, total.to(out.dtype.element_ty), mask=mask)
@@ -204,6 +215,10 @@ def _gradients_config(width: int, from_registers: bool = False) -> dict[str, int
     return {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_D": block_width(width), "num_warps": warps, "num_stages": 3}
 
 
+def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])
+
+
 @custom_op("gemsmith::jagged_outer")
 def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) -> Tensor:
     """x [N, D], y [N, D] -> [total], row b's matrix from squares[b] on."""
@@ -215,9 +230,14 @@ def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) ->
     x, y = flat(x), flat(y)
     num_rows, width = offsets.shape[0] - 1, x.shape[1]
     config = _outer_config(x.dtype, width, multiplies_registers(x.device))
+    # Copies by TMA take no registers for addresses, of which three products have too few.
+    tma = config["PRECISION"] == "tf32x3" and width >= 64 and width % 4 == 0 and is_hopper(x.device)
+    if tma:
+        config["BLOCK_D"] = 64
+        x, y = addressable(x), addressable(y)
     _outer_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]),)](
-        x,
-        y,
+        _blocks(x, config["BLOCK_M"], config["BLOCK_D"]) if tma else x,
+        _blocks(y, config["BLOCK_N"], config["BLOCK_D"]) if tma else y,
         offsets.contiguous(),
         squares.contiguous(),
         out,
@@ -225,6 +245,7 @@ def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) ->
         width,
         x.stride(0),
         y.stride(0),
+        TMA=tma,
         STEPS=steps_of(num_rows),
         **config,
     )

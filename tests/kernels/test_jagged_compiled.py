@@ -179,7 +179,7 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
                 {**whole_row, "T": 8, **flags, **strides, **triton_narrow.config(kind, 256)},
             )
     outer = triton_square._outer_config(kind, 256, from_registers)
-    result["outer"] = (triton_square._outer_kernel, {**by_row, **outer})
+    result["outer"] = (triton_square._outer_kernel, {**by_row, "TMA": False, **outer})
     result |= {
         f"inner {transpose}": (
             triton_square._inner_kernel,
@@ -230,3 +230,17 @@ def test_products(name: str, dtype: str, target: str) -> None:
         assert "fma.rn.f32" in compiled.ptx
     else:
         assert re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", compiled.ptx), "tensor cores are not used"
+
+
+def test_an_outer_product_by_tma_compiles() -> None:
+    config = triton_square._outer_config(torch.float32, 256) | {"PRECISION": "tf32x3", "BLOCK_D": 64}
+    options = {name: config.pop(name) for name in OPTIONS}
+    kernel, constants = triton_square._outer_kernel, {**STEPS, **config, "TMA": True, "BLOCK_N": 32}
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants}
+    signature |= {"offsets": "*i64", "squares": "*i64", "out": "*fp32"}
+    signature |= {"x": "tensordesc<fp32[64, 64]>", "y": "tensordesc<fp32[32, 64]>"}
+    compiled = compile_ahead(kernel, signature, constants, target="sm_90", **options)
+    assert compiled.spill_bytes == 0
+    assert compiled.contains("cp.async.bulk.tensor")
+    assert compiled.contains("wgmma.mma_async")
+    assert compiled.shared_bytes <= SHARED_LIMITS["sm_90"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import jagged
-from kernels.testing import Tolerance, check_gradients, poisoned_empty
+from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.jagged_problems import offsets_of, problems
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=0, max_size=5)
@@ -269,6 +269,24 @@ def test_triton_matches_the_reference(name: str, lengths: list[int], dtype: torc
             {key: value.to(dtype) for key, value in inputs.items()},
             GPU_TOLERANCE,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 100, 256])
+def test_outer_products_of_float32_that_tma_loads(width: int) -> None:
+    lengths = [0, 300, 1, 128, 0, 33]
+    offsets = offsets_of(lengths).cuda()
+    squares = jagged.squared_offsets(offsets)
+    # Rows are the ends of wider ones, at places that TMA cannot address.
+    x, y = (torch.randn(sum(lengths), width + 1, device="cuda")[:, 1:] for _ in "xy")
+    x[301, 2], y[300, 1] = float("nan"), float("inf")
+    out, exact = (
+        jagged.jagged_jagged_bmm_jagged_out(x.to(kind), y.to(kind), offsets, squares, int(squares[-1]), 300)
+        for kind in (torch.float32, torch.float64)
+    )
+    finite = exact.isfinite()
+    assert torch.equal(out.isfinite(), finite)
+    assert_close_to_oracle(out[finite], exact[finite], GPU_TOLERANCE)
 
 
 DIVIDED = ("segment", "jagged_dense", "jagged_linear", "jagged_index_select", "jagged_jagged_bmm")

@@ -61,12 +61,12 @@ def _key_tiles(q_length, k_length, SHORT: tl.constexpr):
 @triton.jit
 def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr, SHORT: tl.constexpr):
     """What rows are sorted by: those without queries or keys still have outputs to write; behind them come those that
-    are left out, and padding."""
+    are left out, and padding. In float32, which a comparison takes one instruction for."""
     q, k = _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
-    work = (q.to(tl.int64) + TILE) * (k.to(tl.int64) + TILE)
+    work = (q + TILE).to(tl.float32) * (k + TILE).to(tl.float32)
     if SHORT:
-        work = tl.where((q <= SHORT) & (k <= SHORT), 0, work)
-    return tl.where(rows < num_rows, work, -1)
+        work = tl.where((q <= SHORT) & (k <= SHORT), 0.0, work)
+    return tl.where(rows < num_rows, work, -1.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,18 +76,19 @@ def _row_table_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS, SHORT)
-    rank = tl.zeros([BLOCK], tl.int32)
-    q_before = tl.zeros([BLOCK], tl.int32)
-    k_before = tl.zeros([BLOCK], tl.int32)
+    ranks = tl.zeros([BLOCK, OTHERS], tl.int32)
+    q_tiles = tl.zeros([BLOCK, OTHERS], tl.int32)
+    k_tiles = tl.zeros([BLOCK, OTHERS], tl.int32)
     for start in range(0, num_rows, OTHERS):
         others = start + tl.arange(0, OTHERS)
         work = _work(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS, SHORT)
         before = (work[None, :] > own[:, None]) | ((work[None, :] == own[:, None]) & (others[None, :] < rows[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
+        ranks += before.to(tl.int32)
         q_length, k_length = _lengths(q_offsets_ptr, k_offsets_ptr, others, num_rows, RUNS)
         if RUNS == 1:
-            q_before += tl.sum(tl.where(before, _tiles(q_length, TILE)[None, :], 0), 1)
-        k_before += tl.sum(tl.where(before, _key_tiles(q_length, k_length, SHORT)[None, :], 0), 1)
+            q_tiles += tl.where(before, _tiles(q_length, TILE)[None, :], 0)
+        k_tiles += tl.where(before, _key_tiles(q_length, k_length, SHORT)[None, :], 0)
+    rank = tl.sum(ranks, 1)
     inside = rows < num_rows
     k_start = tl.load(k_offsets_ptr + rows, inside, 0).to(tl.int32)
     k_end = tl.load(k_offsets_ptr + rows + 1, inside, 0).to(tl.int32)
@@ -102,8 +103,8 @@ def _row_table_kernel(
         tl.store(entry + K_LENGTH, k_end - k_start, inside)
         tl.store(entry + FIRST_TILE, q_start // TILE + own_row, inside)
         if RUNS == 1:
-            tl.store(entry + Q_TILES_BEFORE, q_before, inside)
-        tl.store(entry + K_TILES_BEFORE, k_before, inside)
+            tl.store(entry + Q_TILES_BEFORE, tl.sum(q_tiles, 1), inside)
+        tl.store(entry + K_TILES_BEFORE, tl.sum(k_tiles, 1), inside)
 
 
 def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 0) -> Tensor:
@@ -111,14 +112,15 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 
 
     q_offsets are [runs * (B + 1)], those of each run of queries of all rows in turn. Row r has an entry for each of its
     runs; Q_TILES_BEFORE is there if that is one. Rows of at most `short` queries and keys come last. Ranks come from
-    comparing all pairs of rows, which spares the many launches of a sort.
+    comparing all pairs of rows, which spares the many launches of a sort. Pairs are summed at the end, by few
+    instructions: the kernel is short against their way from memory.
     """
     num_rows = k_offsets.shape[0] - 1
     table = torch.empty(num_rows * runs, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
-    block = 8
+    block = 4
     key = (table.device, q_offsets.dtype, k_offsets.dtype, *aligned(q_offsets, k_offsets), runs, short)
     grid = (-(-num_rows // block), 1, 1)
-    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, short, block, 512)
+    _launch_row_table(grid, key, q_offsets, k_offsets, table, num_rows, runs, short, block, 256)
     return table
 
 

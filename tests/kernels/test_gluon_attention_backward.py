@@ -67,7 +67,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     table = compile_ahead(
         attention_rows._row_table_kernel,
         {"q_offsets_ptr": offsets, "k_offsets_ptr": offsets, "table_ptr": "*i32", "num_rows": "i32"},
-        {"RUNS": 2, "SHORT": 64, "BLOCK": 8, "OTHERS": 512},
+        {"RUNS": 2, "SHORT": 64, "BLOCK": 4, "OTHERS": 256},
         target=target,
     )
     pointers = {"out_ptr": "*bf16", "grad_ptr": "*bf16", "lse_ptr": "*fp32", "offsets_ptr": offsets}

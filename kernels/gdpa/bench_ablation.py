@@ -46,9 +46,8 @@ def hopper_steps(
     def step(table: Tensor, programs: int, run: int, activation: str = activation) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-            launch(
-                out, q, k, v, table, block_k, min(programs, items), run, (activation,) * q.shape[1], 1.0, 1.0, (-1, -1)
-            )
+            rest = ((activation,) * q.shape[1], 1.0, 1.0, (-1, -1))
+            launch(out, q, k, v, table, block_k, min(programs, items), run, False, *rest)
             return out
 
         return attend

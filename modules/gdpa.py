@@ -23,7 +23,7 @@ from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 from modules.norms import rms_norm
-from modules.rotary import rotate
+from modules.rotary import Rotation, rotate
 
 Activation = str | Sequence[str]
 
@@ -62,14 +62,14 @@ class GDPASelfAttention(nn.Module):
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def queries(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def queries(self, values: Tensor, offsets: Tensor, rotation: Rotation | None = None) -> Tensor:
         return values
 
     def forward(
         self,
         values: Tensor,
         offsets: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
         *,
         queries: Tensor | None = None,
     ) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_attention
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
-from modules.rotary import rotate
+from modules.rotary import Rotation, rotate_qkv
 
 
 class JaggedSelfAttention(nn.Module):
@@ -31,14 +31,12 @@ class JaggedSelfAttention(nn.Module):
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, values: Tensor, offsets: Tensor, rotation: Rotation | None = None) -> Tensor:
         """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`; without it the order of
         tokens has no effect but through masks."""
         check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
-        query, key, value = projected.unbind(1)
-        if rotation is not None:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)
         attended = jagged_attention(
             query,
             key,

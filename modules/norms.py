@@ -5,6 +5,6 @@ Kunlun reports a marginal quality effect. The result has the input's dtype, so t
 not widened in memory.
 """
 
-from kernels.tokens import rms_norm
+from kernels.tokens import add_rms_norm, rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]

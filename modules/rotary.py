@@ -5,16 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.tokens import rotate
+from kernels.tokens import rotate, rotate_qkv
 
-__all__ = ["BASE", "rotate", "rotation"]
+__all__ = ["BASE", "Rotation", "rotate", "rotate_qkv", "rotation"]
+
+Rotation = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""What `rotation` gives and `rotate` and `rotate_qkv` take behind their first argument."""
 
 BASE = 10_000.0
 """InterFormer states no base; this is the original one."""
 
 
-def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [N, head_dim / 2] float32, of integer `positions` [N]. Position 0 is no rotation."""
+def rotation(positions: Tensor, head_dim: int, num_positions: int | None = None) -> Rotation:
+    """(cos, sin), each [N, head_dim / 2] float32, of integer `positions` [N]. Position 0 is no rotation.
+
+    With `num_positions`, which no position reaches, (cos, sin, positions) with tables of all of them, [num_positions,
+    head_dim / 2]: less to read where many tokens share a position.
+    """
+    tokens = positions if num_positions is None else torch.arange(num_positions, device=positions.device)
     pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angle = positions[:, None].float() * BASE ** (-pair / head_dim)
-    return angle.cos(), angle.sin()
+    angle = tokens[:, None].float() * BASE ** (-pair / head_dim)
+    angles = angle.cos(), angle.sin()
+    return angles if num_positions is None else (*angles, positions)

@@ -5,13 +5,38 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.tokens import norm, permutation, rotary  # noqa: F401  register their backends
+from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
 
-__all__ = ["permute", "rms_norm", "rotate"]
+__all__ = ["add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv"]
+
+
+def add_rms_norm(
+    x: Tensor, change: Tensor | None, rows: Tensor | None = None, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + change, `rms_norm` of that, rows of it) for x and change [N, D]; without a change, of x itself.
+
+    `rows` [...] int64 names each of 0 .. N - 1 at most once, which is not looked at; -1 stands for a row of zeros. The
+    third result is [..., D], and empty without `rows`. ValueError for shapes and dtypes that do not fit.
+    """
+    if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):
+        raise ValueError(
+            f"x must be [N, D] of a floating type, and change like it or None; got {x.dtype} {tuple(x.shape)} and "
+            f"{None if change is None else tuple(change.shape)}"
+        )
+    if rows is not None and rows.dtype != torch.int64:
+        raise ValueError(f"rows must be int64, got {rows.dtype}")
+    if change is not None and change.dtype != x.dtype:
+        dtype = torch.promote_types(x.dtype, change.dtype)
+        x, change = x.to(dtype), change.to(dtype)
+    chosen = dispatch.choose_in_eager("add_rms_norm", backend, x, width=x.shape[1])
+    return cast("tuple[Tensor, Tensor, Tensor]", chosen(x, change, rows))
 
 
 def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
@@ -40,16 +65,48 @@ def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None
     return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
     """Rotate each head of x [N, H, d] by its token's angles; feature i is paired with feature i + d / 2.
 
-    cos and sin are [N, d / 2], of any floating dtype. Computed in at least float32; the result has the dtype of x. x
-    may be a view of a fused projection and is read where it is. ValueError for shapes that do not fit.
+    cos and sin are [N, d / 2], of any floating dtype, or, with `positions` [N] int64 or int32, tables [P, d / 2] of
+    which token i has row positions[i]. Computed in at least float32; the result has the dtype of x. x may be a view of
+    a fused projection and is read where it is. ValueError for shapes that do not fit; that positions are within
+    0 .. P - 1 is not looked at.
     """
-    if x.dim() != 3 or x.shape[2] % 2 or cos.shape != sin.shape or cos.shape != (x.shape[0], x.shape[2] // 2):
-        raise ValueError(
-            f"shapes do not fit: x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected x "
-            "[N, H, d] with an even d, cos and sin [N, d / 2]"
-        )
-    facts = {"width": x.shape[2], "angles": cos.dtype, "angles_learn": cos.requires_grad or sin.requires_grad}
-    return dispatch.choose_in_eager("rotate", backend, x, **facts)(x, cos, sin)
+    _check_angles(x, cos, sin, positions, "x [N, H, d]")
+    return dispatch.choose_in_eager("rotate", backend, x, **_facts(x, cos, sin))(x, cos, sin, positions)
+
+
+def rotate_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), each [N, H, d], of a fused projection [N, 3, H, d], q and k as by `rotate`.
+
+    v is a view. The three gradients are written into one tensor like the projection.
+    """
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise ValueError(f"qkv must be [N, 3, H, d], got {tuple(qkv.shape)}")
+    _check_angles(qkv[:, 0], cos, sin, positions, "qkv [N, 3, H, d]")
+    chosen = dispatch.choose_in_eager("rotate_qkv", backend, qkv, **_facts(qkv, cos, sin))
+    return cast("tuple[Tensor, Tensor, Tensor]", chosen(qkv, cos, sin, positions))
+
+
+def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
+    learn = cos.requires_grad or sin.requires_grad
+    return {"width": x.shape[-1], "angles": cos.dtype, "angles_learn": learn}
+
+
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, what: str) -> None:
+    fits = x.dim() == 3 and x.shape[2] % 2 == 0 and cos.shape == sin.shape and cos.dim() == 2
+    if fits and cos.shape[1] == x.shape[2] // 2:
+        if positions is None and len(cos) == len(x):
+            return
+        if positions is not None and positions.shape == x.shape[:1] and not positions.is_floating_point():
+            return
+    raise ValueError(
+        f"shapes do not fit: {what} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, positions "
+        f"{None if positions is None else tuple(positions.shape)}; expected an even d, cos and sin [N, d / 2], or "
+        "[P, d / 2] with integer positions [N]"
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dispatch
 from kernels.custom_op import custom_op
@@ -15,11 +16,19 @@ MAX_WIDTH = 8192  # of a head, of which one program keeps whole tokens in regist
 
 
 @dispatch.register("rotate", "reference")
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+@dispatch.register("rotate_qkv", "reference")
+def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return rotate(q, cos, sin, positions), rotate(k, cos, sin, positions), v
 
 
 def _supports(
@@ -41,30 +50,69 @@ def _supports(
 
 
 @custom_op("gemsmith::rotate")
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
     from kernels.tokens import triton_tokens
 
-    return triton_tokens.rotate(x, cos, sin, inverse)
+    return triton_tokens.rotate(x, cos, sin, positions, inverse)
 
 
 @_rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def _(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin)
+    _, *angles, ctx.inverse = inputs
+    ctx.save_for_backward(*angles)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     # A rotation's transpose turns back; it is the operator itself, so that second derivatives exist.
-    return _rotate(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+    return _rotate(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None, None
 
 
 _rotate.register_autograd(_backward, setup_context=_save)
 
 
 @dispatch.register("rotate", "triton", supports=_supports, priority=10)
-def _forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _rotate(x, cos, sin, False)
+def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    return _rotate(x, cos, sin, positions, False)
+
+
+@custom_op("gemsmith::rotate_qkv_backward")
+def _rotate_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+) -> Tensor:
+    from kernels.tokens import triton_tokens
+
+    gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
+    triton_tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])
+    triton_tokens.rotate(dk, cos, sin, positions, True, out=gradient[:, 1])
+    gradient[:, 2] = dv
+    return gradient
+
+
+@_rotate_qkv_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    return dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
+
+
+class _RotateQKV(torch.autograd.Function):
+    """Not an operator, as v is a view of what it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin, positions)
+        heads = qkv.shape[2]
+        turned = _rotate(qkv.flatten(1, 2)[:, : 2 * heads], cos, sin, positions, False)
+        return turned[:, :heads], turned[:, heads:], qkv[:, 2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None
+
+
+dispatch.register("rotate_qkv", "triton", supports=_supports, priority=10)(_RotateQKV.apply)

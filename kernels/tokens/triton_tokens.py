@@ -59,21 +59,23 @@ def rms_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rotate_kernel(
-    x, cos, sin, out, x_token, x_head, num_heads, INVERSE: tl.constexpr,
+    x, cos, sin, positions, out, x_token, x_head, out_token, out_head, num_heads,
+    INVERSE: tl.constexpr, TABLE: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH is half of a head: features i and i + WIDTH are turned together."""
+    """WIDTH is half of a head: features i and i + WIDTH are turned together. With a TABLE angles are by positions."""
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
-    angles = (token * WIDTH)[:, None] + column[None, :]
+    position = tl.load(positions + token, real, 0).to(tl.int64) if TABLE else token
+    angles = (position * WIDTH)[:, None] + column[None, :]
     c = tl.load(cos + angles, inside, 0.0).to(tl.float32)
     s = tl.load(sin + angles, inside, 0.0).to(tl.float32)
     if INVERSE:
         s = -s
     places = x + (token * x_token + head * x_head)[:, None] + column[None, :]
     first, second = tl.load(places, inside, 0.0).to(tl.float32), tl.load(places + WIDTH, inside, 0.0).to(tl.float32)
-    places = out + ((token * HEADS + head) * (2 * WIDTH))[:, None] + column[None, :]
+    places = out + (token * out_token + head * out_head)[:, None] + column[None, :]
     tl.store(places, (first * c - second * s).to(out.dtype.element_ty), inside)
     tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
 
@@ -119,10 +121,19 @@ def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x [N, H, d] turned by its tokens' angles, or back, contiguous; cos and sin [N, d / 2]."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _over_heads(_launch_rotate, x.shape[2] // 2, x, (cos.contiguous(), sin.contiguous(), out), options=(inverse,))
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool, out: Tensor | None = None
+) -> Tensor:
+    """x [N, H, d] turned by its tokens' angles, or back; into `out`, a part of a larger tensor, or contiguous.
+
+    cos and sin are [N, d / 2], or tables [P, d / 2] for positions [N].
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    angles = (cos.contiguous(), sin.contiguous())
+    places = angles[0] if positions is None else positions.contiguous()
+    options = (inverse, positions is not None)
+    _over_heads(_launch_rotate, x.shape[2] // 2, x, (*angles, places, out), strides=out.stride()[:2], options=options)
     return out
 
 
@@ -144,11 +155,19 @@ def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
 
 
 def _over_heads(
-    launch: Launcher, width: int, x: Tensor, others: tuple[Tensor, ...], *before: Tensor, options: tuple[bool, ...] = ()
+    launch: Launcher,
+    width: int,
+    x: Tensor,
+    others: tuple[Tensor, ...],
+    *before: Tensor,
+    strides: tuple[int, ...] = (),
+    options: tuple[bool, ...] = (),
 ) -> None:
     """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
 
-    `before` and `others` are the contiguous tensors that come before and behind x among the arguments."""
+    `before` and `others` are the tensors that come before and behind x among the arguments, contiguous but for one
+    whose strides of tokens and heads are given.
+    """
     if not x.numel():
         return
     if x.dim() != 3:
@@ -158,7 +177,7 @@ def _over_heads(
     num_tokens, heads, _ = x.shape
     constants = tiling(width)
     warps = constants.pop("num_warps")
-    strides, fixed = (x.stride(0), x.stride(1)), (*options, heads, *constants.values())
+    strides, fixed = (x.stride(0), x.stride(1), *strides), (*options, heads, *constants.values())
     tensors = (*before, x, *others)
     dtypes = tuple([tensor.dtype for tensor in tensors])
     launch(

@@ -7,12 +7,12 @@ sequences together, CLS included; n feature tokens; d the width of a token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from kernels.jagged import jagged_dense_bmm, jagged_last, jagged_to_padded
+from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows
 from modules.gdpa import GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
@@ -20,8 +20,9 @@ from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
 from modules.mlp import MLP, linear_flops
 from modules.moe import MoE
-from modules.norms import rms_norm
+from modules.norms import add_rms_norm, rms_norm
 from modules.pooling import PMA
+from modules.rotary import Rotation
 from modules.wukong import WukongLayer
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
@@ -68,6 +69,25 @@ class Summary(nn.Module):
         return self.lce.flops(rows, 0, self.dim) + rows * self.num_summary * linear_flops(self.gating)
 
 
+class SequenceTokens(NamedTuple):
+    """The sequence between two layers, in the three forms that are read of it."""
+
+    values: Tensor  # [N, d]
+    normed: Tensor  # the same normalised
+    ends: Tensor  # [rows, num_cls + num_recent, d]: those of `places_of_ends`, zeros where there is none
+
+
+def places_of_ends(offsets: Tensor, num_cls: int, num_recent: int) -> Tensor:
+    """[rows, num_cls + num_recent] int64: which tokens are the CLS of each row, then its newest events.
+
+    The events are right-aligned, -1 where missing; CLS tokens do not count as events.
+    """
+    cls = offsets[:-1, None] + torch.arange(num_cls, device=offsets.device)
+    age = torch.arange(num_recent, 0, -1, device=offsets.device)
+    recent = torch.where(age <= offsets.diff()[:, None] - num_cls, offsets[1:, None] - age, -1)
+    return torch.cat([cls, recent], dim=1)
+
+
 class SequenceSummary(nn.Module):
     """S_sum = Gating([CLS | recent K | PMA]), the first two at the rows of the sequence, PMA for each candidate.
 
@@ -99,25 +119,19 @@ class SequenceSummary(nn.Module):
         self.gating = Gating(dim, gate)
 
     def forward(
-        self, candidate: Tensor, request: Tensor | None, values: Tensor, offsets: Tensor, rows: CandidateRows
+        self,
+        candidate: Tensor,
+        request: Tensor | None,
+        tokens: SequenceTokens,
+        offsets: Tensor,
+        rows: CandidateRows,
     ) -> tuple[Tensor, Tensor]:
         """([rows, num_cls + num_recent, d], [C, num_pma, d]).
 
         `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
         condition = self.condition(rms_norm(candidate), None if request is None else rms_norm(request), rows)
-        pooled = self.pma(condition, rows.offsets, rms_norm(values), offsets)
-        shared = torch.cat([self.cls(values, offsets), self._recent(values, offsets)], dim=1)
-        return self.gating(shared), self.gating(pooled)
-
-    def cls(self, values: Tensor, offsets: Tensor) -> Tensor:
-        """[rows, num_cls, d]: the tokens that were prepended to each row."""
-        return jagged_to_padded(values, offsets, self.num_cls)
-
-    def _recent(self, values: Tensor, offsets: Tensor) -> Tensor:
-        """[rows, num_recent, d]: the newest events, right-aligned, zeros where missing; CLS tokens do not count."""
-        num_events = offsets.diff() - self.num_cls
-        age = torch.arange(self.num_recent, 0, -1, device=offsets.device)
-        return jagged_last(values, offsets, self.num_recent) * (age <= num_events[:, None])[..., None]
+        pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
+        return self.gating(tokens.ends), self.gating(pooled)
 
     def flops(self, num_candidates: float, rows: float, num_tokens: float) -> float:
         """A candidate is taken to meet a sequence of mean length: the product is not a sum the trainer keeps."""
@@ -271,12 +285,23 @@ class SequenceArch(nn.Module):
             self.feed_forward_flops = 2 * dim * moe["num_experts"] + 6 * dim * moe["expert_dim"] * active
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, summary: Tensor, values: Tensor, offsets: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        values = values + self.dropout(self.pffn(rms_norm(values), offsets, summary))
-        values = values + self.dropout(self.attention(rms_norm(values), offsets, rotation))
+    def forward(
+        self,
+        summary: Tensor,
+        tokens: SequenceTokens,
+        offsets: Tensor,
+        rotation: Rotation,
+        ends: Tensor | None = None,
+    ) -> SequenceTokens:
+        """`ends` are the places of `places_of_ends`, of which the result has the tokens, if given."""
+        values, normed, _ = tokens
+        change = self.dropout(self.pffn(normed, offsets, summary))
+        values, normed, _ = add_rms_norm(values, change)
+        change = self.dropout(self.attention(normed, offsets, rotation))
         if self.feed_forward is not None:
-            values = values + self.dropout(self.feed_forward(rms_norm(values)))
-        return values
+            values, normed, _ = add_rms_norm(values, change)
+            change = self.dropout(self.feed_forward(normed))
+        return SequenceTokens(*add_rms_norm(values, change, ends))
 
     def flops(self, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
         flops = self.pffn.flops(rows, num_tokens) + self.attention.flops(num_tokens, sum_squared_lengths)

@@ -29,9 +29,12 @@ from modules.models.arches import (
     InteractionArch,
     SequenceArch,
     SequenceSummary,
+    SequenceTokens,
     Summary,
+    places_of_ends,
 )
 from modules.moe import MoE
+from modules.norms import add_rms_norm
 from modules.rotary import rotation
 
 SEQUENCE_CONTEXTS = ("request", "candidate")
@@ -130,11 +133,13 @@ class InterFormer(nn.Module):
         _check("sequence_context", sequence_context, SEQUENCE_CONTEXTS)
 
         self.head_dim = dim // num_heads
+        self.num_cls, self.num_recent = num_cls, num_recent
         self.per_candidate = sequence_context == "candidate"
         num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
         num_tokens = num_request + num_candidate
         num_summary = num_cls + num_pma + num_recent
         max_length = num_cls + spec.max_events
+        self.num_positions = spec.max_events + 1  # those of events count from 1
 
         def summary(num_tokens: int) -> Summary:
             return Summary(num_tokens, num_cls, dim, gate)
@@ -219,16 +224,18 @@ class InterFormer(nn.Module):
         first, *later = self.layers
         summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
         values, offsets = _prepend(summary, values, offsets)
-        angles = rotation(_positions(offsets, summary.shape[1], values.shape[0]), self.head_dim)
-        x = first.interaction(candidate, request, first.cross(candidate, request, values, offsets, rows), rows)
-        values = first.sequence(summary, values, offsets, angles)
+        angles = rotation(_positions(offsets, self.num_cls, len(values)), self.head_dim, self.num_positions)
+        ends = places_of_ends(offsets, self.num_cls, self.num_recent)
+        sequence = SequenceTokens(*add_rms_norm(values, None, ends))
+        x = first.interaction(candidate, request, first.cross(candidate, request, sequence, offsets, rows), rows)
+        sequence = first.sequence(summary, sequence, offsets, angles, ends)
         for layer in later:
-            context = x if self.per_candidate else torch.cat([request, layer.cross.cls(values, offsets)], dim=1)
-            sequence_summary = layer.cross(x, None, values, offsets, rows)
+            context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
+            sequence_summary = layer.cross(x, None, sequence, offsets, rows)
             x = layer.interaction(x, None, sequence_summary, rows)
-            values = layer.sequence(layer.summary(context), values, offsets, angles)
+            sequence = layer.sequence(layer.summary(context), sequence, offsets, angles, ends)
 
-        shared, pooled = self.head_cross(x, None, values, offsets, rows)
+        shared, pooled = self.head_cross(x, None, sequence, offsets, rows)
         own = torch.cat([self.head_summary(x), pooled], dim=1)
         return self.heads(own.flatten(1), shared.flatten(1), rows)
 
@@ -251,9 +258,8 @@ class InterFormer(nn.Module):
             rows = num_candidates
             sum_lengths *= num_candidates / num_requests
             sum_squared_lengths *= num_candidates / num_requests
-        num_cls = self.head_cross.num_cls
-        num_tokens = sum_lengths + rows * num_cls
-        pairs = sum_squared_lengths + 2 * num_cls * sum_lengths + rows * num_cls**2
+        num_tokens = sum_lengths + rows * self.num_cls
+        pairs = sum_squared_lengths + 2 * self.num_cls * sum_lengths + rows * self.num_cls**2
         for layer in self.layers:
             flops += layer.flops(num_candidates, rows, num_tokens, pairs)
         flops += self.head_summary.flops(num_candidates)

@@ -52,7 +52,7 @@ from kernels.mxfp8 import (
 )
 from kernels.mxfp8.gluon_quantize import scales_like
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
-from kernels.tokens import triton_tokens
+from kernels.tokens import triton_residual, triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 if not hasattr(jit, "native_specialize_impl"):
@@ -191,10 +191,16 @@ def test_tokens(hits: Counter[Launcher]) -> None:
             triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values)
             triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
         angles = torch.zeros(shape[0], shape[2] // 2)
-        for inverse in (False, True):
-            triton_tokens.rotate(x, angles, angles, inverse)
-    launchers = ("norm", "norm_backward", "rotate", "permute")
-    assert all(hits[getattr(triton_tokens, f"_launch_{name}")] for name in launchers), hits
+        for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
+            triton_tokens.rotate(x, angles, angles, positions, inverse)
+        rows = torch.arange(len(x)).view(1, -1)
+        for change, places in ((values, rows), (None, rows), (values, None)):
+            _, normed, picked = triton_residual.add_rms_norm(values, change, places)
+            for d_total in (normed, None):
+                triton_residual.add_rms_norm_backward(d_total, normed, picked, normed, places)
+    launchers = [getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "permute")]
+    launchers += [getattr(triton_residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
+    assert all(hits[launcher] for launcher in launchers), hits
 
 
 def test_few_queries(hits: Counter[Launcher]) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorm and rotation of tokens: the specifications by their formulas, the Triton kernels interpreted and compiled."""
+"""Operators on single tokens: the specifications by their formulas, the Triton kernels interpreted and compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import dispatch, tokens
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
-from kernels.tokens import norm, permutation, permute, rms_norm, rotary, rotate
+from kernels.tokens import (
+    add_rms_norm,
+    norm,
+    permutation,
+    permute,
+    residual,
+    rms_norm,
+    rotary,
+    rotate,
+    rotate_qkv,
+)
 from kernels.tokens.norm import EPSILON
 from tests.kernels.devices import SHARED_LIMITS
 
@@ -22,7 +32,8 @@ ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundi
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
-
+ADDED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300)]
+NO_CHANGE, NO_ROWS = "without a change", "without rows"
 
 PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
 
@@ -46,6 +57,68 @@ def view_of_wider(shape: tuple[int, ...]) -> Tensor:
 def angles_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     angles = torch.randn(shape[0], shape[2] // 2, generator=torch.Generator().manual_seed(2)).double() * 3
     return angles.cos(), angles.sin()
+
+
+def joined(results: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([result.flatten() for result in results])
+
+
+def added(x: Tensor, change: Tensor, *, rows: Tensor | None) -> tuple[Tensor, ...]:
+    """By appending a row of zeros, which row -1 is then."""
+    total = x + change
+    results = (total, normalised(total))
+    return results if rows is None else (*results, torch.cat([total, torch.zeros_like(total[:1].sum(0)[None])])[rows])
+
+
+def check_add(
+    function: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], what: str, dtype: torch.dtype, device: str,
+    tolerance: Tolerance,
+) -> None:  # fmt: skip
+    """Of `add_rms_norm`; both halves of what is added are whole numbers of 1 / 16, so that the sum is exact."""
+    generator = torch.Generator().manual_seed(4)
+    x, change = (torch.randint(-40, 40, shape, generator=generator).to(device, dtype) / 16 for _ in range(2))
+    rows = None
+    if what != NO_ROWS:
+        order = torch.randperm(shape[0], generator=generator)[: shape[0] // 2 * 2]
+        rows = torch.cat([order, torch.full((4,), -1)]).view(2, -1).to(device)
+    inputs = {"x": x} if what == NO_CHANGE else {"x": x, "change": change}
+
+    def ours(x: Tensor, change: Tensor | None = None) -> Tensor:
+        total, normed, picked = function(x, change, rows)
+        assert rows is not None or picked.shape == (0, shape[1])
+        return joined((total, normed, picked))
+
+    def expected(x: Tensor, change: Tensor | None = None) -> Tensor:
+        return joined(added(x, torch.zeros_like(x) if change is None else change, rows=rows))
+
+    with poisoned_empty():
+        check_gradients(ours, expected, inputs, tolerance)
+
+
+def angles_by_position(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tables of seven positions, and those of the tokens."""
+    cos, sin = angles_of((7, *shape[1:]))
+    return cos, sin, torch.arange(shape[0]) * 3 % 7
+
+
+@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+@pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
+def test_sum_and_norm_reference_is_the_formula(shape: tuple[int, ...], what: str) -> None:
+    check_add(partial(add_rms_norm, backend="reference"), shape, what, torch.float64, "cpu", EXACT)
+
+
+@pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
+def test_a_fused_projection_is_rotated_like_its_parts(shape: tuple[int, ...]) -> None:
+    cos, sin, positions = angles_by_position(shape)
+    qkv = torch.randn(shape[0], 3, *shape[1:], dtype=torch.float64)
+
+    def parts_turned(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unbind(1)
+        return joined((turned(q, cos[positions], sin[positions]), turned(k, cos[positions], sin[positions]), v))
+
+    check_gradients(
+        lambda qkv: joined(rotate_qkv(qkv, cos, sin, positions, backend="reference")), parts_turned, {"qkv": qkv}, EXACT
+    )
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
@@ -90,6 +163,15 @@ def test_bad_arguments() -> None:
     for cos in (torch.zeros(4, 8), torch.zeros(3, 4), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"cos and sin \[N, d / 2\]"):
             rotate(x, cos, cos)
+    for positions in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
+        with pytest.raises(ValueError, match=r"with integer positions \[N\]"):
+            rotate(x, torch.zeros(9, 4), torch.zeros(9, 4), positions)
+    with pytest.raises(ValueError, match=r"qkv must be \[N, 3, H, d\], got \(4, 2, 8\)"):
+        rotate_qkv(x, torch.zeros(4, 4), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"change like it or None; got torch.float32 \(4, 2\) and \(4, 3\)"):
+        add_rms_norm(torch.zeros(4, 2), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"rows must be int64, got torch.int32"):
+        add_rms_norm(torch.zeros(4, 2), None, torch.zeros(4, dtype=torch.int32))
     for order in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"order must be int64 \[4\], a place for each row"):
             permute(x, order)
@@ -109,7 +191,9 @@ def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.Monk
     rms_norm(x)
     rms_norm(x, backend="triton")
     rotate(x[:, None], x[:, :2], x[:, :2])
-    assert asked == [None, "reference", "triton", "reference"]
+    rotate_qkv(torch.ones(2, 3, 1, 4), x[:, :2], x[:, :2])
+    add_rms_norm(x, None)
+    assert asked == [None, "reference", "triton", "reference", "reference", "reference"]
 
 
 def test_autocast_leaves_the_dtype_alone() -> None:
@@ -143,11 +227,59 @@ def test_rotation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest
     cos, sin = (angle.float() for angle in angles_of(shape))
     with poisoned_empty():
         check_gradients(
-            lambda x: rotary._rotate(x, cos, sin, False),
+            lambda x: rotary._rotate(x, cos, sin, None, False),
             lambda x: turned(x, cos.to(x), sin.to(x)),
             {"x": view_of_wider(shape).float()},
             ROUNDED,
         )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
+def test_rotation_of_a_projection_in_the_interpreter(
+    shape: tuple[int, ...], table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted(monkeypatch)
+    check_qkv(rotary._RotateQKV.apply, shape, table, torch.float32, "cpu")
+
+
+def check_qkv(
+    function: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], table: bool, dtype: torch.dtype, device: str
+) -> None:
+    cos, sin, positions = (x.to(device) for x in angles_by_position(shape))
+    cos, sin = cos.float(), sin.float()
+    given = (cos, sin, positions) if table else (cos[positions], sin[positions], None)
+    qkv = torch.randn(shape[0], 3, *shape[1:], generator=torch.Generator().manual_seed(5)).to(device, dtype)
+    with poisoned_empty():
+        check_gradients(
+            lambda qkv: joined(function(qkv, *given)),
+            lambda qkv: joined(rotary.rotate_qkv(qkv, cos.to(qkv), sin.to(qkv), positions)),
+            {"qkv": qkv},
+            ROUNDED,
+        )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+@pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
+def test_sum_and_norm_in_the_interpreter(shape: tuple[int, ...], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    check_add(residual._forward, shape, what, torch.float32, "cpu", ROUNDED)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    rows = torch.tensor([3, -1, 0])
+    for given in (None, torch.randn(4, 6, requires_grad=True)):
+        x = torch.randn(4, 6, requires_grad=True)
+        ours, expected = (
+            torch.autograd.grad(sum(out[i].square().sum() for i in wanted), x)[0]
+            for out in (residual._forward(x, given, rows), residual.add_rms_norm(x, given, rows))
+        )
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -157,7 +289,7 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
     cos, sin = (angle.float() for angle in angles_of(shape))
     x = torch.randn(shape, requires_grad=True)
     for served, formula in (
-        (rotary._rotate(x, cos, sin, False), turned(x, cos, sin)),
+        (rotary._rotate(x, cos, sin, None, False), turned(x, cos, sin)),
         (norm._rms_norm(x, x.dtype), normalised(x)),
     ):
         ours, expected = (torch.autograd.grad(out.sum(), x)[0] for out in (served, formula))
@@ -186,26 +318,31 @@ def permuted(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
-    from kernels.tokens import triton_tokens
+    from kernels.tokens import triton_residual, triton_tokens
     from tests.kernels.interpreting import interpret
 
-    interpret(monkeypatch, triton_tokens)
+    interpret(monkeypatch, triton_tokens, triton_residual)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("target", SHARED_LIMITS)
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "rotate"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "rms_norm_backward", "rotate", "add_rms_norm", "add_rms_norm_backward", "pick_rows"]
+)
 def test_kernels_compile_without_spills(name: str, target: str) -> None:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens import triton_residual, triton_tokens
 
-    constants = triton_tokens.tiling(128) | {"HEADS": 4} | ({"INVERSE": True} if name == "rotate" else {})
+    module = triton_tokens if hasattr(triton_tokens, f"{name}_kernel") else triton_residual
+    kernel = getattr(module, f"{name}_kernel")
+    options = {"HEADS": 4, "INVERSE": True, "TABLE": True, "HAS_CHANGE": True, "HAS_TOTAL": True, "GIVE_BACK": True}
+    constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
-    kernel = getattr(triton_tokens, f"{name}_kernel")
-    types = {"cos": "*fp32", "sin": "*fp32", "x_token": "i32", "x_head": "i32", "num_heads": "i32"}
+    constants |= {option: value for option, value in options.items() if option in kernel.arg_names}
+    strides = [argument for argument in kernel.arg_names if argument.endswith(("_token", "_head"))]
+    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "rows": "*i64"}
+    types |= dict.fromkeys([*strides, "num_heads", "num_rows", "num_picked"], "i32")
     signature = {argument: types.get(argument, "*bf16") for argument in kernel.arg_names if argument not in constants}
-    compiled = compile_ahead(
-        kernel, signature, constants, target=target, num_warps=num_warps, divisible_by_16=("x_token", "x_head")
-    )
+    compiled = compile_ahead(kernel, signature, constants, target=target, num_warps=num_warps, divisible_by_16=strides)
     assert compiled.spill_bytes == 0
     assert compiled.contains("ld.global.v4.b32")
 
@@ -246,6 +383,16 @@ class TestOnAGPU:
                 ROUNDED,
             )
 
+    @pytest.mark.parametrize("table", [True, False])
+    @pytest.mark.parametrize("shape", [*ROTATED_SHAPES, (1000, 2, 128)], ids=str)
+    def test_rotation_of_a_projection(self, shape: tuple[int, ...], table: bool, dtype: torch.dtype) -> None:
+        check_qkv(partial(rotate_qkv, backend="triton"), shape, table, dtype, "cuda")
+
+    @pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+    @pytest.mark.parametrize("shape", [*ADDED_SHAPES, (1000, 128), (3, 8192)], ids=str)
+    def test_sum_and_norm(self, shape: tuple[int, ...], what: str, dtype: torch.dtype) -> None:
+        check_add(partial(add_rms_norm, backend="triton"), shape, what, dtype, "cuda", ROUNDED)
+
     @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
     def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         permuted(partial(permute, backend="triton"), shape, dtype, "cuda")
@@ -266,5 +413,9 @@ def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     torch.library.opcheck(norm._rms_norm.definition, (x, torch.bfloat16))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
-    torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, False))
+    torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, None, False))
+    torch.library.opcheck(rotary._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None))
+    rows = torch.tensor([[3, -1], [0, 1]], device="cuda")
+    for change, places in ((x[:, 0], rows), (None, rows), (x[:, 0], None)):
+        torch.library.opcheck(residual._add_rms_norm.definition, (x[:, 1], change, places))
     torch.library.opcheck(permutation._permute.definition, (x, torch.randperm(5, device="cuda"), False))

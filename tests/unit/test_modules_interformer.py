@@ -12,9 +12,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
 from modules.models import build
-from modules.models.arches import Gating, LinearPersonalizedFFN, SequenceArch, SequenceSummary, Summary
+from modules.models.arches import (
+    Gating,
+    LinearPersonalizedFFN,
+    SequenceArch,
+    SequenceSummary,
+    SequenceTokens,
+    Summary,
+    places_of_ends,
+)
 from modules.models.interformer import InterFormer, _positions, _prepend
-from modules.norms import rms_norm
+from modules.norms import add_rms_norm, rms_norm
 from modules.rotary import rotation
 from tests.unit.factories import random_batch, random_spec
 from train.config import InterFormerConfig
@@ -24,6 +32,10 @@ DIM = 8
 
 def offsets_of(lengths: list[int]) -> torch.Tensor:
     return pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, num_recent: int) -> SequenceTokens:
+    return SequenceTokens(*add_rms_norm(values, None, places_of_ends(offsets, num_cls, num_recent)))
 
 
 def fields(**changes):
@@ -97,7 +109,7 @@ def test_sequence_summary_is_cls_then_recent_events_without_cls_then_pma():
     values = torch.randn(int(offsets[-1]), DIM, dtype=torch.float64)
     rows = CandidateRows(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3, 4]))
     x = torch.randn(4, 4, DIM, dtype=torch.float64)
-    shared, own = cross(x, None, values, offsets, rows)
+    shared, own = cross(x, None, sequence_tokens(values, offsets, num_cls, num_recent), offsets, rows)
 
     pooled = cross.pma(cross.condition(rms_norm(x)), rows.offsets, rms_norm(values), offsets)
     torch.testing.assert_close(own, cross.gating(pooled))
@@ -131,8 +143,9 @@ def test_first_layer_condition_splits_into_request_and_candidate():
     request, candidate = torch.randn(2, 2, DIM).double(), torch.randn(3, 3, DIM).double()
     values, offsets = torch.randn(4, DIM).double(), offsets_of([3, 1])
     each = CandidateRows.identity(3, candidate.device)
-    shared, own = cross(candidate, request, values, offsets, rows)
-    expanded = cross(candidate, request[rows.owner], values[[0, 1, 2, 0, 1, 2, 3]], offsets_of([3, 3, 1]), each)
+    shared, own = cross(candidate, request, sequence_tokens(values, offsets, 1, 1), offsets, rows)
+    values, offsets = values[[0, 1, 2, 0, 1, 2, 3]], offsets_of([3, 3, 1])
+    expanded = cross(candidate, request[rows.owner], sequence_tokens(values, offsets, 1, 1), offsets, each)
     torch.testing.assert_close((shared[rows.owner], own), expanded)
 
 
@@ -171,7 +184,10 @@ def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(p
     s = values + arch.pffn(rms_norm(values), offsets, summary)
     s = s + arch.attention(rms_norm(s), offsets, angles)
     s = s + arch.feed_forward(rms_norm(s))
-    torch.testing.assert_close(arch(summary, values, offsets, angles), s)
+    for ends in (None, torch.tensor([[5, -1], [0, 3]])):
+        out = arch(summary, sequence_tokens(values, offsets, 1, 1), offsets, angles, ends)
+        torch.testing.assert_close((out.values, out.normed), (s, rms_norm(s)))
+    torch.testing.assert_close(out.ends, torch.stack([s[5], 0 * s[0], s[0], s[3]]).view(2, 2, DIM))
 
 
 @pytest.mark.parametrize(("context", "expected_rows"), [("request", 2), ("candidate", 5)])
@@ -181,7 +197,7 @@ def test_request_context_keeps_the_sequence_at_request_rows(context, expected_ro
     batch = random_batch(spec, (4, 1), (5, 5))
     seen = []
     for layer in model.layers:
-        layer.sequence.register_forward_hook(lambda module, args, out: seen.append((args[0].shape[0], out.shape[0])))
+        layer.sequence.register_forward_hook(lambda module, args, out: seen.append((len(args[0]), len(out.values))))
     model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)
     assert seen == [(expected_rows, expected_rows * (2 * 5 + 4))] * 2
 

@@ -72,8 +72,8 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
                     gradients = iter(torch.autograd.grad(ctx.out, wanted, grad, allow_unused=True))
                 return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.leaves)
 
-        # Operators that return more than a tensor, or take lists of them, only move rows of sequences or compress.
-        if op in ("jagged_concat", "jagged_index_select"):
+        # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
+        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "rotate_qkv"):
             return lambda *inputs: _outside(backend, inputs)
         if op == "linear_compression":
             return backend

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.offsets import scaled_offsets
+from kernels.tokens import unbind
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
@@ -56,7 +57,7 @@ class TargetAttention(nn.Module):
         is a tree, see `kernels.ikbo.nested_offsets`."""
         _check_queries(queries, self.num_queries)
         check_maximum(offsets, self.max_length, "max_length")
-        key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
+        key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         attended = target_attention(
             self.query(queries).unflatten(-1, (self.num_heads, self.head_dim)),
             key,
@@ -109,7 +110,7 @@ class SelfAndTargetAttention(nn.Module):
         _check_queries(queries, self.num_queries)
         check_maximum(offsets, self.max_length, "max_length")
         check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
-        key, value = self.key_value(values).view(-1, 2, self.num_heads, self.head_dim).unbind(1)
+        key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
         if all(type(layer) is nn.Linear for layer in layers):

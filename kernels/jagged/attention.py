@@ -30,19 +30,36 @@ _TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, flo
 _SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, SymInt right"
 
 
+def contiguous_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of q, k and v."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of q, k and v, those of k and v side by side as in [Nk, 2, Hkv, d] if they are alike.
+
+    That is the gradient of a projection that made both, see `kernels.tokens.unbind`.
+    """
+    if k.shape != v.shape:
+        return contiguous_gradients(q, k, v)
+    return q.new_empty(q.shape), *k.new_empty(k.shape[0], 2, *k.shape[1:]).unbind(1)
+
+
 def attention_operator(
     name: str,
     forward: Callable[..., tuple[Tensor, Tensor]],
     backward: Callable[..., tuple[Tensor, ...]],
     *,
     features: bool = True,
+    gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = contiguous_gradients,
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above.
 
     Without `features` it takes neither `block_size` nor `bias`, which spares the host a third of the arguments.
+    `gradients` makes what the backward kernel writes to.
     """
     schema = f"{_TENSORS}{_TABLES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
-    gradients = ", ".join(["Tensor"] * (5 if features else 3))
+    results = ", ".join(["Tensor"] * (5 if features else 3))
     saved = 9 if features else 5
     arguments = _featured if features else _plain
 
@@ -58,7 +75,7 @@ def attention_operator(
 
     @custom_op(
         f"gemsmith::jagged_attention_{name}_backward",
-        schema=f"(Tensor grad, Tensor out, Tensor lse, {schema}) -> ({gradients})",
+        schema=f"(Tensor grad, Tensor out, Tensor lse, {schema}) -> ({results})",
     )
     def attend_backward(
         grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
@@ -71,7 +88,7 @@ def attention_operator(
     def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         tables = rest[2:4] if features else ()
         of_tables = (lse.new_empty(0) if table is None else lse.new_empty(table.shape) for table in tables)
-        return *(x.new_empty(x.shape) for x in (q, k, v)), *of_tables
+        return *gradients(q, k, v), *of_tables
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.constants = inputs[saved:]
@@ -205,5 +222,5 @@ def _decode_supports(
 
 # A tile of any other holds 64 queries or more of one head.
 decode_attention = dispatch.register("jagged_attention", "decode", supports=_decode_supports, priority=30)(
-    attention_operator("decode", _decode_forward, _decode_backward, features=False)
+    attention_operator("decode", _decode_forward, _decode_backward, features=False, gradients=gradients_beside)
 )

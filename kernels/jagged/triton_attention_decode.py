@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.jagged.attention import gradients_beside
 from kernels.jagged.triton_attention_launch import rows_of
 from kernels.jagged.triton_attention_tile import LN2, LOG2E, load_rows, store_rows
 from kernels.jagged.triton_common import block_width
@@ -79,7 +80,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["total_q"])
 def backward_kernel(
     grad, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, scale, total_q,
-    grad_token, grad_head, q_token, q_head, k_token, k_head, v_token, v_head,
+    grad_token, grad_head, q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +95,8 @@ def backward_kernel(
     lse2 = tl.load(lse + head * total_q + query, mask=real, other=float("inf")) * LOG2E
     k += k_begin * k_token + kv_head * k_head
     v += k_begin * v_token + kv_head * v_head
-    dk += (k_begin * KV_HEADS + kv_head) * HEAD_DIM
-    dv += (k_begin * KV_HEADS + kv_head) * VALUE_DIM
+    dk += k_begin * dk_token + kv_head * HEAD_DIM
+    dv += k_begin * dv_token + kv_head * VALUE_DIM
     k_token, v_token = tl.cast(k_token, tl.int64), tl.cast(v_token, tl.int64)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in range(0, num_keys, BLOCK_N):
@@ -110,9 +111,9 @@ def backward_kernel(
         dv_tile = tl.dot(p.to(q_tile.dtype), grad_tile)
         dk_tile = tl.dot(ds, q_tile) * scale
         dq_tile = tl.dot(tl.trans(ds), k_tile, dq_tile)
-        at = tl.cast(first, tl.int64) * KV_HEADS
-        store_rows(dk + at * HEAD_DIM, KV_HEADS * HEAD_DIM, count, dk_tile, BLOCK_N, HEAD_DIM, BLOCK_D)
-        store_rows(dv + at * VALUE_DIM, KV_HEADS * VALUE_DIM, count, dv_tile, BLOCK_N, VALUE_DIM, BLOCK_V)
+        at = tl.cast(first, tl.int64)
+        store_rows(dk + at * dk_token, dk_token, count, dk_tile, BLOCK_N, HEAD_DIM, BLOCK_D)
+        store_rows(dv + at * dv_token, dv_token, count, dv_tile, BLOCK_N, VALUE_DIM, BLOCK_V)
     _store(dq, places * HEAD_DIM, real, dq_tile * scale, HEAD_DIM, BLOCK_D)
 
 
@@ -159,10 +160,11 @@ def backward(
     causal: bool,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous and in the inputs' dtype."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    """(dq, dk, dv) in the inputs' dtype, as `gradients_beside` lays them out."""
+    dq, dk, dv = gradients_beside(q, k, v)
     read = (rows_of(grad), rows_of(q), rows_of(k), rows_of(v))
-    _launch(_launch_backward, (*read, out, lse, dq, dk, dv), read, q_offsets, k_offsets, max_q, scale)
+    tensors = (*read, out, lse, dq, dk, dv)
+    _launch(_launch_backward, tensors, read, q_offsets, k_offsets, max_q, scale, dk.stride(0), dv.stride(0))
     return dq, dk, dv
 
 
@@ -180,14 +182,16 @@ def _launch(
     k_offsets: Tensor,
     max_q: int,
     scale: float,
+    *results: int,
 ) -> None:
-    """A program for each row and key head. `strided` are the tensors whose strides the kernel walks, k and v last."""
+    """A program for each row and key head. `strided` are the tensors whose strides the kernel walks, k and v last, and
+    `results` those of tokens of what it writes, where they are not the widths."""
     *_, q, k, v = strided
     num_rows, (num_queries, num_heads, head_dim), kv_heads = q_offsets.shape[0] - 1, q.shape, k.shape[1]
     group = num_heads // kv_heads
     blocks = tiling(head_dim, v.shape[2], max_q * group).values()
     constants = (kv_heads, group, head_dim, v.shape[2], *blocks)
-    strides = tuple([stride for tensor in strided for stride in tensor.stride()[:2]])
+    strides = tuple([stride for tensor in strided for stride in tensor.stride()[:2]]) + results
     if num_rows:
         launch(
             (num_rows * kv_heads, 1, 1),

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
+from kernels.tokens.parts import Unbind
 
-__all__ = ["add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv"]
+__all__ = ["add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
 
 
 def add_rms_norm(
@@ -91,6 +92,13 @@ def rotate_qkv(
     _check_angles(qkv[:, 0], cos, sin, positions, "qkv [N, 3, H, d]")
     chosen = dispatch.choose_in_eager("rotate_qkv", backend, qkv, **_facts(qkv, cos, sin))
     return cast("tuple[Tensor, Tensor, Tensor]", chosen(qkv, cos, sin, positions))
+
+
+def unbind(x: Tensor) -> tuple[Tensor, ...]:
+    """x.unbind(1) of a fused projection x [N, K, ...]; gradients that lie together as in x are not copied to do so."""
+    if torch.compiler.is_compiling():
+        return x.unbind(1)
+    return cast("tuple[Tensor, ...]", Unbind.apply(x))
 
 
 def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:

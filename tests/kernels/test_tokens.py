@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 from kernels.tokens import (
     add_rms_norm,
     norm,
+    parts,
     permutation,
     permute,
     residual,
@@ -23,6 +25,7 @@ from kernels.tokens import (
     rotary,
     rotate,
     rotate_qkv,
+    unbind,
 )
 from kernels.tokens.norm import EPSILON
 from tests.kernels.devices import SHARED_LIMITS
@@ -119,6 +122,34 @@ def test_a_fused_projection_is_rotated_like_its_parts(shape: tuple[int, ...]) ->
     check_gradients(
         lambda qkv: joined(rotate_qkv(qkv, cos, sin, positions, backend="reference")), parts_turned, {"qkv": qkv}, EXACT
     )
+
+
+def test_gradients_that_lie_together_are_not_copied() -> None:
+    class Beside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *parts: Tensor) -> Tensor:
+            return sum(parts, torch.zeros(()))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            made.append(torch.stack([grad, 2 * grad], 1))
+            return made[0].unbind(1)
+
+    made: list[Tensor] = []
+    x = torch.randn(4, 2, 3, 5, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Beside.apply(*unbind(x)).sum(), x)
+    assert gradient.data_ptr() == made[0].data_ptr()
+    assert torch.equal(gradient, made[0])
+    both = made[0]
+    for others in (
+        both.unbind(1)[::-1],
+        both[:, :1].unbind(1),
+        torch.ones(12, 5).view(3, 4, 5).unbind(1),
+        both.clone().unbind(0),
+    ):
+        assert parts.whole(others) is None
+    assert torch.autograd.gradcheck(lambda x: unbind(x)[0] * unbind(x)[1].sin(), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: unbind(x)[0] * unbind(x)[1].sin(), (x[:2],))
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)

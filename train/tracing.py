@@ -17,16 +17,20 @@ from train.files import write_json
 TRACED_STEPS = 5
 Span = tuple[float, float]  # start and end, in microseconds
 GROUPS = {
-    "attention": "flash|fmha|attention",
-    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv",
     "embedding tables": "fbgemm|split_embedding|embedding_codegen",
+    "attention": "flash|fmha|attention|gdpa",
+    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|grouped|compress",
     "communication": "nccl",
     "dense optimiser": "multi_tensor|adam",
     "norms": "norm",
-    "sort and scan": "sort|scan|radix|cub::",
-    "index, gather, copy": "index|gather|scatter|copy|cat|memcpy|memset|fill",
-    "reductions": "reduce",
-    "elementwise": "elementwise|triton",
+    "rotations": "rotate",
+    "sort and scan": "sort|scan|radix|cub::|top_k|count_kernel|place_kernel|order_kernel",
+    "index, gather, copy": (
+        "index|gather|scatter|copy|cat|memcpy|memset|fill|move_kernel|permute|pick_rows|select|slice|rank_kernel|"
+        "transpose|row_of_place|lengths_kernel|table_kernel|schedule|whole_rows|collect"
+    ),
+    "reductions": "reduce|softmax|segment|join|sum_|combine",
+    "elementwise": "elementwise|triton|swiglu|quantize|round_tiles",
 }
 """Kernels by what their name holds; the first that matches counts, "other" is the rest."""
 
@@ -78,10 +82,7 @@ def _breakdown(finished: profile) -> dict[str, float]:
     ]
     spans: dict[str, list[Span]] = {name: [] for name in [*GROUPS, "other"]}
     for event in kernels:
-        group = next(
-            (name for name, pattern in GROUPS.items() if re.search(pattern, event.name, re.IGNORECASE)), "other"
-        )
-        spans[group].append((event.time_range.start, event.time_range.end))
+        spans[group_of(event.name)].append((event.time_range.start, event.time_range.end))
     every = [span for group in spans.values() for span in group]
     work = [span for name, group in spans.items() if name != "communication" for span in group]
     wall = max(end for _, end in every) - min(start for start, _ in every)
@@ -91,6 +92,10 @@ def _breakdown(finished: profile) -> dict[str, float]:
         "communication alone": covered(every) - covered(work),
     }
     return {name: round(value / 1e3 / TRACED_STEPS, 3) for name, value in microseconds.items()}
+
+
+def group_of(kernel: str) -> str:
+    return next((name for name, pattern in GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def covered(spans: Iterable[Span]) -> float:

@@ -132,7 +132,7 @@ def short_and_uneven(num_queries: int, num_rows: int, max_q: int) -> bool:
 
 
 @gluon.jit(do_not_specialize=["tiles_stride"])
-def _backward_kernel(
+def _gdpa_backward_kernel(
     q_desc, k_desc, v_desc, g_desc, sums_desc, table_ptr, flags_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr,
     score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr,
@@ -189,4 +189,4 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-_launch_backward = Launcher(_backward_kernel, num_warps=4, maxnreg=MAX_REGISTERS)
+_launch_backward = Launcher(_gdpa_backward_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

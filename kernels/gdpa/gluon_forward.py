@@ -253,7 +253,7 @@ def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, two, PAIRED
 
 
 @gluon.jit
-def _forward_kernel(
+def _gdpa_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out, schedule, q_head_stride, k_head_stride, v_head_stride,
     score_scale, out_scale, left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr,
@@ -302,4 +302,4 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch_forward = Launcher(_gdpa_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

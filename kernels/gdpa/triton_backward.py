@@ -44,7 +44,7 @@ def _sum_over_keys(
 
 
 @triton.jit(do_not_specialize=["left", "right"])
-def query_kernel(
+def gdpa_query_kernel(
     grad, q, k, v, dq, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
     stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -108,7 +108,7 @@ def _sum_over_queries(
 
 
 @triton.jit(do_not_specialize=["left", "right"])
-def key_kernel(
+def gdpa_key_kernel(
     grad, q, k, v, dk, dv, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
     stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -172,13 +172,13 @@ def backward(
     if q.shape[0] and long:
         tile = launch.fit("query", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
-        query_kernel[(rows.shape[0], q.shape[1])](
+        gdpa_query_kernel[(rows.shape[0], q.shape[1])](
             grad, q, k, v, dq, q_offsets, k_offsets, rows, *scalars, **constants, **launch.tiling(tile)
         )
     if k.shape[0] and long:
         tile = launch.fit("key", q, v)
         rows = tile_rows_of(k_offsets, k.shape[0], tile.n)
-        key_kernel[(rows.shape[0], k.shape[1])](
+        gdpa_key_kernel[(rows.shape[0], k.shape[1])](
             grad, q, k, v, dk, dv, q_offsets, k_offsets, rows, *scalars, **constants, **launch.tiling(tile)
         )
     if short:

@@ -40,7 +40,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["left", "right"])
-def forward_kernel(
+def gdpa_forward_kernel(
     q, k, v, out, q_offsets, k_offsets, tile_rows, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     score_scale, out_scale, left, right,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -91,7 +91,7 @@ def forward(
     if q.shape[0] and max(max_q, max_k) > short:
         tile = launch.fit("forward", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
-        forward_kernel[(rows.shape[0], q.shape[1])](
+        gdpa_forward_kernel[(rows.shape[0], q.shape[1])](
             q, k, v, out, q_offsets, k_offsets, rows, *launch.strides(q, k, v), score_scale, out_scale,
             *launch.limits(window),
             **launch.constants(q, k, v, activations, window), **launch.tiling(tile), SHORT=short,

@@ -40,7 +40,7 @@ def limit_of(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, max_q: int, max
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "left", "right"])
-def forward_kernel(
+def gdpa_short_forward_kernel(
     q, k, v, out, q_offsets, k_offsets, max_q, max_k, score_scale, out_scale, left, right,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -75,7 +75,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "left", "right"])
-def backward_kernel(
+def gdpa_short_backward_kernel(
     grad, q, k, v, dq, dk, dv, q_offsets, k_offsets, max_q, max_k, score_scale, out_scale, left, right,
     stride_gn, stride_gh, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -216,5 +216,5 @@ def _launch(
     )  # fmt: skip
 
 
-_launch_forward = Launcher(forward_kernel, **OPTIONS)
-_launch_backward = Launcher(backward_kernel, **OPTIONS, maxnreg=BACKWARD_REGISTERS)
+_launch_forward = Launcher(gdpa_short_forward_kernel, **OPTIONS)
+_launch_backward = Launcher(gdpa_short_backward_kernel, **OPTIONS, maxnreg=BACKWARD_REGISTERS)

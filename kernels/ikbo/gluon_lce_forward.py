@@ -142,7 +142,7 @@ def _tiles_of_users(num_users: int, blocks_n: int, tiles: tuple[int, int], progr
 
 
 @gluon.jit(do_not_specialize=_SIZES)
-def _forward_kernel(
+def _compress_kernel(
     w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, scales, user_scales, flags, num_user_tiles,
     num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
@@ -174,4 +174,4 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch_forward = Launcher(_compress_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -30,7 +30,7 @@ def prepare(
     copied_of_users = 0 if user_lines is w_user else w_user.shape[0]
     lookups = cdiv(max(num_entries, num_flags), _PLACES)
     num_users = offsets.shape[0] - 1
-    _prepare_kernel[(lookups + copied + copied_of_users,)](
+    _compress_prepare_kernel[(lookups + copied + copied_of_users,)](
         offsets, owners, flags, weight, weight_lines, w_user, user_lines, num_entries, num_users, num_flags, lookups,
         copied, weight.shape[1], w_user.shape[1], *weight.stride(), weight_lines.stride(0), *w_user.stride(),
         user_lines.stride(0), STEPS=steps_of(num_users), PLACES=_PLACES, COLUMNS=_COLUMNS,
@@ -47,7 +47,7 @@ def _copy_row(source, target, row, depth, row_stride, stride, target_stride, COL
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_rows", "num_flags", "lookups", "copied", "depth", "user_depth"])
-def _prepare_kernel(
+def _compress_prepare_kernel(
     offsets, owners, flags, weight, weight_lines, w_user, user_lines, num_entries, num_rows, num_flags, lookups,
     copied, depth, user_depth, row_stride, stride, line_stride, user_row_stride, user_stride, user_line_stride,
     STEPS: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,

@@ -171,7 +171,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["num_rows", "depth", "steps", "slices"])
-def _weight_kernel(
+def _compress_weight_kernel(
     grad_desc, x_desc, parts, num_rows, depth, steps, slices,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -196,4 +196,4 @@ def _weight_kernel(
     )  # fmt: skip
 
 
-_launch_weight = Launcher(_weight_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch_weight = Launcher(_compress_weight_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -15,7 +15,7 @@ _BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["max_k", "num_offsets"])
-def _join_kernel(groups, k_offsets, queries, keys, max_q, max_k, num_offsets, BLOCK: tl.constexpr):
+def _join_groups_kernel(groups, k_offsets, queries, keys, max_q, max_k, num_offsets, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_offsets
     rows = index < num_offsets - 1
@@ -62,4 +62,4 @@ def _joined(q_offsets: Sequence[Tensor], k_offsets: Tensor, limits: tuple[int, .
 
 
 # With assertions, but without those that look for overflow.
-_launch_join = Launcher(_join_kernel, num_warps=4, debug=True, sanitize_overflow=False)
+_launch_join = Launcher(_join_groups_kernel, num_warps=4, debug=True, sanitize_overflow=False)

@@ -86,7 +86,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     slices = max(1, min(MIN_PROGRAMS // tiles, num_entries))
     grad, x = near(grad), near(x)
     parts = torch.empty(slices, num_rows, depth, dtype=torch.float32, device=x.device)
-    _weight_kernel[(slices * tiles,)](
+    _compress_weight_kernel[(slices * tiles,)](
         grad,
         x,
         parts,
@@ -158,7 +158,7 @@ def _compress_kernel(
 
 
 @triton.jit(do_not_specialize=["num_entries", "slices"])
-def _weight_kernel(
+def _compress_weight_kernel(
     grad,
     x,
     parts,

@@ -17,7 +17,7 @@ _ROWS = 32
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def _join_kernel(results, statistics, out, lse, num_queries, D: tl.constexpr, QUERIES: tl.constexpr):
+def _join_levels_kernel(results, statistics, out, lse, num_queries, D: tl.constexpr, QUERIES: tl.constexpr):
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     head = tl.program_id(1)
     inside = query < num_queries
@@ -42,7 +42,7 @@ def _join_kernel(results, statistics, out, lse, num_queries, D: tl.constexpr, QU
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(parts, out, num_rows, D: tl.constexpr, ROWS: tl.constexpr):
+def _sum_levels_kernel(parts, out, num_rows, D: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < num_rows)[:, None]
     place = row.to(tl.int64)[:, None] * D + tl.arange(0, D)
@@ -77,5 +77,5 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-_launch_join = Launcher(_join_kernel, num_warps=4)
-_launch_sum = Launcher(_sum_kernel, num_warps=4)
+_launch_join = Launcher(_join_levels_kernel, num_warps=4)
+_launch_sum = Launcher(_sum_levels_kernel, num_warps=4)

@@ -235,7 +235,7 @@ def _empty_tiles(rows: Tensor, num_rows: int, num_keys: int, runs: int = 1) -> T
 
 
 @triton.jit(do_not_specialize=["num_queries", "stride"])
-def _row_statistics_kernel(
+def _attention_statistics_kernel(
     out_ptr,
     grad_ptr,
     lse_ptr,
@@ -313,4 +313,4 @@ def row_statistics(
 _launch_row_table = Launcher(_row_table_kernel, num_warps=4)
 _launch_tile_table = Launcher(_tile_table_kernel, num_warps=4)
 _launch_wave_table = Launcher(_wave_table_kernel, num_warps=4)
-_launch_statistics = Launcher(_row_statistics_kernel, num_warps=4)
+_launch_statistics = Launcher(_attention_statistics_kernel, num_warps=4)

@@ -58,7 +58,7 @@ MAX_REGISTERS = 168
 
 
 @gluon.jit(do_not_specialize=["tiles_stride"])
-def _backward(
+def _attention_backward_kernel(
     q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table_ptr, flags_ptr, tiles_stride,
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
@@ -216,4 +216,4 @@ def rows_in_flight(tokens: int, num_heads: int, runs: int, causal: bool) -> int:
     return 1 << (max(rows, 1).bit_length() - 1)
 
 
-_launch_backward = Launcher(_backward, num_warps=4, maxnreg=MAX_REGISTERS)
+_launch_backward = Launcher(_attention_backward_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

@@ -260,7 +260,7 @@ def _load(
 
 
 @gluon.jit(do_not_specialize=["num_queries"])
-def _forward_kernel(
+def _attention_forward_kernel(
     q_desc,
     k_desc,
     v_desc,
@@ -324,4 +324,4 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-_launch_forward = Launcher(_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch_forward = Launcher(_attention_forward_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -78,7 +78,7 @@ def _onwards(offsets, num_rows, row, place, end, following, BLOCK_L: gl.constexp
 
 
 @gluon.jit(do_not_specialize=["total", "num_rows"])
-def _stream_kernel(
+def _bmm_stream_kernel(
     x,
     y,
     offsets,
@@ -188,7 +188,7 @@ def jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
         y = y.clone()
     constants = config(width)
     tiles = cdiv(total + num_rows * ROW_PLACES, constants["BLOCK_L"])
-    _stream_kernel[(min(tiles, PROGRAMS * processors(x.device)),)](
+    _bmm_stream_kernel[(min(tiles, PROGRAMS * processors(x.device)),)](
         x,
         y,
         offsets.contiguous(),

@@ -197,7 +197,7 @@ def _multiply(dx_desc, grads, points, xs, weights, rows, lines, barriers, offset
 
 
 @gluon.jit(do_not_specialize=["total", "num_rows"])
-def _gradients_kernel(
+def _linear_gradients_kernel(
     grad_desc,
     point_desc,
     x_desc,
@@ -251,7 +251,7 @@ def _gradients_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_gradients_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_linear_gradients_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def _join(sums, offsets, row, num_rows, E, ROWS: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit(do_not_specialize=["count", "num_rows"])
-def _finish_kernel(
+def _linear_finish_kernel(
     partials,
     dw,
     sums,
@@ -307,7 +307,7 @@ def _finish_kernel(
         _join(sums, offsets, (tl.program_id(0) - ADDS).to(tl.int64), num_rows, E, ROWS, WIDTH, AT_ONCE)
 
 
-_launch_finish = Launcher(_finish_kernel)
+_launch_finish = Launcher(_linear_finish_kernel)
 
 
 def finish(partials: Tensor, dw: Tensor, sums: Tensor | None, offsets: Tensor | None) -> None:

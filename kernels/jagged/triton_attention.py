@@ -69,7 +69,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
-def forward_kernel(
+def attention_forward_kernel(
     q, k, v, out, lse, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times, k_times, stride_qn,
     stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, scale, left, right, block_size, reach, num_buckets,
     buckets_per_octave, total_q,
@@ -142,7 +142,7 @@ def forward(
         return out, lse
     tile = launch.fit("forward", q, v, bias)
     rows = tile_rows_of(q_offsets, total_q, tile.m)
-    forward_kernel[(rows.shape[0], num_heads)](
+    attention_forward_kernel[(rows.shape[0], num_heads)](
         q, k, v, out, lse, q_offsets, k_offsets, rows, *launch.bias_tensors(bias, q), *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], scale, *launch.window_of(causal, window, block_size), *launch.bias_sizes(bias), total_q,
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK_M=tile.m, BLOCK_N=tile.n,

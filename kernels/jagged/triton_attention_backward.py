@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.jagged import triton_attention_launch as launch
 from kernels.jagged.attention_bias import Bias
-from kernels.jagged.triton_attention_dkv import key_kernel
-from kernels.jagged.triton_attention_dq import query_kernel
+from kernels.jagged.triton_attention_dkv import attention_key_kernel
+from kernels.jagged.triton_attention_dq import attention_query_kernel
 from kernels.jagged.triton_attention_tables import table_gradients
 from kernels.jagged.triton_attention_tile import tile_rows_of
 
@@ -53,14 +53,14 @@ def backward(
     if total_q:
         tile = launch.fit("query", q, v, bias)
         rows = tile_rows_of(q_offsets, total_q, tile.m)
-        query_kernel[(rows.shape[0], num_heads)](
+        attention_query_kernel[(rows.shape[0], num_heads)](
             q, k, v, grad, out, lse, delta, dq, q_offsets, k_offsets, rows, *tables, *strides, *scalars,
             BLOCK_M=tile.m, BLOCK_N=tile.n, **constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if total_k:
         tile = launch.fit("key", q, v, bias)
         rows = tile_rows_of(k_offsets, total_k, tile.n)
-        key_kernel[(rows.shape[0], key_heads)](
+        attention_key_kernel[(rows.shape[0], key_heads)](
             q, k, v, grad, lse, delta, dk, dv, q_offsets, k_offsets, rows, *tables, *strides, *scalars,
             BLOCK_M=tile.m, BLOCK_N=tile.n, **constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

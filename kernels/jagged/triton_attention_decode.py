@@ -44,7 +44,7 @@ def _store(base, places, real, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["total_q"])
-def forward_kernel(
+def attention_decode_forward_kernel(
     q, k, v, out, lse, q_offsets, k_offsets, scale, total_q, q_token, q_head, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -78,7 +78,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["total_q"])
-def backward_kernel(
+def attention_decode_backward_kernel(
     grad, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, scale, total_q,
     grad_token, grad_head, q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -117,8 +117,8 @@ def backward_kernel(
     _store(dq, places * HEAD_DIM, real, dq_tile * scale, HEAD_DIM, BLOCK_D)
 
 
-_launch_forward = Launcher(forward_kernel)
-_launch_backward = Launcher(backward_kernel)
+_launch_forward = Launcher(attention_decode_forward_kernel)
+_launch_backward = Launcher(attention_decode_backward_kernel)
 
 
 def forward(

@@ -44,7 +44,7 @@ def _sum_over_keys(
 
 
 @triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
-def query_kernel(
+def attention_query_kernel(
     q, k, v, grad, out, lse, delta, dq, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times,
     k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_gn, stride_gh, scale, left,
     right, block_size, reach, num_buckets, buckets_per_octave, total_q,

@@ -26,7 +26,7 @@ from kernels.launch import Launcher, aligned, kinds
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
-def backward_kernel(
+def attention_short_backward_kernel(
     grad, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, total, scale, left, right,
     stride_gn, stride_gh, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr, BESIDE: tl.constexpr,
@@ -111,4 +111,4 @@ def backward(
     )  # fmt: skip
 
 
-_launch = Launcher(backward_kernel, **OPTIONS, maxnreg=BACKWARD_REGISTERS)
+_launch = Launcher(attention_short_backward_kernel, **OPTIONS, maxnreg=BACKWARD_REGISTERS)

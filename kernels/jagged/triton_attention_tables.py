@@ -54,7 +54,7 @@ def _sum_diagonals(ds, SIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets", "num_tiles"])
-def table_kernel(
+def attention_table_kernel(
     q, k, v, grad, lse, delta, position_partial, time_partial, q_offsets, k_offsets, tile_rows, num_tiles,
     position_table, time_table, edges, q_times, k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
     stride_vh, stride_gn, stride_gh, scale, left, right, block_size, reach, num_buckets, buckets_per_octave, total_q,
@@ -178,7 +178,7 @@ def table_gradients(
     if q.shape[0]:
         tile = launch.fit("table", q, v, bias)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
-        table_kernel[(programs, num_heads)](
+        attention_table_kernel[(programs, num_heads)](
             q, k, v, grad, lse, delta, position_partial, time_partial, q_offsets, k_offsets, rows, rows.shape[0],
             *tables, *strides, *scalars,
             SIDE=tile.m, BLOCK_T=block_width(1 if time is None else time.shape[1]), **constants, num_warps=tile.warps,

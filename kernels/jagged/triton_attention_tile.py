@@ -17,7 +17,7 @@ UNLIMITED = 2**30
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def tile_rows_kernel(offsets, tile_rows, num_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def attention_tile_rows_kernel(offsets, tile_rows, num_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     begin = tl.load(offsets + row).to(tl.int64) // TILE + row
     end = tl.load(offsets + row + 1).to(tl.int64) // TILE + row + 1
@@ -37,7 +37,7 @@ def tile_rows_of(offsets: Tensor, total: int, tile: int) -> Tensor:
     num_rows = offsets.shape[0] - 1
     rows = torch.empty(total // tile + num_rows, dtype=torch.int32, device=offsets.device)
     if num_rows:
-        tile_rows_kernel[(num_rows,)](offsets, rows, rows.shape[0], TILE=tile, BLOCK=256, num_warps=1)
+        attention_tile_rows_kernel[(num_rows,)](offsets, rows, rows.shape[0], TILE=tile, BLOCK=256, num_warps=1)
     return rows
 
 

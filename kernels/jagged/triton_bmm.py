@@ -22,7 +22,7 @@ from kernels.launch import Launcher, aligned
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _dense_kernel(
+def _bmm_dense_kernel(
     x,
     offsets,
     y,
@@ -71,7 +71,7 @@ def _dense_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _jagged_kernel(
+def _bmm_jagged_kernel(
     x,
     y,
     offsets,
@@ -212,8 +212,8 @@ def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     return out
 
 
-_launch_dense = Launcher(_dense_kernel)
-_launch_jagged = Launcher(_jagged_kernel)
+_launch_dense = Launcher(_bmm_dense_kernel)
+_launch_jagged = Launcher(_bmm_jagged_kernel)
 
 
 @custom_op("gemsmith::jagged_dense_bmm")

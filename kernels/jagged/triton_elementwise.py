@@ -29,7 +29,7 @@ def _combine(x, y, OP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["total", "num_rows"])
-def _forward_kernel(
+def _elementwise_kernel(
     x,
     y,
     offsets,
@@ -68,7 +68,7 @@ def _load(x, place, last, stride, inside, EVEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["total", "num_rows"])
-def _gradient_kernel(
+def _elementwise_gradient_kernel(
     grad,
     x,
     y,
@@ -219,8 +219,8 @@ def _(grad, x, y, offsets, op, activation):
     return x.new_empty(x.shape), y.new_empty(y.shape)
 
 
-_launch_forward = Launcher(_forward_kernel)
-_launch_gradient = Launcher(_gradient_kernel)
+_launch_forward = Launcher(_elementwise_kernel)
+_launch_gradient = Launcher(_elementwise_gradient_kernel)
 
 
 def _save_operands(ctx, inputs, output):

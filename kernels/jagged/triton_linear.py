@@ -24,7 +24,7 @@ _CHUNK = 1024  # rows whose sums a program adds up
 
 
 @triton.jit(do_not_specialize=["num_rows", "total"])
-def _row_kernel(offsets, rows, num_rows, total, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+def _row_of_place_kernel(offsets, rows, num_rows, total, PART: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """The row of each place: the search would keep the tiles of a product waiting for longer than they multiply.
 
     Places behind the last row, where values go on there, count as its own: what they get is an address.
@@ -122,7 +122,7 @@ def linear(
     if row_bias is not None:
         row_bias, rows = flat(row_bias), offsets.new_empty(total, dtype=torch.int32)
         num_rows = offsets.shape[0] - 1
-        _row_kernel[(num_parts(total, num_rows, PART),)](
+        _row_of_place_kernel[(num_parts(total, num_rows, PART),)](
             offsets.contiguous(), rows, num_rows, total, PART=PART, STEPS=steps_of(num_rows), BLOCK=256
         )
     config = _config(x.dtype, x.shape[1], width, multiplies_registers(x.device))
@@ -155,7 +155,7 @@ def linear_like(x, offsets, weight, bias, row_bias, activation, keep):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _bias_kernel(
+def _linear_bias_kernel(
     sums,
     of_rows,
     of_chunks,
@@ -189,7 +189,7 @@ def bias_gradients(sums: Tensor, bias_dtype: torch.dtype, row_dtype: torch.dtype
         return of_bias.zero_(), of_rows
     chunks = cdiv(num_rows, _CHUNK)
     of_chunks = of_bias.unsqueeze(0) if chunks == 1 else sums.new_empty(chunks, width)
-    _bias_kernel[(chunks, cdiv(width, 8))](
+    _linear_bias_kernel[(chunks, cdiv(width, 8))](
         sums, of_rows, of_chunks, num_rows, width, CHUNK=_CHUNK, BLOCK_B=256, BLOCK_W=8
     )
     if chunks > 1:

@@ -23,7 +23,7 @@ MAX_WIDE_BYTES = 1024  # of a place of the wide one, of which three tiles must f
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _narrow_kernel(
+def _bmm_narrow_kernel(
     wide,
     narrow,
     matrix,
@@ -178,4 +178,4 @@ def products(
     return out
 
 
-_launch = Launcher(_narrow_kernel)
+_launch = Launcher(_bmm_narrow_kernel)

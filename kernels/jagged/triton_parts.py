@@ -53,7 +53,7 @@ def part_of(offsets, num_rows, program, PART: tl.constexpr, STEPS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _join_kernel(
+def _join_parts_kernel(
     parts,
     counts,
     offsets,
@@ -141,7 +141,7 @@ def join(
     )  # fmt: skip
 
 
-_launch_join = Launcher(_join_kernel)
+_launch_join = Launcher(_join_parts_kernel)
 
 
 def reduction_blocks(

@@ -16,7 +16,7 @@ SPREAD_PART = 64  # and of that of the others, which read nothing for each place
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _reduce_kernel(
+def _segment_reduce_kernel(
     x,
     offsets,
     out,
@@ -83,7 +83,7 @@ def _reduce_kernel(
 
 
 @triton.jit(do_not_specialize=["total", "num_rows"])
-def _spread_kernel(
+def _segment_spread_kernel(
     grad,
     offsets,
     out,
@@ -117,7 +117,7 @@ def _spread_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _max_gradient_kernel(
+def _segment_max_gradient_kernel(
     grad,
     x,
     largest,
@@ -150,7 +150,7 @@ def _max_gradient_kernel(
     out += first * width + column[None, :]
     for start in range(0, tall, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
-        at = corner + tl.minimum(place, tall - 1)[:, None] * x_stride  # as in `_reduce_kernel`
+        at = corner + tl.minimum(place, tall - 1)[:, None] * x_stride  # as in `_segment_reduce_kernel`
         if EVEN:
             values = tl.load(at)
         else:
@@ -180,8 +180,8 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     join(parts, offsets, out, total, PART, kind, counts, ties)
 
 
-_launch_reduction = Launcher(_reduce_kernel)
-_launch_spread = Launcher(_spread_kernel)
+_launch_reduction = Launcher(_segment_reduce_kernel)
+_launch_spread = Launcher(_segment_spread_kernel)
 
 
 @custom_op("gemsmith::segment_reduce")
@@ -248,7 +248,7 @@ def max_gradient(grad: Tensor, values: Tensor, top: Tensor, ties: Tensor, offset
     num_rows = offsets.shape[0] - 1
     programs = num_parts(total, num_rows, GRADIENT_PART)
     blocks = reduction_blocks(width, programs, values.element_size(), LOADS)
-    _max_gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
+    _segment_max_gradient_kernel[(programs, cdiv(width, blocks["BLOCK_W"]))](
         grad,
         values,
         top.contiguous(),

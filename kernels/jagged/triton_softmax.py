@@ -13,7 +13,7 @@ MATRIX_ELEMENTS = 1024  # of a tile
 
 
 @triton.jit
-def _column_kernel(x, offsets, out, width, x_stride, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr):
+def _softmax_kernel(x, offsets, out, width, x_stride, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + row).to(tl.int64)
     end = tl.load(offsets + row + 1).to(tl.int64)
@@ -39,7 +39,7 @@ def _column_kernel(x, offsets, out, width, x_stride, BLOCK_L: tl.constexpr, BLOC
 
 
 @triton.jit
-def _column_gradient_kernel(
+def _softmax_gradient_kernel(
     grad, y, offsets, out, width, grad_stride, y_stride, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -110,7 +110,7 @@ def _long_row(x, grad, out, count, GRADIENT: tl.constexpr, BLOCK_C: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _matrix_kernel(
+def _softmax_matrix_kernel(
     x,
     grad,
     offsets,
@@ -162,8 +162,8 @@ def _launch_columns(launch: Launcher, offsets: Tensor, out: Tensor, *inputs: Ten
     return out
 
 
-_launch_column = Launcher(_column_kernel)
-_launch_column_gradient = Launcher(_column_gradient_kernel)
+_launch_column = Launcher(_softmax_kernel)
+_launch_column_gradient = Launcher(_softmax_gradient_kernel)
 
 
 @custom_op("gemsmith::jagged_softmax")
@@ -198,7 +198,7 @@ def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Ten
     if out.numel() == 0:
         return out
     num_rows = offsets.shape[0] - 1
-    _matrix_kernel[(num_tiles(num_values, num_rows, MATRIX_ROWS),)](
+    _softmax_matrix_kernel[(num_tiles(num_values, num_rows, MATRIX_ROWS),)](
         x.contiguous(),
         x if grad is None else grad.contiguous(),
         offsets.contiguous(),

@@ -26,7 +26,7 @@ MAX_WIDTH = 256  # of both gradients at once
 
 
 @triton.jit
-def _outer_kernel(
+def _bmm_outer_kernel(
     x,
     y,
     offsets,
@@ -77,7 +77,7 @@ def _outer_kernel(
 
 
 @triton.jit
-def _inner_kernel(
+def _bmm_inner_kernel(
     a,
     y,
     offsets,
@@ -126,7 +126,7 @@ def _inner_kernel(
 
 
 @triton.jit
-def _gradients_kernel(
+def _bmm_gradients_kernel(
     grad,
     a,
     y,
@@ -174,7 +174,7 @@ def _gradients_kernel(
         right_mask = (n < count - k)[:, None] & (d < D)[None, :]
         right = tl.load(grad + (begin + k) * grad_stride + grad_tile, mask=right_mask, other=0)
         left_mask = (m < tall)[:, None] & (n < count - k - BLOCK_N)[None, :]
-        ahead = tl.load(a + corner + step + tile, mask=left_mask, other=0)  # as in `_inner_kernel`
+        ahead = tl.load(a + corner + step + tile, mask=left_mask, other=0)  # as in `_bmm_inner_kernel`
         total = tl.dot(left, right, total, input_precision=PRECISION)
         product = tl.dot(own, tl.trans(right), input_precision=PRECISION)
         tl.store(da + corner + tile, product.to(da.dtype.element_ty), mask=mask)
@@ -235,7 +235,7 @@ def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) ->
     if tma:
         config["BLOCK_D"] = 64
         x, y = addressable(x), addressable(y)
-    _outer_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]),)](
+    _bmm_outer_kernel[(num_tiles(x.shape[0], num_rows, config["BLOCK_M"]),)](
         _blocks(x, config["BLOCK_M"], config["BLOCK_D"]) if tma else x,
         _blocks(y, config["BLOCK_N"], config["BLOCK_D"]) if tma else y,
         offsets.contiguous(),
@@ -266,7 +266,7 @@ def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: boo
     y = flat(y)
     num_rows, width = offsets.shape[0] - 1, y.shape[1]
     config = _inner_config(y.dtype, width)
-    _inner_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_D"]))](
+    _bmm_inner_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]), cdiv(width, config["BLOCK_D"]))](
         a.contiguous(),
         y,
         offsets.contiguous(),
@@ -299,7 +299,7 @@ def inner_gradients(
     grad, y = flat(grad), flat(y)
     num_rows, width = offsets.shape[0] - 1, y.shape[1]
     config = _gradients_config(width, multiplies_registers(y.device))
-    _gradients_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]),)](
+    _bmm_gradients_kernel[(num_tiles(y.shape[0], num_rows, config["BLOCK_M"]),)](
         grad,
         a.contiguous(),
         y,

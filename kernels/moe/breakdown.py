@@ -28,8 +28,7 @@ NAMES = (
     ("quantize_kernel", "weights"),
     ("quantize_tiles_kernel", "weights"),
     ("round_tiles_kernel", "weights"),
-    ("forward_kernel", "SwiGLU"),
-    ("backward_kernel", "SwiGLU"),
+    ("swiglu", "SwiGLU"),
     ("combine_kernel", "combine"),
     ("collect_kernel", "combine"),
     ("count_kernel", "places"),
@@ -52,9 +51,7 @@ NAMES = (
     ("fill", "other"),
     ("topk", "places"),
     ("top_k", "places"),
-    # What the grouped products of kernels.mxfp8 are called, and what prepares their scales.
-    ("_kernel", "products"),
-    ("_transpose", "products"),
+    ("transpose_kernel", "products"),  # which prepares their scales
 )
 
 

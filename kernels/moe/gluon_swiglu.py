@@ -30,7 +30,7 @@ def _tile(num_groups, ends, width):
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def forward_kernel(gate_up, ends, num_groups, out, width):
+def swiglu_forward_kernel(gate_up, ends, num_groups, out, width):
     behind, _, at, column = _tile(num_groups, ends, width)
     if behind:
         return
@@ -39,7 +39,7 @@ def forward_kernel(gate_up, ends, num_groups, out, width):
     gl.store(out + at + column, (gate * _sigmoid(gate) * up).to(gl.bfloat16))
 
 
-_launch_forward = Launcher(forward_kernel, num_warps=4)
+_launch_forward = Launcher(swiglu_forward_kernel, num_warps=4)
 
 
 def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def backward_kernel(gate_up, grad, selections, weights, ends, num_groups, d_gate_up, partial, width):
+def swiglu_backward_kernel(gate_up, grad, selections, weights, ends, num_groups, d_gate_up, partial, width):
     """One tile of `grad`, the gradient of the result before the weights; see `swiglu_backward`."""
     behind, row, at, column = _tile(num_groups, ends, width)
     if behind:
@@ -75,7 +75,7 @@ def backward_kernel(gate_up, grad, selections, weights, ends, num_groups, d_gate
     gl.store(grad + at + column, (result * weight).to(gl.bfloat16))
 
 
-_launch_backward = Launcher(backward_kernel, num_warps=4, maxnreg=128)
+_launch_backward = Launcher(swiglu_backward_kernel, num_warps=4, maxnreg=128)
 
 
 def swiglu_backward(

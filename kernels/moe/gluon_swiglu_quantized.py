@@ -83,7 +83,7 @@ def _load_halves(desc, row, column, width, gate_smem, up_smem, full):
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def forward_kernel(
+def swiglu_quantized_forward_kernel(
     hidden_desc, codes_desc, scales, ends, num_groups, num_rows, width, GROUP: gl.constexpr, FORM: gl.constexpr
 ):
     """One tile of the result."""
@@ -109,7 +109,7 @@ def forward_kernel(
     mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 
-_launch_forward = Launcher(forward_kernel, num_warps=WARPS, maxnreg=FORWARD_REGISTERS)
+_launch_forward = Launcher(swiglu_quantized_forward_kernel, num_warps=WARPS, maxnreg=FORWARD_REGISTERS)
 
 
 def swiglu_quantized(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def _store_gradient(words_smem, pairs_desc, row, column, row_scales, column_scal
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def backward_kernel(
+def swiglu_quantized_backward_kernel(
     hidden_desc,
     grad_desc,
     pairs_desc,
@@ -246,7 +246,7 @@ def backward_kernel(
     mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
 
 
-_launch_backward = Launcher(backward_kernel, num_warps=WARPS, maxnreg=BACKWARD_REGISTERS)
+_launch_backward = Launcher(swiglu_quantized_backward_kernel, num_warps=WARPS, maxnreg=BACKWARD_REGISTERS)
 
 
 def swiglu_quantized_backward(

@@ -177,7 +177,7 @@ def _load(a_desc, b_desc, a_smem, b_smem, full, empty, ticket, places, written, 
 
 
 @gluon.jit(do_not_specialize=["num_groups", "tiles_m", "tiles_n", "M"])
-def _kernel(
+def _grouped_bf16_kernel(
     a_desc,
     b_desc,
     out_desc,
@@ -221,4 +221,4 @@ def _kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_bf16_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -345,7 +345,7 @@ def _multiply(out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, ou
 
 
 @gluon.jit(do_not_specialize=["differ", "ticket", "num_groups", "tiles_m", "tiles_n", "M"])
-def _kernel(
+def _grouped_fp8_kernel(
     a_desc,
     b_desc,
     rows_desc,
@@ -397,4 +397,4 @@ def _kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_fp8_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

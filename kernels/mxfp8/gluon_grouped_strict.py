@@ -201,7 +201,7 @@ def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, 
 
 
 @gluon.jit(do_not_specialize=["num_groups", "tiles_m", "tiles_n", "M"])
-def _kernel(
+def _grouped_strict_kernel(
     a_desc,
     b_desc,
     words_desc,
@@ -346,4 +346,4 @@ def _multiplied(
     )
 
 
-_launch = Launcher(_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_strict_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

@@ -95,7 +95,7 @@ def _transpose_tile(words, table, size, stride, tile, length, across, WIDTH: tl.
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride", "num_columns", "length", "across", "row_tiles"])
-def _transpose(
+def _transpose_kernel(
     rows, row_table, num_rows, stride, columns, column_table, num_columns, differ, length, across, row_tiles,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -111,4 +111,4 @@ def _transpose(
             tl.store(differ, 1)
 
 
-_launch = Launcher(_transpose, num_warps=4)
+_launch = Launcher(_transpose_kernel, num_warps=4)

@@ -27,8 +27,8 @@ def grouped_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: T
     m = a.shape[0]
     out = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
     grid = (cdiv(m, _TILE) * (n // _TILE),)
-    _mm[grid](a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE=_TILE, BLOCK_K=_BLOCK_K, BAND=_BAND,
-              num_warps=8, num_stages=4)  # fmt: skip
+    _grouped_mm_kernel[grid](a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE=_TILE, BLOCK_K=_BLOCK_K,
+                             BAND=_BAND, num_warps=8, num_stages=4)  # fmt: skip
     return out
 
 
@@ -39,8 +39,8 @@ def grouped_wgrad(
     (n, m), k, groups = dy.shape, x.shape[0], ends.shape[0]
     out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
     grid = (n // _TILE * (k // _TILE), groups)
-    _wgrad[grid](dy, dy_scales, x, x_scales, out, ends, m, n, k, TILE=_TILE, BLOCK_K=_BLOCK_K, num_warps=8,
-                 num_stages=4)  # fmt: skip
+    _grouped_wgrad_kernel[grid](dy, dy_scales, x, x_scales, out, ends, m, n, k, TILE=_TILE, BLOCK_K=_BLOCK_K,
+                                num_warps=8, num_stages=4)  # fmt: skip
     return out
 
 
@@ -62,7 +62,7 @@ def _sums(a, a_scales, b, b_scales, a_row, b_row, first, last, length, TILE: tl.
 
 
 @triton.jit(do_not_specialize=["groups", "m"])
-def _mm(a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+def _grouped_mm_kernel(a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
         BAND: tl.constexpr):  # fmt: skip
     tiles_n = n // TILE
     band = tl.program_id(0) // (BAND * tiles_n)
@@ -81,7 +81,7 @@ def _mm(a, a_scales, b, b_scales, out, ends, groups, m, n, k, TILE: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["m"])
-def _wgrad(dy, dy_scales, x, x_scales, out, ends, m, n, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _grouped_wgrad_kernel(dy, dy_scales, x, x_scales, out, ends, m, n, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
     group = tl.program_id(1)
     row = tl.program_id(0) // (k // TILE) * TILE
     column = tl.program_id(0) % (k // TILE) * TILE

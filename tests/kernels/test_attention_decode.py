@@ -57,7 +57,7 @@ def test_compiles_within_registers(name: str, width: int, rows: int, spill_bytes
     from kernels.jagged import triton_attention_decode as decode
 
     constants = {"KV_HEADS": 2, "GROUP": 1, "HEAD_DIM": width, "VALUE_DIM": width, **decode.tiling(width, width, rows)}
-    kernel = getattr(decode, f"{name}_kernel")
+    kernel = getattr(decode, f"attention_decode_{name}_kernel")
     strides = [argument for argument in kernel.arg_names if argument.endswith(("_token", "_head"))]
     types = {"lse": "*fp32", "q_offsets": "*i64", "k_offsets": "*i64", "scale": "fp32"}
     types |= dict.fromkeys([*strides, "total_q"], "i32")

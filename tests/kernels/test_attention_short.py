@@ -42,7 +42,7 @@ def test_rows_of_one_tile_are_differentiated_by_themselves(monkeypatch: pytest.M
 def test_three_programs_of_short_rows_fit_on_a_multiprocessor(
     head_dim: int, group: int, window: bool, spill_bytes: int
 ) -> None:
-    kernel = triton_attention_short.backward_kernel
+    kernel = triton_attention_short.attention_short_backward_kernel
     types = {"lse": "*fp32", "q_offsets": "*i64", "k_offsets": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if not name.isupper()}

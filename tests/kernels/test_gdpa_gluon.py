@@ -31,7 +31,7 @@ def compiled_forward(
     dtype: str = "bf16", block_k: int = 128, paired: bool = False,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
-    kernel = gluon_forward._forward_kernel
+    kernel = gluon_forward._gdpa_forward_kernel
     constants = {
         "HEADS": 4,
         "GROUP": 2,
@@ -102,7 +102,7 @@ def compiled_backward(
     signature |= {f"d{name}_ptr": f"*{dtype}" for name in "qkv"}
     signature |= {"score_scale": "fp32", "out_scale": "fp32", "left": "i32", "right": "i32"}
     return compile_ahead(
-        gluon_backward._backward_kernel,
+        gluon_backward._gdpa_backward_kernel,
         signature,
         constants | {"KINDS": kinds, "HEAD_KINDS": heads, "PAIRS": pairs, "UNEVEN": uneven},
         target="sm_90",

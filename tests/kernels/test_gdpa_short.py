@@ -83,7 +83,9 @@ def test_short_rows_are_written_and_no_others(
 
 
 def compiled(kernel: str, names: tuple[str, ...], group: int, window: tuple[int, int], d: int, target: str) -> Compiled:
-    function = {"forward": triton_short.forward_kernel, "backward": triton_short.backward_kernel}[kernel]
+    function = {"forward": triton_short.gdpa_short_forward_kernel, "backward": triton_short.gdpa_short_backward_kernel}[
+        kernel
+    ]
     q, k = (torch.empty(0, heads, d, dtype=torch.bfloat16) for heads in (4, 4 // group))
     types = {"q_offsets": "*i64", "k_offsets": "*i32", "score_scale": "fp32", "out_scale": "fp32"}
     types |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")

@@ -96,9 +96,9 @@ def compiled(
     from kernels.gdpa import triton_backward, triton_forward, triton_launch
 
     function = {
-        "forward": triton_forward.forward_kernel,
-        "query": triton_backward.query_kernel,
-        "key": triton_backward.key_kernel,
+        "forward": triton_forward.gdpa_forward_kernel,
+        "query": triton_backward.gdpa_query_kernel,
+        "key": triton_backward.gdpa_key_kernel,
     }[kernel]
     kind, dtype = ("bf16", torch.bfloat16) if itemsize == 2 else ("fp32", torch.float32)
     example = torch.empty(0, len(names), width, dtype=dtype)

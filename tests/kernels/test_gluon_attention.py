@@ -35,7 +35,7 @@ def lengths_of(rows: int, low: int, high: int, seed: int = 0) -> list[int]:
 def _compiled(
     *, window: tuple[int, int] = UNLIMITED, block_k: int = 128, d: int = 128, dtype: str = "bf16", paired: bool = True
 ) -> Compiled:
-    kernel = gluon_attention_forward._forward_kernel
+    kernel = gluon_attention_forward._attention_forward_kernel
 
     constants = {
         "HEADS": 4,

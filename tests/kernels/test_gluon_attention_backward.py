@@ -35,7 +35,7 @@ def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> 
     signature |= {"exponent": "fp32", "scale": "fp32", "left": "i32", "right": "i32"}
     constants = {f"{name}_STEP": head_dim for name in "QKVG"} | {"HEADS": 2, "GROUP": 2}
     return compile_ahead(
-        gluon_attention_backward._backward,
+        gluon_attention_backward._attention_backward_kernel,
         signature,
         constants | {"RUNS": runs, "LEFT": window, "RIGHT": window, "LATE": late},
         target="sm_90",
@@ -74,7 +74,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     pointers |= {"k_offsets_ptr": offsets}
     sizes = ("num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
     statistics = compile_ahead(
-        attention_rows._row_statistics_kernel,
+        attention_rows._attention_statistics_kernel,
         pointers | {"statistics_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
         {"D": 128, "SHORT": 64},
         target=target,

@@ -17,7 +17,7 @@ from tests.kernels.jagged_problems import offsets_of
 def test_compiles(width: int, columns: int) -> None:
     constants = {"T": columns, "STEPS": 10, **gluon_jagged_bmm.config(width)}
     num_warps = constants.pop("num_warps")
-    kernel = gluon_jagged_bmm._stream_kernel
+    kernel = gluon_jagged_bmm._bmm_stream_kernel
     kinds = {"offsets": "*i64", "x": "*bf16", "y": "*bf16", "out": "*bf16"}
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
     compiled = compile_ahead(

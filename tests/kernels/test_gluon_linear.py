@@ -54,7 +54,7 @@ def test_compiles(precision: str, keep: bool) -> None:
 
 
 def test_gradients_compile() -> None:
-    kernel = gluon_linear_backward._gradients_kernel
+    kernel = gluon_linear_backward._linear_gradients_kernel
     constants = {"KIND": "given", "SUMS": True, "LEVELS": 2}
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
     signature |= dict.fromkeys(("partials", "sums"), "*fp32") | {"offsets": "*i64"}

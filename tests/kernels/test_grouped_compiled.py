@@ -35,7 +35,7 @@ def _bf16() -> Compiled:
         "out": "*bf16",
         "ticket": "*i32",
     }
-    return _compiled(gluon_grouped_bf16._kernel, types, {"WGRAD": False, "B_T": False})
+    return _compiled(gluon_grouped_bf16._grouped_bf16_kernel, types, {"WGRAD": False, "B_T": False})
 
 
 def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
@@ -51,7 +51,7 @@ def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
         "b_values": "*i32",
     }
     constants = {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0, "AHEAD": ahead}
-    return _compiled(gluon_grouped_strict._kernel, types, constants)
+    return _compiled(gluon_grouped_strict._grouped_strict_kernel, types, constants)
 
 
 def _fp8(wgrad: bool) -> Compiled:
@@ -66,7 +66,7 @@ def _fp8(wgrad: bool) -> Compiled:
         "ticket": "*i32",
     }
     form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
-    return _compiled(gluon_grouped_fp8._kernel, types, {"WGRAD": wgrad, "A_FORM": form})
+    return _compiled(gluon_grouped_fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 
 @pytest.mark.parametrize(

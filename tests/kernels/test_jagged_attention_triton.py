@@ -129,10 +129,10 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, target: str, itemsize: 
     tile = tile_of(kernel, itemsize, 128, biased, SHARED_LIMITS[target], target in FROM_REGISTERS)
     pointers = POINTERS if itemsize == 2 else {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
     function = {
-        "forward": triton_attention.forward_kernel,
-        "query": triton_attention_dq.query_kernel,
-        "key": triton_attention_dkv.key_kernel,
-        "table": triton_attention_tables.table_kernel,
+        "forward": triton_attention.attention_forward_kernel,
+        "query": triton_attention_dq.attention_query_kernel,
+        "key": triton_attention_dkv.attention_key_kernel,
+        "table": triton_attention_tables.attention_table_kernel,
     }[kernel]
     constants = {"NUM_HEADS": 4, "GROUP": 1, "SCALE_LATE": True, "BLOCK_T": 64, "SIDE": tile.m}
     constants |= {"PRECISION": "tf32" if itemsize == 2 else "tf32x3"}

@@ -111,34 +111,34 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
     "split": (triton_gather._concat_kernel, {"SPLIT": True, **STEPS, **TILE}),
     "sum selected": (triton_gather._sum_selected_kernel, {**BY_PART, **TILE}),
     **{
-        f"join {kind}": (triton_parts._join_kernel, {"KIND": kind, **BY_PART, "BLOCK_W": 256, "num_warps": 2})
+        f"join {kind}": (triton_parts._join_parts_kernel, {"KIND": kind, **BY_PART, "BLOCK_W": 256, "num_warps": 2})
         for kind in ("mean", "max")
     },
     "ranks of selected rows": (triton_gather._rank_kernel, {"BLOCK_M": 4, "BLOCK_N": 1024}),
-    "rows of places": (triton_linear._row_kernel, {**BY_PART, "BLOCK": 256}),
-    "bias gradients": (triton_linear._bias_kernel, {"CHUNK": 1024, "BLOCK_B": 256, "BLOCK_W": 8}),
-    "softmax": (triton_softmax._column_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
-    "softmax gradient": (triton_softmax._column_gradient_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
+    "rows of places": (triton_linear._row_of_place_kernel, {**BY_PART, "BLOCK": 256}),
+    "bias gradients": (triton_linear._linear_bias_kernel, {"CHUNK": 1024, "BLOCK_B": 256, "BLOCK_W": 8}),
+    "softmax": (triton_softmax._softmax_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
+    "softmax gradient": (triton_softmax._softmax_gradient_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
     **{
         f"matrix softmax {gradient}": (
-            triton_softmax._matrix_kernel,
+            triton_softmax._softmax_matrix_kernel,
             {"GRADIENT": gradient, **STEPS, "BLOCK_R": 32, "ELEMENTS": 1024},
         )
         for gradient in (False, True)
     },
     **{
-        f"segment {kind}": (triton_segment._reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4, "EVEN": True})
+        f"segment {kind}": (triton_segment._segment_reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4, "EVEN": True})
         for kind in ("sum", "mean", "max")
     },
-    "segment spread": (triton_segment._spread_kernel, {"KIND": "mean", **LONG_TILE}),
-    "segment max gradient": (triton_segment._max_gradient_kernel, {**LONG_TILE, "EVEN": True}),
+    "segment spread": (triton_segment._segment_spread_kernel, {"KIND": "mean", **LONG_TILE}),
+    "segment max gradient": (triton_segment._segment_max_gradient_kernel, {**LONG_TILE, "EVEN": True}),
     "elementwise": (
-        triton_elementwise._forward_kernel,
+        triton_elementwise._elementwise_kernel,
         {"OP": "mul", "ACTIVATION": "gelu", "DENSE": True, **STEPS, **TILE},
     ),
     **{
         f"elementwise gradient {dense}": (
-            triton_elementwise._gradient_kernel,
+            triton_elementwise._elementwise_gradient_kernel,
             {"OP": "mul", "ACTIVATION": "gelu", "DENSE": dense, **LONG_TILE, "SUMS": 4, "EVEN": True},
         )
         for dense in (False, True)
@@ -154,14 +154,14 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
     whole_row = by_row | {"PART": triton_parts.UNDIVIDED}
     result = {
         f"dense {inner} {width}": (
-            triton_bmm._dense_kernel,
+            triton_bmm._bmm_dense_kernel,
             {**by_row, "y_stride_e": 1, **triton_bmm._dense_config(kind, inner, width)},
         )
         for inner, width in ((256, 8), (256, 256))
     }
     result |= {
         f"jagged {narrow} 256": (
-            triton_bmm._jagged_kernel,
+            triton_bmm._bmm_jagged_kernel,
             {
                 **whole_row,
                 "out_stride_d": 1,
@@ -175,14 +175,14 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
             flags = {f"TO_{name.upper()}": name in to for name in ("wide", "narrow", "matrix")}
             strides = {"matrix_stride_t": 1, "out_stride_t": 1}
             result[f"narrow {to}"] = (
-                triton_narrow._narrow_kernel,
+                triton_narrow._bmm_narrow_kernel,
                 {**whole_row, "T": 8, **flags, **strides, **triton_narrow.config(kind, 256)},
             )
     outer = triton_square._outer_config(kind, 256, from_registers)
-    result["outer"] = (triton_square._outer_kernel, {**by_row, "TMA": False, **outer})
+    result["outer"] = (triton_square._bmm_outer_kernel, {**by_row, "TMA": False, **outer})
     result |= {
         f"inner {transpose}": (
-            triton_square._inner_kernel,
+            triton_square._bmm_inner_kernel,
             {**by_row, "TRANSPOSE": transpose, **triton_square._inner_config(kind, 256)},
         )
         for transpose in (False, True)
@@ -190,7 +190,7 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
     if dtype == "bf16":
         result |= {
             f"inner gradients {transpose}": (
-                triton_square._gradients_kernel,
+                triton_square._bmm_gradients_kernel,
                 {**by_row, "TRANSPOSE": transpose, **triton_square._gradients_config(256, from_registers)},
             )
             for transpose in (False, True)
@@ -235,7 +235,7 @@ def test_products(name: str, dtype: str, target: str) -> None:
 def test_an_outer_product_by_tma_compiles() -> None:
     config = triton_square._outer_config(torch.float32, 256) | {"PRECISION": "tf32x3", "BLOCK_D": 64}
     options = {name: config.pop(name) for name in OPTIONS}
-    kernel, constants = triton_square._outer_kernel, {**STEPS, **config, "TMA": True, "BLOCK_N": 32}
+    kernel, constants = triton_square._bmm_outer_kernel, {**STEPS, **config, "TMA": True, "BLOCK_N": 32}
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
     signature |= {"offsets": "*i64", "squares": "*i64", "out": "*fp32"}
     signature |= {"x": "tensordesc<fp32[64, 64]>", "y": "tensordesc<fp32[32, 64]>"}

@@ -144,7 +144,7 @@ def test_places_behind_the_last_row_are_taken_for_its_own() -> None:
 
     rows = torch.full((70,), -1, dtype=torch.int32)
     constants = {"PART": 16, "STEPS": 2, "BLOCK": 16}
-    triton_linear._row_kernel[(num_parts(70, 3, 16),)](offsets_of([20, 0, 5]), rows, 3, 70, **constants)
+    triton_linear._row_of_place_kernel[(num_parts(70, 3, 16),)](offsets_of([20, 0, 5]), rows, 3, 70, **constants)
     assert rows.tolist() == [0] * 20 + [2] * 50
 
 

@@ -31,7 +31,7 @@ INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc")
 def test_forward_compiles_to_asynchronous_hopper_instructions(
     user_shared: int, within: bool, tiles: tuple[int, int], blocks_n: int, dtype: str, spills: int
 ) -> None:
-    kernel = gluon_lce_forward._forward_kernel
+    kernel = gluon_lce_forward._compress_kernel
     stages = gluon_lce_forward.STAGES
     constants = {
         "ROW_TILES": tiles[0],
@@ -55,7 +55,7 @@ def test_forward_compiles_to_asynchronous_hopper_instructions(
 
 
 def test_weight_gradient_compiles_to_asynchronous_hopper_instructions() -> None:
-    kernel = gluon_lce_weight._weight_kernel
+    kernel = gluon_lce_weight._compress_weight_kernel
     constants = {"ROW_TILES": 1, "COLUMN_TILES": 1, "BLOCKS_N": 4, "STAGES": gluon_lce_weight.STAGES}
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
     signature |= dict.fromkeys(("grad_desc", "x_desc"), descriptor("fp16", 1, 64, 64)) | {"parts": "*fp32"}

@@ -45,11 +45,11 @@ def test_interpreted(shape: str) -> None:
 
 
 @pytest.mark.parametrize("target", SHARED_LIMITS)
-@pytest.mark.parametrize("kernel", ["_compress_kernel", "_weight_kernel"])
+@pytest.mark.parametrize("kernel", ["_compress_kernel", "_compress_weight_kernel"])
 def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     function = getattr(triton_lce, kernel)
     blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "HAS_ROWS": True}
-    if kernel == "_weight_kernel":
+    if kernel == "_compress_weight_kernel":
         blocks = {"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_N": 64}
     constants = blocks | {"PRECISION": "ieee"}
     constants |= {name: 1 for name in function.arg_names if name.endswith("stride_n") or name == "w_stride_k"}

@@ -157,14 +157,14 @@ def test_kernels_compile_within_their_registers() -> None:
     quantize |= {"row_scales_stride": "i32", "column_scales_stride": "i32"}
     for kernel, signature, constants, registers, programs in (
         (
-            gluon_swiglu_quantized.backward_kernel,
+            gluon_swiglu_quantized.swiglu_quantized_backward_kernel,
             descriptors | pointers | sizes | {"column_scales": "*u8"},
             {"FORM": BYTES, "RESULT_FORM": VALUES},
             BACKWARD_REGISTERS,
             2,
         ),
         (
-            gluon_swiglu_quantized.forward_kernel,
+            gluon_swiglu_quantized.swiglu_quantized_forward_kernel,
             {"hidden_desc": words, "codes_desc": codes, "scales": "*u8", **groups, **sizes},
             {"FORM": BYTES},
             FORWARD_REGISTERS,
@@ -317,8 +317,9 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
         "dequantize_kernel": "products",
         "quantize_kernel": "weights",
         "quantize_tiles_kernel": "weights",
-        "backward_kernel": "SwiGLU",
-        "_kernel": "products",
+        "swiglu_backward_kernel": "SwiGLU",
+        "_grouped_bf16_kernel": "products",
+        "_transpose_kernel": "products",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "products",
         "triton_poi_fused_mul_silu_3": "SwiGLU",
         "void at::native::radixSortKVInPlace<2, -1, 32>": "places",

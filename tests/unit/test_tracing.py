@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +36,15 @@ def test_kernels_are_added_up_by_kind_and_what_overlaps_counts_once() -> None:
     assert {name: share for name, share in shares.items() if share} == {  # milliseconds of one of five steps
         "communication": 10, "matrix products": 3, "elementwise": 2, "wall": 22, "idle": 10, "communication alone": 7,
     }  # fmt: skip
+
+
+def test_groups_know_every_kernel_of_ours() -> None:
+    sources = [path.read_text() for path in (Path(__file__).parents[2] / "kernels").rglob("*.py")]
+    kernels = {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
+    assert len(kernels) > 70
+    assert {name for name in kernels if tracing.group_of(name) == "other"} == set()
+    launched = {name for text in sources for name in re.findall(r"\bLauncher\((\w+)[,)]", text)}
+    assert launched <= kernels  # or a trace would show a name that was not looked at
 
 
 def test_a_trace_begins_when_the_device_is_done_with_the_steps_before(

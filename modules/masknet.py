@@ -29,7 +29,7 @@ class MaskNet(nn.Module):
         # Rows of tables are float32; under autocast all that is made of them here has its dtype.
         fields = values.unflatten(1, (self.num_fields, -1))
         normed = rms_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)
-        return self.output(normed * self.mask(normed))
+        return self.output(self.mask(normed, normed))
 
     def flops(self, num_tokens: float) -> float:
         return num_tokens * linear_flops(self)

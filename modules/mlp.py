@@ -7,7 +7,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from kernels.tokens import activate
 from modules.broadcast import CandidateRows, request_part
 from modules.precision import FP32Linear
 
@@ -23,6 +25,20 @@ class MLP(nn.Sequential):
         if out_dim is not None:
             layers.append(nn.Linear(in_dim, out_dim))
         super().__init__(*layers)
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """[..., in_dim] -> [..., last width], times `factor` if there is one."""
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            if layers and type(layers[0]) is nn.SiLU:
+                layers.pop(0)
+                x = activated(layer, x, "silu")
+            elif not layers and factor is not None:
+                return activated(layer, x, factor=factor)
+            else:
+                x = layer(x)
+        return x if factor is None else x * factor
 
 
 class SharedLinear(nn.Module):
@@ -96,6 +112,22 @@ class TaskHeads(nn.Module):
     def flops(self, num_candidates: float, num_requests: float) -> float:
         first = sum(layer.flops(num_candidates, num_requests) for layer in cast("Sequence[SharedLinear]", self.first))
         return first + num_candidates * linear_flops(self.trunks)
+
+
+def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:
+    """activation(layer(x)) * factor: bias, activation ("none" or "silu") and factor in one pass over the product.
+
+    The gradient of the bias is made in the backward's one pass as well. A layer with a precision recipe of its own adds
+    its bias by itself.
+    """
+    if type(layer) is nn.Linear and layer.bias is not None:
+        z = F.linear(x, layer.weight)
+        if factor is None or factor.dtype == z.dtype:
+            return activate(z, layer.bias, activation, factor)
+        return activate(z, layer.bias, activation) * factor
+    y = layer(x)
+    y = F.silu(y) if activation == "silu" else y
+    return y if factor is None else y * factor
 
 
 def linear_flops(module: nn.Module) -> int:

@@ -30,7 +30,7 @@ GROUPS = {
         "transpose|row_of_place|lengths_kernel|table_kernel|schedule|whole_rows|collect"
     ),
     "reductions": "reduce|softmax|segment|join|sum_|combine",
-    "elementwise": "elementwise|triton|swiglu|quantize|round_tiles",
+    "elementwise": "elementwise|triton|activate|swiglu|quantize|round_tiles",
 }
 """Kernels by what their name holds; the first that matches counts, "other" is the rest."""
 

@@ -12,10 +12,30 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.tokens import activation as _activation
 from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
 from kernels.tokens.parts import Unbind
 
-__all__ = ["add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = ["activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+
+
+def activate(
+    z: Tensor, bias: Tensor, activation: str = "none", factor: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """activation(z + bias) * factor, or without the factor: what follows the product z [..., E] of a linear layer.
+
+    bias is [E] of any floating dtype, factor like z, activation "none" or "silu". Computed in at least float32 and
+    rounded once, to the dtype of z. ValueError for other shapes, dtypes and names.
+    """
+    if activation not in _activation.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(_activation.ACTIVATIONS)}, got {activation!r}")
+    if bias.shape != z.shape[-1:] or (factor is not None and (factor.shape, factor.dtype) != (z.shape, z.dtype)):
+        raise ValueError(
+            f"z {z.dtype} {tuple(z.shape)} takes a bias [{z.shape[-1]}] and a factor like z, got {tuple(bias.shape)} "
+            f"and {None if factor is None else (factor.dtype, tuple(factor.shape))}"
+        )
+    chosen = dispatch.choose_in_eager("activate", backend, z, width=z.shape[-1], bias=bias.dtype)
+    return cast(Tensor, chosen(z, bias, activation, factor))
 
 
 def add_rms_norm(

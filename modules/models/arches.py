@@ -18,7 +18,7 @@ from modules.gdpa import GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
-from modules.mlp import MLP, linear_flops
+from modules.mlp import MLP, activated, linear_flops
 from modules.moe import MoE
 from modules.norms import add_rms_norm, rms_norm
 from modules.pooling import PMA
@@ -49,7 +49,7 @@ class Gating(nn.Module):
         self.gate = GATES[gate]()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.gate(tokens * self.output(self.hidden(rms_norm(tokens))))
+        return self.gate(activated(self.output, self.hidden(rms_norm(tokens)), factor=tokens))
 
 
 class Summary(nn.Module):

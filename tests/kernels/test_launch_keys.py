@@ -52,7 +52,7 @@ from kernels.mxfp8 import (
 )
 from kernels.mxfp8.gluon_quantize import scales_like
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
-from kernels.tokens import triton_residual, triton_tokens
+from kernels.tokens import triton_activation, triton_residual, triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
 if not hasattr(jit, "native_specialize_impl"):
@@ -177,7 +177,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
     assert all(hits[launcher] for launcher in launchers), hits
 
 
-def test_tokens(hits: Counter[Launcher]) -> None:
+def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(triton_activation, "processors", lambda device: 132)
     for shape, dtype, elsewhere, view in itertools.product(
         ((1, 2, 64), (5, 2, 64), (32, 4, 48), (3, 1, 2)),
         (torch.bfloat16, torch.float32),
@@ -198,7 +199,12 @@ def test_tokens(hits: Counter[Launcher]) -> None:
             _, normed, picked = triton_residual.add_rms_norm(values, change, places)
             for d_total in (normed, None):
                 triton_residual.add_rms_norm_backward(d_total, normed, picked, normed, places)
-    launchers = [getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "permute")]
+        for name, factor in itertools.product(("none", "silu"), (None, x)):
+            bias = torch.zeros(shape[2])
+            triton_activation.activate(x, bias, name, factor)
+            triton_activation.activate_backward(x, x, bias, name, factor)
+    launchers = [triton_activation._launch_forward, triton_activation._launch_backward]
+    launchers += [getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "permute")]
     launchers += [getattr(triton_residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
     assert all(hits[launcher] for launcher in launchers), hits
 

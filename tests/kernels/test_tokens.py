@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernels import dispatch, tokens
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import (
+    activate,
+    activation,
     add_rms_norm,
     norm,
     parts,
@@ -32,10 +35,12 @@ from tests.kernels.devices import SHARED_LIMITS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
+SUMMED = Tolerance("a sum of all rows in float32, results rounded", roundings=4, reduction=30_000)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
 ADDED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300)]
+ACTIVATED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300), (3, 4, 64)]
 NO_CHANGE, NO_ROWS = "without a change", "without rows"
 
 PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
@@ -96,6 +101,48 @@ def check_add(
 
     with poisoned_empty():
         check_gradients(ours, expected, inputs, tolerance)
+
+
+def check_activation(
+    function: Callable[..., Tensor], shape: tuple[int, ...], name: str, factor: bool, dtype: torch.dtype, device: str,
+    tolerance: Tolerance,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(6)
+    z, other, bias = (torch.randn(each, generator=generator).double() for each in (shape, shape, shape[-1:]))
+    inputs = {"z": z.to(device, dtype), "bias": bias.to(device, dtype)}
+    if factor:
+        inputs["factor"] = other.to(device, dtype)
+
+    def expected(z: Tensor, bias: Tensor, factor: Tensor | None = None) -> Tensor:
+        u = z + bias
+        y = u / (1 + (-u).exp()) if name == "silu" else u
+        return y if factor is None else y * factor
+
+    def ours(z: Tensor, bias: Tensor, factor: Tensor | None = None) -> Tensor:
+        return function(z, bias, name, factor)
+
+    with poisoned_empty():
+        check_gradients(ours, expected, inputs, tolerance)
+
+
+@pytest.mark.parametrize("factor", [True, False])
+@pytest.mark.parametrize("name", ["none", "silu"])
+def test_activation_reference_is_the_formula(name: str, factor: bool) -> None:
+    check_activation(partial(activate, backend="reference"), (3, 4, 6), name, factor, torch.float64, "cpu", EXACT)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("factor", [True, False])
+@pytest.mark.parametrize("name", ["none", "silu"])
+@pytest.mark.parametrize("shape", ACTIVATED_SHAPES, ids=str)
+def test_activation_in_the_interpreter(
+    shape: tuple[int, ...], name: str, factor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.tokens import triton_activation
+
+    interpreted(monkeypatch)
+    monkeypatch.setattr(triton_activation, "processors", lambda device: 1)  # each program has several tiles of rows
+    check_activation(activation._activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
 
 
 def angles_by_position(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,6 +248,15 @@ def test_bad_arguments() -> None:
         rotate_qkv(x, torch.zeros(4, 4), torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"change like it or None; got torch.float32 \(4, 2\) and \(4, 3\)"):
         add_rms_norm(torch.zeros(4, 2), torch.zeros(4, 3))
+    for bias, factor in (
+        (torch.zeros(3), None),
+        (torch.zeros(2), torch.zeros(2)),
+        (torch.zeros(2), x[:, 0, :2].half()),
+    ):
+        with pytest.raises(ValueError, match=r"takes a bias \[2\] and a factor like z"):
+            activate(torch.zeros(4, 2), bias, "silu", factor)
+    with pytest.raises(ValueError, match="activation must be one of none, silu, got 'gelu'"):
+        activate(torch.zeros(4, 2), torch.zeros(2), "gelu")
     with pytest.raises(ValueError, match=r"rows must be int64, got torch.int32"):
         add_rms_norm(torch.zeros(4, 2), None, torch.zeros(4, dtype=torch.int32))
     for order in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
@@ -224,7 +280,8 @@ def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.Monk
     rotate(x[:, None], x[:, :2], x[:, :2])
     rotate_qkv(torch.ones(2, 3, 1, 4), x[:, :2], x[:, :2])
     add_rms_norm(x, None)
-    assert asked == [None, "reference", "triton", "reference", "reference", "reference"]
+    activate(x, x[0])
+    assert asked == [None, "reference", "triton", *["reference"] * 4]
 
 
 def test_autocast_leaves_the_dtype_alone() -> None:
@@ -349,28 +406,38 @@ def permuted(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
-    from kernels.tokens import triton_residual, triton_tokens
+    from kernels.tokens import triton_activation, triton_residual, triton_tokens
     from tests.kernels.interpreting import interpret
 
-    interpret(monkeypatch, triton_tokens, triton_residual)
+    interpret(monkeypatch, triton_tokens, triton_residual, triton_activation)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("target", SHARED_LIMITS)
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "rms_norm_backward", "rotate", "add_rms_norm", "add_rms_norm_backward", "pick_rows"]
+    ("module", "name"),
+    [
+        ("tokens", "rms_norm"),
+        ("tokens", "rms_norm_backward"),
+        ("tokens", "rotate"),
+        ("residual", "add_rms_norm"),
+        ("residual", "add_rms_norm_backward"),
+        ("residual", "pick_rows"),
+        ("activation", "activate"),
+        ("activation", "activate_backward"),
+    ],
 )
-def test_kernels_compile_without_spills(name: str, target: str) -> None:
-    from kernels.tokens import triton_residual, triton_tokens
+def test_kernels_compile_without_spills(module: str, name: str, target: str) -> None:
+    from kernels.tokens import triton_tokens
 
-    module = triton_tokens if hasattr(triton_tokens, f"{name}_kernel") else triton_residual
-    kernel = getattr(module, f"{name}_kernel")
-    options = {"HEADS": 4, "INVERSE": True, "TABLE": True, "HAS_CHANGE": True, "HAS_TOTAL": True, "GIVE_BACK": True}
+    kernel = getattr(importlib.import_module(f"kernels.tokens.triton_{module}"), f"{name}_kernel")
+    flags = ("INVERSE", "TABLE", "HAS_CHANGE", "HAS_TOTAL", "GIVE_BACK", "SILU", "HAS_FACTOR")
     constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
-    constants |= {option: value for option, value in options.items() if option in kernel.arg_names}
+    constants |= {"HEADS": 4} | dict.fromkeys(flags, True)
+    constants = {option: value for option, value in constants.items() if option in kernel.arg_names}
     strides = [argument for argument in kernel.arg_names if argument.endswith(("_token", "_head"))]
-    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "rows": "*i64"}
+    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "rows": "*i64", "bias": "*fp32", "sums": "*fp32"}
     types |= dict.fromkeys([*strides, "num_heads", "num_rows", "num_picked"], "i32")
     signature = {argument: types.get(argument, "*bf16") for argument in kernel.arg_names if argument not in constants}
     compiled = compile_ahead(kernel, signature, constants, target=target, num_warps=num_warps, divisible_by_16=strides)
@@ -424,6 +491,12 @@ class TestOnAGPU:
     def test_sum_and_norm(self, shape: tuple[int, ...], what: str, dtype: torch.dtype) -> None:
         check_add(partial(add_rms_norm, backend="triton"), shape, what, dtype, "cuda", ROUNDED)
 
+    @pytest.mark.parametrize("factor", [True, False])
+    @pytest.mark.parametrize("name", ["none", "silu"])
+    @pytest.mark.parametrize("shape", [*ACTIVATED_SHAPES, (30000, 512), (3, 2048)], ids=str)
+    def test_activation(self, shape: tuple[int, ...], name: str, factor: bool, dtype: torch.dtype) -> None:
+        check_activation(partial(activate, backend="triton"), shape, name, factor, dtype, "cuda", SUMMED)
+
     @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
     def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         permuted(partial(permute, backend="triton"), shape, dtype, "cuda")
@@ -446,6 +519,8 @@ def test_opcheck() -> None:
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, None, False))
     torch.library.opcheck(rotary._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None))
+    for factor in (x[:, 1], None):
+        torch.library.opcheck(activation._activate.definition, (x[:, 0], x[0, 1], "silu", factor))
     rows = torch.tensor([[3, -1], [0, 1]], device="cuda")
     for change, places in ((x[:, 0], rows), (None, rows), (x[:, 0], None)):
         torch.library.opcheck(residual._add_rms_norm.definition, (x[:, 1], change, places))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
+from modules.beside import Beside
 from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
@@ -227,13 +228,18 @@ class InterFormer(nn.Module):
         angles = rotation(_positions(offsets, self.num_cls, len(values)), self.head_dim, self.num_positions)
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
-        x = first.interaction(candidate, request, first.cross(candidate, request, sequence, offsets, rows), rows)
+        met = first.cross(candidate, request, sequence, offsets, rows)
+        with Beside(candidate, request, *met) as work:
+            x = first.interaction(candidate, request, met, rows)
         sequence = first.sequence(summary, sequence, offsets, angles, ends)
+        x = work.join(x)
         for layer in later:
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            sequence_summary = layer.cross(x, None, sequence, offsets, rows)
-            x = layer.interaction(x, None, sequence_summary, rows)
+            met = layer.cross(x, None, sequence, offsets, rows)
+            with Beside(x, *met) as work:
+                x = layer.interaction(x, None, met, rows)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles, ends)
+            x = work.join(x)
 
         shared, pooled = self.head_cross(x, None, sequence, offsets, rows)
         own = torch.cat([self.head_summary(x), pooled], dim=1)

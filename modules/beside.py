@@ -1,0 +1,57 @@
+"""Work that others need not wait for, as a branch of a CUDA graph."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Beside:
+    """Lets what is done inside run at the same time as what is done afterwards, until its result is joined:
+
+        with Beside(x) as work:
+            y = f(x)
+        z = g(x)
+        y = work.join(y)
+
+    So it is where a CUDA graph is captured, of which the two are branches then, forward and backward: kernels that
+    leave most of the chip idle run beside large ones. Elsewhere they follow each other, as kernels that are launched
+    one by one do in any case when the host is what holds them up.
+
+    The arguments are all tensors that the work reads besides parameters.
+    """
+
+    def __init__(self, *inputs: Tensor | None) -> None:
+        self._inputs = [x for x in inputs if x is not None]
+        self._stream: torch.cuda.Stream | None = None
+        self._inside = ExitStack()
+
+    def __enter__(self) -> Beside:
+        device = self._inputs[0].device
+        if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+            self._stream = _stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            # Their memory is not given to others before this stream, too, is done with them, forward and backward.
+            for x in self._inputs:
+                x.record_stream(self._stream)
+            self._inside.enter_context(torch.cuda.stream(self._stream))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inside.close()
+
+    def join(self, result: Tensor) -> Tensor:
+        """The result, which may be read from here on."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(result.device)
+            current.wait_stream(self._stream)
+            result.record_stream(current)
+        return result
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -88,7 +88,7 @@ def _rotate_qkv_backward(
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
     triton_tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])
     triton_tokens.rotate(dk, cos, sin, positions, True, out=gradient[:, 1])
-    gradient[:, 2] = dv
+    triton_tokens.copy_heads(dv, gradient[:, 2])
     return gradient
 
 

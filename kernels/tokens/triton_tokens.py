@@ -80,6 +80,18 @@ def rotate_kernel(
     tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize=["num_heads"])
+def copy_heads_kernel(
+    x, out, x_token, x_head, out_token, out_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside)
+    tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], values, inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def permute_kernel(
     values, order, out, num_rows, row_stride, INVERSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -104,6 +116,7 @@ def tiling(width: int) -> dict[str, int]:
 _launch_norm = Launcher(rms_norm_kernel)
 _launch_norm_backward = Launcher(rms_norm_backward_kernel)
 _launch_rotate = Launcher(rotate_kernel)
+_launch_copy = Launcher(copy_heads_kernel)
 _launch_permute = Launcher(permute_kernel)
 
 
@@ -135,6 +148,11 @@ def rotate(
     options = (inverse, positions is not None)
     _over_heads(_launch_rotate, x.shape[2] // 2, x, (*angles, places, out), strides=out.stride()[:2], options=options)
     return out
+
+
+def copy_heads(x: Tensor, out: Tensor) -> None:
+    """Write x [N, H, d] into `out`, a part of a larger tensor, in whole lines, as PyTorch's copy does not."""
+    _over_heads(_launch_copy, x.shape[2], x, (out,), strides=out.stride()[:2])
 
 
 def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:

@@ -194,6 +194,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
             triton_tokens.rotate(x, angles, angles, positions, inverse)
+        triton_tokens.copy_heads(x, torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 2])
         rows = torch.arange(len(x)).view(1, -1)
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = triton_residual.add_rms_norm(values, change, places)
@@ -204,7 +205,9 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             triton_activation.activate(x, bias, name, factor)
             triton_activation.activate_backward(x, x, bias, name, factor)
     launchers = [triton_activation._launch_forward, triton_activation._launch_backward]
-    launchers += [getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "permute")]
+    launchers += [
+        getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "permute")
+    ]
     launchers += [getattr(triton_residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
     assert all(hits[launcher] for launcher in launchers), hits
 

@@ -420,6 +420,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tokens", "rms_norm"),
         ("tokens", "rms_norm_backward"),
         ("tokens", "rotate"),
+        ("tokens", "copy_heads"),
         ("residual", "add_rms_norm"),
         ("residual", "add_rms_norm_backward"),
         ("residual", "pick_rows"),

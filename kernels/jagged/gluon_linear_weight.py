@@ -114,7 +114,7 @@ def _multiply(grads, turned, rests, full, empty, made, taken, partials, total, G
 
 
 @gluon.jit(do_not_specialize=["total"])
-def _weight_kernel(grad_desc, x_desc, partials, total, GROUPS: gl.constexpr):
+def _linear_weight_kernel(grad_desc, x_desc, partials, total, GROUPS: gl.constexpr):
     grads = gl.allocate_shared_memory(gl.float32, [2 * SLOTS] + grad_desc.block_type.shape, grad_desc.layout)
     xs = gl.allocate_shared_memory(gl.float32, [SLOTS] + x_desc.block_type.shape, x_desc.layout)
     LINES: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -143,7 +143,7 @@ def _weight_kernel(grad_desc, x_desc, partials, total, GROUPS: gl.constexpr):
     )
 
 
-_launch = Launcher(_weight_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_linear_weight_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 
 @custom_op("gemsmith::jagged_linear_stream_weight")

@@ -164,7 +164,7 @@ def _multiply(out, xs, ys, firsts, counts, corners, known, used, x_full, x_empty
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
-def _outer_kernel(
+def _bmm_outer_kernel(
     x_desc,
     y_desc,
     offsets,
@@ -214,7 +214,7 @@ def _outer_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_outer_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_bmm_outer_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 
 @custom_op("gemsmith::jagged_outer_stream")

@@ -75,7 +75,7 @@ def test_gradients_compile() -> None:
 
 
 def test_weight_gradient_compiles() -> None:
-    kernel = gluon_linear_weight._weight_kernel
+    kernel = gluon_linear_weight._linear_weight_kernel
     constants = {"GROUPS": 4}
     signature = {"total": "i32", "partials": "*fp32"}
     signature |= {"grad_desc": descriptor("fp32", 32, 128), "x_desc": descriptor("fp32", 32, 64)}

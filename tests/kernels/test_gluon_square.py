@@ -21,7 +21,7 @@ TABLES = {"offsets": "*i64", "squares": "*i64"}
 
 
 def test_compiles() -> None:
-    kernel = gluon_square._outer_kernel
+    kernel = gluon_square._bmm_outer_kernel
     constants = {"D_PIECES": 4, "LEVELS": 2}
     signature = {name: "i32" for name in kernel.arg_names if name not in constants} | TABLES | {"out": "*bf16"}
     signature |= dict.fromkeys(("x_desc", "y_desc"), descriptor("bf16", 64, 64))

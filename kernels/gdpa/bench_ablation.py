@@ -46,8 +46,9 @@ def hopper_steps(
     def step(table: Tensor, programs: int, run: int, activation: str = activation) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-            rest = ((activation,) * q.shape[1], 1.0, 1.0, (-1, -1))
-            launch(out, q, k, v, table, block_k, min(programs, items), run, False, *rest)
+            launch(
+                out, q, k, v, table, block_k, min(programs, items), run, (activation,) * q.shape[1], 1.0, 1.0, (-1, -1)
+            )
             return out
 
         return attend

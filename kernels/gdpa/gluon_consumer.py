@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.gdpa.gluon_activations import activated, kind_of, rounded, unscaled_factor
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
 from kernels.hopper import halves, pass_turn, take_turn
-from kernels.jagged.gluon_attention_items import paired_item
 from kernels.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, MAIN_POSITION, NUM_BLOCKS, OTHER_LENGTH, ROW
 
 ROWS = gl.constexpr(64)  # queries of one consumer
@@ -41,37 +40,23 @@ ROWS = gl.constexpr(64)  # queries of one consumer
 
 @gluon.jit
 def _entry(
-    schedule, num_tiles, turn, HEADS: gl.constexpr, PAIRED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    RUN: gl.constexpr, C: gl.constexpr,
+    schedule, num_tiles, turn, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr
 ):  # fmt: skip
     """(first query in q, how many there are, position of the first within its row, the row's number of keys, first
-    block of keys, number of blocks, row, head, from one of its blocks to its next one in the ring) of this program's
-    tile number `turn`, for consumer C. What is not needed is 0.
-
-    Of a half that is worked on for two heads the queries are said to begin so that those of consumer C are the half.
-    """
-    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS // 2 if PAIRED else HEADS, RUN)
+    block of keys, number of blocks, row, head) of this program's tile number `turn`. What is not needed is 0."""
+    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS, RUN)
     position = 0
     first_block = 0
     row = 0
-    stride = 1
     if LEFT or RIGHT:
         position = gl.load(entry + MAIN_POSITION)
     if LEFT:
         first_block = gl.load(entry + FIRST_BLOCK)
     if RUN > 1:
         row = gl.load(entry + ROW)
-    if PAIRED:
-        begin, count, head, two = paired_item(entry, head, HEADS)
-        begin -= two * (C * ROWS)
-        count += two * (C * ROWS)
-        head += two * C
-        stride += two
-    else:
-        begin = gl.load(entry + MAIN_BEGIN)
-        count = gl.load(entry + MAIN_COUNT)
-    length = gl.load(entry + OTHER_LENGTH)
-    return begin, count, position, length, first_block, gl.load(entry + NUM_BLOCKS), row, head, stride
+    begin = gl.load(entry + MAIN_BEGIN)
+    count = gl.load(entry + MAIN_COUNT)
+    return begin, count, position, gl.load(entry + OTHER_LENGTH), first_block, gl.load(entry + NUM_BLOCKS), row, head
 
 
 @gluon.jit
@@ -141,11 +126,11 @@ def _store_rows(out, buffer, q_begin, q_count, HEADS: gl.constexpr, head, DV: gl
 @gluon.jit
 def attend(
     out_desc, q_smem, k_smem, v_smem, o_smem, columns_smem, barriers, out, schedule, HEADS: gl.constexpr,
-    score_scale, out_scale, left, right, PAIRED: gl.constexpr,
+    score_scale, out_scale, left, right,
     KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Consumer C: queries 64 * C to 64 * C + 63 of every tile, or of one of two heads the half that there is."""
+    """Consumer C: queries 64 * C to 64 * C + 63 of every tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -156,36 +141,32 @@ def attend(
     TURNS: gl.constexpr = (
         len(KINDS) == 1 and KINDS[0] == "gelu_tanh" and dtype == gl.bfloat16 and not LEFT and not RIGHT
     )
-    FRESH: gl.constexpr = PAIRED or RUN > 1
     num_tiles = gl.load(schedule)
-    turns = num_turns(num_tiles, HEADS // 2 if PAIRED else HEADS, RUN)
+    turns = num_turns(num_tiles, HEADS, RUN)
     # A program without tiles goes through the motions for one block, without waiting for what never comes.
     some = turns > 0
-    begin, count, position, k_length, first_block, num_blocks, row, head, stride = _entry(
-        schedule, num_tiles, 0, HEADS, PAIRED, LEFT, RIGHT, RUN, C
+    begin, count, position, k_length, first_block, num_blocks, row, head = _entry(
+        schedule, num_tiles, 0, HEADS, LEFT, RIGHT, RUN
     )
     num_blocks = gl.maximum(num_blocks, 1)
     kind = kind_of(head, HEAD_KINDS)
-    next_begin, next_count, next_position, next_length, next_first, next_blocks, next_row, next_head, next_stride = (
-        _entry(schedule, num_tiles, gl.minimum(1, gl.maximum(turns - 1, 0)), HEADS, PAIRED, LEFT, RIGHT, RUN, C)
+    next_begin, next_count, next_position, next_length, next_first, next_blocks, next_row, next_head = _entry(
+        schedule, num_tiles, gl.minimum(1, gl.maximum(turns - 1, 0)), HEADS, LEFT, RIGHT, RUN
     )
-    first = C * (stride - 1)
     mbarrier.wait(q_full.index(C), 0, pred=some)
-    mbarrier.wait(k_full.index(first), 0, pred=some)
-    token = warpgroup_mma(
-        q_smem.index(C), k_smem.index(first).permute((1, 0)), zero_scores, use_acc=False, is_async=True
-    )
+    mbarrier.wait(k_full.index(0), 0, pred=some)
+    token = warpgroup_mma(q_smem.index(C), k_smem.index(0).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(token,))
     start = (first_block + num_blocks - 1) * BLOCK_K
     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
     p = gl.convert_layout(rounded(activated(s, score_scale, kind, KINDS, dtype), dtype), LP)
     acc = gl.zeros((ROWS, DV), gl.float32, LO)
-    base = first  # number, in the order of loading, of this consumer's first block of the tile at hand
+    base = 0  # number, in the order of loading, of the first block of the tile at hand
     if RUN > 1:
         keep = (turns > 1) & (next_row == row) & (next_head == head) & (num_blocks <= STAGES)
     else:
         keep = False
-    mbarrier.arrive(k_empty.index(first), count=1, pred=some & (not keep))
+    mbarrier.arrive(k_empty.index(0), count=1, pred=some & (not keep))
     if C == 1:
         _pass_turn(TURNS, C)
     for turn in range(turns):
@@ -194,12 +175,11 @@ def attend(
         q_count = count - C * ROWS
         next_blocks = gl.maximum(next_blocks, 1)
         next_kind = kind_of(next_head, HEAD_KINDS)
-        if not FRESH:  # the shorter tiles of runs, and of pairs, need no zeros: their first product does not add
+        if RUN == 1:  # the shorter tiles of runs need no zeros: their first product does not add
             acc = gl.zeros((ROWS, DV), gl.float32, LO)
         q = q_smem.index(2 * (turn % 2) + C)
         todo = num_blocks
-        if C == 1 and not PAIRED:
-            # The last tile of a row may have no queries for this consumer: it does the last block for nothing.
+        if C == 1:  # the last tile of a row may have no queries for this consumer: it does the last block for nothing
             todo = gl.where(q_count > 0, num_blocks, 1)
             for i in range(num_blocks - todo):
                 k_load = base + i + 1
@@ -211,8 +191,8 @@ def attend(
                 mbarrier.wait(v_full.index(v_load % STAGES), (v_load // STAGES) & 1)
                 mbarrier.arrive(v_empty.index(v_load % STAGES), count=1, pred=not keep)
         for i in range(num_blocks - todo, num_blocks - 1):
-            k_load = base + (i + 1) * stride
-            v_load = base + i * stride
+            k_load = base + i + 1
+            v_load = base + i
             k_stage = k_load % STAGES
             v_stage = v_load % STAGES
             mbarrier.wait(k_full.index(k_stage), (k_load // STAGES) & 1)
@@ -220,7 +200,7 @@ def attend(
             s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
             add = True
-            if FRESH:
+            if RUN > 1:
                 add = i > num_blocks - todo
             acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
             _pass_turn(TURNS, C)
@@ -241,8 +221,8 @@ def attend(
 
         # The last block's values, with the scores of the next tile's first block.
         mbarrier.arrive(q_empty.index(2 * (turn % 2) + C), count=1)
-        v_load = base + num_blocks * stride - stride
-        base = gl.where(keep, base, base + num_blocks * stride + C * (next_stride - stride))
+        v_load = base + num_blocks - 1
+        base = gl.where(keep, base, base + num_blocks)
         k_stage = base % STAGES
         v_stage = v_load % STAGES
         next_slot = 2 * ((turn + 1) % 2) + C
@@ -254,12 +234,12 @@ def attend(
         )
         # The tile after the next one. The loads are waited for at once, and the second product is issued no sooner
         # than the first one is nearly complete: between the two nobody waits for them.
-        new_begin, new_count, new_position, new_length, new_first, new_blocks, new_row, new_head, new_stride = _entry(
-            schedule, num_tiles, gl.minimum(turn + 2, turns - 1), HEADS, PAIRED, LEFT, RIGHT, RUN, C
+        new_begin, new_count, new_position, new_length, new_first, new_blocks, new_row, new_head = _entry(
+            schedule, num_tiles, gl.minimum(turn + 2, turns - 1), HEADS, LEFT, RIGHT, RUN
         )
         mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
         add = True
-        if FRESH:
+        if RUN > 1:
             add = todo > 1
         acc_token = warpgroup_mma(p, v_smem.index(v_stage), acc, use_acc=add, is_async=True)
         _pass_turn(TURNS, C)
@@ -294,8 +274,6 @@ def attend(
         first_block, num_blocks, row, head, kind = next_first, next_blocks, next_row, next_head, next_kind
         next_begin, next_count, next_position, next_length = new_begin, new_count, new_position, new_length
         next_first, next_blocks, next_row, next_head = new_first, new_blocks, new_row, new_head
-        if PAIRED:
-            stride, next_stride = next_stride, new_stride
     tma.store_wait(0)
     if C == 0:
         _take_turn(TURNS, C)

@@ -2,8 +2,7 @@
 
 A program works through tiles of 128 queries of one row and head: one warp loads with TMA, two warpgroups compute 64
 queries each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows
-of keys stay where they are while the row's query tiles pass by (`gluon_tiles`). Where they do not, the last tiles of
-rows that have only one half are worked on in pairs of two heads, as in `kernels.jagged.gluon_attention_forward`.
+of keys stay where they are while the row's query tiles pass by (`gluon_tiles`).
 
 Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough are likely to.
 
@@ -26,8 +25,6 @@ from kernels.gdpa.gluon_consumer import ROWS, attend
 from kernels.gdpa.gluon_tiles import dealt_tile, num_turns
 from kernels.hopper import let_next_start
 from kernels.jagged.gluon_attention import HEAD_DIMS
-from kernels.jagged.gluon_attention_forward import is_paired
-from kernels.jagged.gluon_attention_items import paired_item
 from kernels.jagged.gluon_descriptor import head_descriptor
 from kernels.jagged.triton_attention_launch import rows_of
 from kernels.launch import Launcher, processors
@@ -85,14 +82,11 @@ def forward(
     block_k = block_of_keys(k.shape[0], k_offsets.shape[0] - 1, max_k)
     kept = max_k * (head_dim + value_dim) <= _IN_FLIGHT
     run = RUN if kept and left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
-    paired = run == 1 and is_paired(num_heads, (left, right), num_queries, q_offsets, max_q)
-    block_q = ROWS.value if paired else BLOCK_Q
     schedule = scheduling.tile_schedule(
-        q_offsets, k_offsets, num_queries, max_k, block_q, block_k, (left, right), max_q, BLOCK_Q, short
+        q_offsets, k_offsets, num_queries, max_k, BLOCK_Q, block_k, (left, right), max_q, short=short
     )
-    programs = min(most, (schedule.shape[0] - 1) * (num_heads // 2 if paired else num_heads))
-    numbers = (activations, score_scale, out_scale, (left, right))
-    launch(out, q, k, v, schedule, block_k, programs, run, paired, *numbers)
+    programs = min(most, (schedule.shape[0] - 1) * num_heads)
+    launch(out, q, k, v, schedule, block_k, programs, run, activations, score_scale, out_scale, (left, right))
     if short:
         triton_short.forward(out, q, k, v, *rest, beside=True)
     return out
@@ -116,7 +110,6 @@ def launch(
     block_k: int,
     programs: int,
     run: int,
-    paired: bool,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
@@ -124,7 +117,7 @@ def launch(
 ) -> None:
     """Write `out` with `programs` programs that are dealt the tiles of `schedule`, `run` side by side at a time.
 
-    `schedule` counts blocks of `block_k` keys, 64 or 128. `paired`: it lists tiles of 64 queries that count up to 128.
+    `schedule` counts blocks of `block_k` keys, 64 or 128.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = v.shape[1:]
@@ -136,7 +129,7 @@ def launch(
     strides = (q_head_stride, k_head_stride, v_head_stride)
     left, right = window
     constants = (
-        num_heads, num_heads // num_kv_heads, paired, kinds, kinds_of_heads, left >= 0, right >= 0, run, block_k,
+        num_heads, num_heads // num_kv_heads, kinds, kinds_of_heads, left >= 0, right >= 0, run, block_k,
         head_dim, value_dim, _IN_FLIGHT // (block_k * (head_dim + value_dim)),
     )  # fmt: skip
     _launch_forward(
@@ -149,8 +142,7 @@ def launch(
 @gluon.jit
 def _load(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule, q_head_stride, k_head_stride, v_head_stride,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, RUN: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: blocks of keys and values of each tile, from the last to the first.
 
@@ -163,17 +155,16 @@ def _load(
     pending = loaded > 0  # whether the values of the block loaded last have still to be asked for
     v_row = 0
     v_column = 0
-    v_two = 0
     previous_row = -1
     previous_head = -1
     num_tiles = gl.load(schedule)
-    turns = num_turns(num_tiles, HEADS // 2 if PAIRED else HEADS, RUN)
-    q_begin, k_begin, first, num_blocks, row, head, two = _item(schedule, num_tiles, 0, HEADS, PAIRED, RUN)
+    turns = num_turns(num_tiles, HEADS, RUN)
+    q_begin, k_begin, first, num_blocks, row, head = _item(schedule, num_tiles, 0, HEADS, RUN)
     if turns > 0:
-        _load_queries(q_desc, q_smem, q_full, q_empty, 0, q_begin, head, two, q_head_stride)
+        _load_queries(q_desc, q_smem, q_full, q_empty, 0, q_begin, head * q_head_stride)
     for turn in range(turns):
-        next_q, next_k, next_first, next_blocks, next_row, next_head, next_two = _item(
-            schedule, num_tiles, gl.minimum(turn + 1, turns - 1), HEADS, PAIRED, RUN
+        next_q, next_k, next_first, next_blocks, next_row, next_head = _item(
+            schedule, num_tiles, gl.minimum(turn + 1, turns - 1), HEADS, RUN
         )
         shared = False  # whether keys and values are there
         if RUN > 1:
@@ -182,72 +173,58 @@ def _load(
             previous_head = head
             if shared:
                 if pending:  # no keys will be loaded before the values are needed
-                    _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, v_two, PAIRED, STAGES)
+                    _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
                     pending = False
                 if turn + 1 < turns:
-                    _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head, next_two, q_head_stride)
-        loads = num_blocks << two
-        for b in range(gl.where(shared, 0, loads)):
-            k_row = k_begin + (first + num_blocks - 1 - (b >> two)) * BLOCK_K
-            kv_head = (head + (b & two)) // GROUP
+                    _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
+        kv_head = head // GROUP
+        for b in range(gl.where(shared, 0, num_blocks)):
+            k_row = k_begin + (first + num_blocks - 1 - b) * BLOCK_K
             stage = loaded % STAGES
             mbarrier.wait(k_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-            if PAIRED:  # for the consumer that passes by a block of the other one's head
-                mbarrier.arrive(k_empty.index(stage), count=1, pred=two != 0)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 k_desc, [k_row, kv_head * k_head_stride], k_full.index(stage), k_smem.index(stage)
             )
             if pending:
-                _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, v_two, PAIRED, STAGES)
+                _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
             v_row = k_row
             v_column = kv_head * v_head_stride
-            v_two = two
             pending = True
             loaded += 1
             # With these blocks in flight the consumers have to be done with the queries of the tile before, soon.
-            if (b == gl.minimum(STAGES, loads) - 1) & (turn + 1 < turns):
-                _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head, next_two, q_head_stride)
-        q_begin, k_begin, first, num_blocks = next_q, next_k, next_first, next_blocks
-        row, head, two = next_row, next_head, next_two
+            if (b == gl.minimum(STAGES, num_blocks) - 1) & (turn + 1 < turns):
+                _load_queries(q_desc, q_smem, q_full, q_empty, turn + 1, next_q, next_head * q_head_stride)
+        q_begin, k_begin, first, num_blocks, row, head = next_q, next_k, next_first, next_blocks, next_row, next_head
     if pending:
-        _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, v_two, PAIRED, STAGES)
+        _load_values(v_desc, v_smem, v_full, v_empty, loaded - 1, v_row, v_column, STAGES)
 
 
 @gluon.jit
-def _item(schedule, num_tiles, turn, HEADS: gl.constexpr, PAIRED: gl.constexpr, RUN: gl.constexpr):
-    """(first query in q, first key of the row in k, first block, number of blocks, row, head, 1 if there is a second
-    one) of this program's tile number `turn`; 0 for a row that is not needed."""
-    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS // 2 if PAIRED else HEADS, RUN)
+def _item(schedule, num_tiles, turn, HEADS: gl.constexpr, RUN: gl.constexpr):
+    """(first query in q, first key of the row in k, first block, number of blocks, row, head) of this program's tile
+    number `turn`; 0 for a row that is not needed."""
+    entry, head = dealt_tile(schedule, num_tiles, turn, HEADS, RUN)
     row = 0
-    two = 0
     if RUN > 1:
         row = gl.load(entry + ROW)
     blocks = gl.maximum(gl.load(entry + NUM_BLOCKS), 1)
-    if PAIRED:
-        begin, _count, head, two = paired_item(entry, head, HEADS)
-    else:
-        begin = gl.load(entry + MAIN_BEGIN)
-    return begin, gl.load(entry + OTHER_BEGIN), gl.load(entry + FIRST_BLOCK), blocks, row, head, two
+    return gl.load(entry + MAIN_BEGIN), gl.load(entry + OTHER_BEGIN), gl.load(entry + FIRST_BLOCK), blocks, row, head
 
 
 @gluon.jit
-def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, head, two, q_head_stride):
-    """Fetch both halves of a tile's queries, or of `two` heads a half each."""
+def _load_queries(q_desc, q_smem, q_full, q_empty, turn, begin, column):
     for c in gl.static_range(2):
         place = 2 * (turn % 2) + c
         mbarrier.wait(q_empty.index(place), ((turn // 2) & 1) ^ 1)
         mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-        where = [begin + c * (1 - two) * ROWS, (head + c * two) * q_head_stride]
-        tma.async_copy_global_to_shared(q_desc, where, q_full.index(place), q_smem.index(place))
+        tma.async_copy_global_to_shared(q_desc, [begin + c * ROWS, column], q_full.index(place), q_smem.index(place))
 
 
 @gluon.jit
-def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, two, PAIRED: gl.constexpr, STAGES: gl.constexpr):
+def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, STAGES: gl.constexpr):
     stage = load % STAGES
     mbarrier.wait(v_empty.index(stage), ((load // STAGES) & 1) ^ 1)
-    if PAIRED:
-        mbarrier.arrive(v_empty.index(stage), count=1, pred=two != 0)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
 
@@ -256,7 +233,7 @@ def _load_values(v_desc, v_smem, v_full, v_empty, load, row, column, two, PAIRED
 def _gdpa_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out, schedule, q_head_stride, k_head_stride, v_head_stride,
     score_scale, out_scale, left, right,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KINDS: gl.constexpr, HEAD_KINDS: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, RUN: gl.constexpr,
     BLOCK_K: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -288,14 +265,13 @@ def _gdpa_forward_kernel(
     gl.warp_specialize(
         [
             (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, HEADS,
-                      score_scale, out_scale, left, right, PAIRED, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV,
-                      STAGES, 0)),
+                      score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
+                      0)),
             (attend, (out_desc, q_smem, k_smem, v_smem, o_smem, columns, barriers, out, schedule, HEADS,
-                      score_scale, out_scale, left, right, PAIRED, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV,
-                      STAGES, 1)),
+                      score_scale, out_scale, left, right, KINDS, HEAD_KINDS, LEFT, RIGHT, RUN, BLOCK_K, DV, STAGES,
+                      1)),
             (_load, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, barriers, schedule,
-                     q_head_stride, k_head_stride, v_head_stride, HEADS, GROUP, PAIRED, RUN, BLOCK_K,
-                     STAGES)),
+                     q_head_stride, k_head_stride, v_head_stride, HEADS, GROUP, RUN, BLOCK_K, STAGES)),
         ],
         [4, 1],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],

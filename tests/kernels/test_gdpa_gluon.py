@@ -28,14 +28,13 @@ MIXED = ("gelu", "relu", "silu", "gelu")
 @cache
 def compiled_forward(
     *, names: tuple[str, ...] = ("gelu_tanh",), window: tuple[int, int] = UNLIMITED, run: int = 2, d: int = 128,
-    dtype: str = "bf16", block_k: int = 128, paired: bool = False,
+    dtype: str = "bf16", block_k: int = 128,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
     kernel = gluon_forward._gdpa_forward_kernel
     constants = {
         "HEADS": 4,
         "GROUP": 2,
-        "PAIRED": paired,
         "KINDS": kinds,
         "HEAD_KINDS": heads,
         "LEFT": window[0] >= 0,
@@ -65,8 +64,6 @@ def compiled_forward(
     [
         ({}, 0),
         ({"d": 64, "dtype": "fp16", "block_k": 64}, 0),
-        ({"run": 1, "paired": True}, 0),
-        ({"run": 1, "paired": True, "block_k": 64, "names": MIXED}, 64),
         ({"names": MIXED}, 64),
         ({"window": (64, 64), "run": 1}, 64),
     ],
@@ -203,7 +200,6 @@ CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
     "many tiles": (MANY, {}),
     "mixed": (RANDOM, {"names": MIXED}),
     "grouped": (RANDOM, {"heads": (6, 2)}),
-    "three heads": (RANDOM, {"heads": (3, 3)}),
     "float16": (RANDOM, {"dtype": torch.float16}),
     "64 features": (RANDOM, {"width": 64}),
     "64 features in float16, mixed": (RANDOM, {"width": 64, "dtype": torch.float16, "names": MIXED}),

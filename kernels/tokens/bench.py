@@ -38,9 +38,10 @@ def _rotation(backward: bool, device: torch.device) -> Problem:
     tokens, heads, width = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     query = _random(tokens, 3, heads, width, device=device)[:, 0]  # of a fused projection
     angles = torch.rand(tokens, width // 2, device=device) * 6
-    turn = {"cos": angles.cos(), "sin": angles.sin()}
+    cos, sin = angles.cos(), angles.sin()
     moved = 2 * query.numel() * query.itemsize + 2 * angles.nbytes
-    return _problem(partial(rotate, **turn), partial(rotary.rotate, **turn), query, backward, moved)
+    specification = partial(rotary.rotate, cos=cos, sin=sin, positions=None)
+    return _problem(partial(rotate, cos=cos, sin=sin), specification, query, backward, moved)
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

@@ -129,7 +129,7 @@ def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
 def _check_angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, what: str) -> None:
     fits = x.dim() == 3 and x.shape[2] % 2 == 0 and cos.shape == sin.shape and cos.dim() == 2
     if fits and cos.shape[1] == x.shape[2] // 2:
-        if positions is None and len(cos) == len(x):
+        if positions is None and cos.shape[0] == x.shape[0]:
             return
         if positions is not None and positions.shape == x.shape[:1] and not positions.is_floating_point():
             return

@@ -225,7 +225,7 @@ class InterFormer(nn.Module):
         first, *later = self.layers
         summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
         values, offsets = _prepend(summary, values, offsets)
-        angles = rotation(_positions(offsets, self.num_cls, len(values)), self.head_dim, self.num_positions)
+        angles = rotation(_positions(offsets, self.num_cls, values.shape[0]), self.head_dim, self.num_positions)
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
         met = first.cross(candidate, request, sequence, offsets, rows)

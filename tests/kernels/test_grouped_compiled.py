@@ -91,10 +91,10 @@ def test_compiles_to_asynchronous_products_without_spills(compiled: Any, product
     assert kernel.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("name", ["_mm", "_wgrad"])
+@pytest.mark.parametrize("name", ["_grouped_mm_kernel", "_grouped_wgrad_kernel"])
 def test_compiles_to_block_scaled_products_on_blackwell(name: str) -> None:
     kernel = getattr(triton_grouped_blackwell, name)
-    constants = {"TILE": 128, "BLOCK_K": 128} | ({"BAND": 8} if name == "_mm" else {})
+    constants = {"TILE": 128, "BLOCK_K": 128} | ({"BAND": 8} if name == "_grouped_mm_kernel" else {})
     signature = {argument: "i32" for argument in kernel.arg_names if argument not in constants}
     signature |= {argument: "*fp8e4nv" for argument in ("a", "b", "dy", "x") if argument in signature}
     signature |= {argument: "*u8" for argument in signature if argument.endswith("scales")}

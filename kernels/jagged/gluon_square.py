@@ -10,8 +10,6 @@ behind the other.
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,10 +25,9 @@ from kernels.custom_op import custom_op
 from kernels.hopper import barrier
 from kernels.jagged.gluon_linear_tiles import addressable, descriptor
 from kernels.jagged.triton_common import cdiv, num_tiles, steps_of
-from kernels.jagged.triton_square import inner, outer_gradient, save_outer
+from kernels.jagged.triton_square import outer_gradient, save_outer
 from kernels.launch import Launcher, aligned, processors
 
-MAX_WIDTH = 256
 ROWS = gl.constexpr(64)  # places of a tile
 HELD = gl.constexpr(4)  # tiles that are found ahead
 PIECE = 64  # columns, 128 bytes
@@ -219,7 +216,7 @@ _launch = Launcher(_bmm_outer_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 @custom_op("gemsmith::jagged_outer_stream")
 def outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int) -> Tensor:
-    """As `triton_square.outer` in half precision, for D in multiples of 8 up to MAX_WIDTH."""
+    """As `triton_square.outer` in half precision, for D in multiples of 8 up to 256."""
     out = x.new_empty(total)
     if total == 0:
         return out
@@ -249,4 +246,4 @@ def _(x, y, offsets, squares, total):
     return x.new_empty(total)
 
 
-outer.register_autograd(partial(outer_gradient, inner), setup_context=save_outer)
+outer.register_autograd(outer_gradient, setup_context=save_outer)

@@ -8,7 +8,6 @@ their rows are of any length, so their elements are loaded and stored one by one
 whole vectors.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -328,19 +327,19 @@ def save_outer(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
 
 
-def outer_gradient(inner, ctx, grad):
+def outer_gradient(ctx, grad):
     x, y, offsets, squares = ctx.saved_tensors
     dx = inner(grad, y, offsets, squares, False) if ctx.needs_input_grad[0] else None
     dy = inner(grad, x, offsets, squares, True) if ctx.needs_input_grad[1] else None
     return dx, dy, None, None, None
 
 
-def save_inner(ctx, inputs, output):
+def _save_inner(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
     ctx.transpose = inputs[4]
 
 
-def inner_gradient(outer, inner, ctx, grad):
+def _inner_gradient(ctx, grad):
     a, y, offsets, squares = ctx.saved_tensors
     da = dy = None
     # A tile of float32 values has no room beside its sums. The two below can be differentiated again.
@@ -356,5 +355,5 @@ def inner_gradient(outer, inner, ctx, grad):
     return da, dy, None, None, None
 
 
-outer.register_autograd(partial(outer_gradient, inner), setup_context=save_outer)
-inner.register_autograd(partial(inner_gradient, outer, inner), setup_context=save_inner)
+outer.register_autograd(outer_gradient, setup_context=save_outer)
+inner.register_autograd(_inner_gradient, setup_context=_save_inner)

@@ -11,19 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jagged.triton_common import cdiv, next_power_of_2
+from kernels.jagged.triton_common import cdiv
 from kernels.launch import Launcher, aligned, processors
+from kernels.tokens.triton_tokens import tile, tiling
 
-_VALUES = 4096  # of a tile
 _PROGRAMS = 4  # for each multiprocessor
-
-
-@triton.jit
-def _tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(int64 places of rows [first, first + ROWS), whether they exist)."""
-    row = first + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    return (row.to(tl.int64) * WIDTH)[:, None] + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -31,7 +23,7 @@ def activate_kernel(
     z, bias, factor, out, num_rows, SILU: tl.constexpr, HAS_FACTOR: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places, inside = _tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
     u = tl.load(z + places, inside, 0.0).to(tl.float32) + tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)
     y = u * tl.sigmoid(u) if SILU else u
@@ -50,7 +42,7 @@ def activate_backward_kernel(
     b = tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        places, inside = _tile(first, num_rows, WIDTH, ROWS, BLOCK)
+        places, inside = tile(first, num_rows, WIDTH, ROWS, BLOCK)
         g = tl.load(grad + places, inside, 0.0).to(tl.float32)
         u = tl.load(z + places, inside, 0.0).to(tl.float32) + b
         s = tl.sigmoid(u)
@@ -75,8 +67,8 @@ def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) ->
     out = torch.empty_like(z)
     tensors = (z, bias, z if factor is None else factor.contiguous(), out)
     if z.numel():
-        tile = tiling(z.shape[-1])
-        _launch(_launch_forward, cdiv(z.numel() // z.shape[-1], tile["ROWS"]), z, tensors, activation, factor)
+        width = z.shape[-1]
+        _launch(_launch_forward, cdiv(z.numel() // width, tiling(width)["ROWS"]), z, tensors, activation, factor)
     return out
 
 
@@ -97,18 +89,15 @@ def activate_backward(
     return dz, sums.sum(0).to(bias.dtype), dfactor
 
 
-def tiling(width: int) -> dict[str, int]:
-    block = next_power_of_2(width)
-    return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block}
-
-
 def _launch(
     launch: Launcher, programs: int, z: Tensor, tensors: tuple[Tensor, ...], activation: str, factor: Tensor | None
 ) -> None:
     num_rows = z.numel() // z.shape[-1]
-    constants = (activation == "silu", factor is not None, *tiling(z.shape[-1]).values())
+    constants = tiling(z.shape[-1])
+    warps = constants.pop("num_warps")
+    options = (activation == "silu", factor is not None, *constants.values())
     dtypes = tuple([tensor.dtype for tensor in tensors])
     launch(
-        (programs, 1, 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *constants),
-        *tensors, num_rows, *constants, num_warps=4,
+        (programs, 1, 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
+        *tensors, num_rows, *options, num_warps=warps,
     )  # fmt: skip

@@ -14,17 +14,9 @@ from torch import Tensor
 from kernels.jagged.triton_common import cdiv
 from kernels.launch import Launcher, aligned
 from kernels.tokens.norm import EPSILON
-from kernels.tokens.triton_tokens import tiling
+from kernels.tokens.triton_tokens import tile, tiling
 
 _EPSILON = tl.constexpr(EPSILON)
-
-
-@triton.jit
-def _places(num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(int64 places of the ROWS rows of this program, whether they exist)."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    return (row * WIDTH)[:, None] + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -32,7 +24,7 @@ def add_rms_norm_kernel(
     x, change, total, normed, num_rows, HAS_CHANGE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places, inside = _places(num_rows, WIDTH, ROWS, BLOCK)
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(x + places, inside, 0.0).to(tl.float32)
     if HAS_CHANGE:
         # The norm is that of the sum as it is stored.
@@ -48,7 +40,7 @@ def add_rms_norm_backward_kernel(
     d_total, d_normed, total, d, num_rows, HAS_TOTAL: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places, inside = _places(num_rows, WIDTH, ROWS, BLOCK)
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(total + places, inside, 0.0).to(tl.float32)
     dn = tl.load(d_normed + places, inside, 0.0).to(tl.float32)
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
@@ -65,8 +57,9 @@ def pick_rows_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """picked = values[rows], zeros for rows below 0; or values[rows] += picked."""
-    places, inside = _places(num_picked, WIDTH, ROWS, BLOCK)
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    places, inside = tile(first, num_picked, WIDTH, ROWS, BLOCK)
+    number = first + tl.arange(0, ROWS)
     row = tl.load(rows + number, number < num_picked, -1).to(tl.int64)
     at = values + (row * WIDTH)[:, None] + tl.arange(0, BLOCK)[None, :]
     real = inside & (row >= 0)[:, None]

@@ -26,6 +26,14 @@ def _heads(num_heads, HEADS: tl.constexpr, ROWS: tl.constexpr):
     return row // HEADS, row % HEADS, row < num_heads
 
 
+@triton.jit
+def tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(int64 places of rows [first, first + ROWS), which lie one behind the other; whether they exist)."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    return (row.to(tl.int64) * WIDTH)[:, None] + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+
+
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_kernel(
     x, out, x_token, x_head, num_heads,
@@ -108,7 +116,7 @@ def permute_kernel(
 
 
 def tiling(width: int) -> dict[str, int]:
-    """Constants of the kernels for heads, or halves of them, of `width` values."""
+    """Constants of the kernels for heads, halves of them, or rows, of `width` values."""
     block = next_power_of_2(width)
     return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block, "num_warps": 8 if block > _VALUES else 4}
 

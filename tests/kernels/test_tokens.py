@@ -17,13 +17,11 @@ from kernels import dispatch, tokens
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import (
     activate,
-    activation,
     add_rms_norm,
     norm,
     parts,
     permutation,
     permute,
-    residual,
     rms_norm,
     rotary,
     rotate,
@@ -35,13 +33,9 @@ from tests.kernels.devices import SHARED_LIMITS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
-SUMMED = Tolerance("a sum of all rows in float32, results rounded", roundings=4, reduction=30_000)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
-ADDED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300)]
-ACTIVATED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300), (3, 4, 64)]
-NO_CHANGE, NO_ROWS = "without a change", "without rows"
 
 PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
 
@@ -71,90 +65,10 @@ def joined(results: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([result.flatten() for result in results])
 
 
-def added(x: Tensor, change: Tensor, *, rows: Tensor | None) -> tuple[Tensor, ...]:
-    """By appending a row of zeros, which row -1 is then."""
-    total = x + change
-    results = (total, normalised(total))
-    return results if rows is None else (*results, torch.cat([total, torch.zeros_like(total[:1].sum(0)[None])])[rows])
-
-
-def check_add(
-    function: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], what: str, dtype: torch.dtype, device: str,
-    tolerance: Tolerance,
-) -> None:  # fmt: skip
-    """Of `add_rms_norm`; both halves of what is added are whole numbers of 1 / 16, so that the sum is exact."""
-    generator = torch.Generator().manual_seed(4)
-    x, change = (torch.randint(-40, 40, shape, generator=generator).to(device, dtype) / 16 for _ in range(2))
-    rows = None
-    if what != NO_ROWS:
-        order = torch.randperm(shape[0], generator=generator)[: shape[0] // 2 * 2]
-        rows = torch.cat([order, torch.full((4,), -1)]).view(2, -1).to(device)
-    inputs = {"x": x} if what == NO_CHANGE else {"x": x, "change": change}
-
-    def ours(x: Tensor, change: Tensor | None = None) -> Tensor:
-        total, normed, picked = function(x, change, rows)
-        assert rows is not None or picked.shape == (0, shape[1])
-        return joined((total, normed, picked))
-
-    def expected(x: Tensor, change: Tensor | None = None) -> Tensor:
-        return joined(added(x, torch.zeros_like(x) if change is None else change, rows=rows))
-
-    with poisoned_empty():
-        check_gradients(ours, expected, inputs, tolerance)
-
-
-def check_activation(
-    function: Callable[..., Tensor], shape: tuple[int, ...], name: str, factor: bool, dtype: torch.dtype, device: str,
-    tolerance: Tolerance,
-) -> None:  # fmt: skip
-    generator = torch.Generator().manual_seed(6)
-    z, other, bias = (torch.randn(each, generator=generator).double() for each in (shape, shape, shape[-1:]))
-    inputs = {"z": z.to(device, dtype), "bias": bias.to(device, dtype)}
-    if factor:
-        inputs["factor"] = other.to(device, dtype)
-
-    def expected(z: Tensor, bias: Tensor, factor: Tensor | None = None) -> Tensor:
-        u = z + bias
-        y = u / (1 + (-u).exp()) if name == "silu" else u
-        return y if factor is None else y * factor
-
-    def ours(z: Tensor, bias: Tensor, factor: Tensor | None = None) -> Tensor:
-        return function(z, bias, name, factor)
-
-    with poisoned_empty():
-        check_gradients(ours, expected, inputs, tolerance)
-
-
-@pytest.mark.parametrize("factor", [True, False])
-@pytest.mark.parametrize("name", ["none", "silu"])
-def test_activation_reference_is_the_formula(name: str, factor: bool) -> None:
-    check_activation(partial(activate, backend="reference"), (3, 4, 6), name, factor, torch.float64, "cpu", EXACT)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("factor", [True, False])
-@pytest.mark.parametrize("name", ["none", "silu"])
-@pytest.mark.parametrize("shape", ACTIVATED_SHAPES, ids=str)
-def test_activation_in_the_interpreter(
-    shape: tuple[int, ...], name: str, factor: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kernels.tokens import triton_activation
-
-    interpreted(monkeypatch)
-    monkeypatch.setattr(triton_activation, "processors", lambda device: 1)  # each program has several tiles of rows
-    check_activation(activation._activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
-
-
 def angles_by_position(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Tables of seven positions, and those of the tokens."""
     cos, sin = angles_of((7, *shape[1:]))
     return cos, sin, torch.arange(shape[0]) * 3 % 7
-
-
-@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
-@pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
-def test_sum_and_norm_reference_is_the_formula(shape: tuple[int, ...], what: str) -> None:
-    check_add(partial(add_rms_norm, backend="reference"), shape, what, torch.float64, "cpu", EXACT)
 
 
 @pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
@@ -349,28 +263,6 @@ def check_qkv(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
-@pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
-def test_sum_and_norm_in_the_interpreter(shape: tuple[int, ...], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted(monkeypatch)
-    check_add(residual._forward, shape, what, torch.float32, "cpu", ROUNDED)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
-def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted(monkeypatch)
-    rows = torch.tensor([3, -1, 0])
-    for given in (None, torch.randn(4, 6, requires_grad=True)):
-        x = torch.randn(4, 6, requires_grad=True)
-        ours, expected = (
-            torch.autograd.grad(sum(out[i].square().sum() for i in wanted), x)[0]
-            for out in (residual._forward(x, given, rows), residual.add_rms_norm(x, given, rows))
-        )
-        torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
     shape = (5, 2, 48)
@@ -487,17 +379,6 @@ class TestOnAGPU:
     def test_rotation_of_a_projection(self, shape: tuple[int, ...], table: bool, dtype: torch.dtype) -> None:
         check_qkv(partial(rotate_qkv, backend="triton"), shape, table, dtype, "cuda")
 
-    @pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
-    @pytest.mark.parametrize("shape", [*ADDED_SHAPES, (1000, 128), (3, 8192)], ids=str)
-    def test_sum_and_norm(self, shape: tuple[int, ...], what: str, dtype: torch.dtype) -> None:
-        check_add(partial(add_rms_norm, backend="triton"), shape, what, dtype, "cuda", ROUNDED)
-
-    @pytest.mark.parametrize("factor", [True, False])
-    @pytest.mark.parametrize("name", ["none", "silu"])
-    @pytest.mark.parametrize("shape", [*ACTIVATED_SHAPES, (30000, 512), (3, 2048)], ids=str)
-    def test_activation(self, shape: tuple[int, ...], name: str, factor: bool, dtype: torch.dtype) -> None:
-        check_activation(partial(activate, backend="triton"), shape, name, factor, dtype, "cuda", SUMMED)
-
     @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
     def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         permuted(partial(permute, backend="triton"), shape, dtype, "cuda")
@@ -520,9 +401,4 @@ def test_opcheck() -> None:
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, None, False))
     torch.library.opcheck(rotary._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None))
-    for factor in (x[:, 1], None):
-        torch.library.opcheck(activation._activate.definition, (x[:, 0], x[0, 1], "silu", factor))
-    rows = torch.tensor([[3, -1], [0, 1]], device="cuda")
-    for change, places in ((x[:, 0], rows), (None, rows), (x[:, 0], None)):
-        torch.library.opcheck(residual._add_rms_norm.definition, (x[:, 1], change, places))
     torch.library.opcheck(permutation._permute.definition, (x, torch.randperm(5, device="cuda"), False))

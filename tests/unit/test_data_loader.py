@@ -17,6 +17,7 @@ from train.build import model_fields
 from train.config import InterFormerConfig, MovieLensConfig, SyntheticConfig
 from train.data import build_source
 from train.data.loader import build_loader
+from train.data.source import PreparedSource
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +140,18 @@ def test_a_stream_that_is_shuffled_already_needs_no_permutation(synthetic):
     assert next(iter(loader)).row[0] == 2 * (8 * 10**9 + 4)
 
 
+class Broken(PreparedSource):
+    """A source with an id that its table does not have."""
+
+    def batch(self, split, requests):
+        self._arrays["candidate_ids"] = np.full_like(self._arrays["candidate_ids"], 10**6)
+        return super().batch(split, requests)
+
+
 def test_an_error_in_a_worker_arrives_with_its_message(movielens):
-    broken = pickle.loads(pickle.dumps(movielens))
-    broken._arrays["candidate_ids"] = np.full_like(broken._arrays["candidate_ids"], 10**6)
+    _, (folder, max_history) = movielens.__reduce__()
     with pytest.raises(ValueError, match="id 1000000 of feature 'movie' at source row"):
-        load(broken, num_workers=1)
+        load(Broken(folder, max_history), num_workers=1)
 
 
 def test_sources_travel_to_workers_without_their_data(movielens):

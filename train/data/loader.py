@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
 from train.data.source import Source
-from train.preemption import shield
+from train.preemption import SIGNALS, shield
 
 
 def build_loader(
@@ -60,8 +64,25 @@ def build_loader(
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=shield,
+        multiprocessing_context=_process_starter() if num_workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _process_starter() -> ForkServerContext:
+    """Starts workers from a process without threads.
+
+    This process has many, of gloo and of the checkpoint being written: fork() beside them hangs, now and then.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train.build"])  # once for all workers, whose main module imports it
+    resource_tracker.ensure_running()  # the server starts it as well, which would end the blocking below
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the server and its workers; see shield
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
 
 
 class _Batches(Dataset):

@@ -65,7 +65,7 @@ class PreparedSource:
         self.spec = spec_from_dict(self.meta["spec"], max_history)
 
     def __reduce__(self) -> tuple[type[PreparedSource], tuple[Path, int]]:
-        return PreparedSource, (self.folder, self.max_history)
+        return type(self), (self.folder, self.max_history)
 
     @property
     def fingerprint(self) -> str:

@@ -163,6 +163,9 @@ class EventsConfig(DataConfig):
     candidate_list: list[str] = field(default_factory=list)
     candidate_numeric: list[str] = field(default_factory=list)
     log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
+    missing_nan: list[str] = field(default_factory=list)  # globs of number, label, weight columns: NaN there is missing
+    missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean
+    missing_indicator: list[str] = field(default_factory=list)  # globs of numeric columns: another is 1 where missing
     list_separator: str = "|"  # of list columns that arrive as text
     tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
     vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow

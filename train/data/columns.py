@@ -19,6 +19,7 @@ from train.data.batch import ranges
 logger = logging.getLogger(__name__)
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+NAN = r"^[+-]?(?i:nan)$"
 LIST = r"^\s*\[[^\[\]]*\]\s*$"
 """A list as Python and JSON write it, e.g. in a CSV file of pandas: its brackets belong to no item."""
 QUOTED = r"""^(?:'(.*)'|"(.*)")$"""
@@ -135,12 +136,14 @@ def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarra
     return items, np.append(0, np.cumsum(lengths)), rows
 
 
-def read_numbers(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers [N] float64 with NaN for missing, bad [N] bool: no number, or NaN or infinity spelt out)."""
+def read_numbers(column: pa.ChunkedArray, nan_is_missing: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers [N] float64 with NaN for missing, bad [N] bool: no number, infinity, or a NaN that is not missing)."""
     if is_text(column.type):
         codes, values = _dictionary(column)
         texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
         texts = _booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
+        if nan_is_missing:
+            texts = pc.if_else(pc.match_substring_regex(texts, NAN), pa.scalar(None, pa.string()), texts)
         valid = pc.match_substring_regex(texts, NUMBER).fill_null(True)
         numbers = pc.if_else(valid, texts, None).cast(pa.float64()).to_numpy(zero_copy_only=False)
         bad = ~valid.to_numpy(zero_copy_only=False) | np.isinf(numbers)
@@ -149,6 +152,8 @@ def read_numbers(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"it is {column.type}, expected numbers")
     missing = column.is_null().to_numpy()
     numbers = column.cast(pa.float64(), safe=False).to_numpy()
+    if nan_is_missing:
+        missing |= np.isnan(numbers)
     return numbers, ~missing & ~np.isfinite(numbers)
 
 

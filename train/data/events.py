@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from train.data import mapping, store
 from train.data.columns import NUMBER, Coded, CodedLists, coded_integers
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
-from train.data.numeric import signed_log
+from train.data.numeric import AS_IT_IS, INDICATOR, before_scaling, matching, numeric_features
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import SPLITS, Requests, group_requests
 from train.data.rows import Join, Rows, comparison
@@ -42,10 +43,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     request = rows.required_ids(cfg.request).codes if cfg.request else None
     labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
     weights = rows.weights(cfg.weight) if cfg.weight else None
-    numeric = {
-        name: signed_log(rows.numbers(name)) if name in cfg.log_numeric else rows.numbers(name)
-        for name in _numeric(cfg)
-    }
+    numeric = {name: rows.numbers(name) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
     builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}
@@ -72,7 +70,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         columns=columns,
         labels=labels,
         weights=weights,
-        dense=_dense(cfg, numeric, requests, earlier.numeric if earlier else {}),
+        dense=_dense(cfg, spec, numeric, requests, earlier.numeric if earlier else {}),
         histories={name: build(requests) for name, build in builders.items()},
         earlier=earlier,
         new_ids=cfg.new_ids,
@@ -83,7 +81,7 @@ def read_rows(cfg: EventsConfig, wanted: set[str]) -> Rows:
     """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
     files = [file for files in _parts(cfg) for file in files]
     layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
-    return Rows(files, wanted, layout, cfg.bad_rows, _joins(cfg))
+    return Rows(files, wanted, layout, cfg.bad_rows, _joins(cfg), matching(_numbers(cfg), cfg.missing_nan))
 
 
 def _parts(cfg: EventsConfig) -> list[list[Path]]:
@@ -111,8 +109,8 @@ def feature_spec(cfg: EventsConfig) -> FeatureSpec:
         request=request,
         candidate=candidate,
         histories=histories,
-        request_dense=tuple(cfg.request_numeric),
-        candidate_dense=tuple(cfg.candidate_numeric),
+        request_dense=numeric_features(cfg.request_numeric, cfg.missing_indicator),
+        candidate_dense=numeric_features(cfg.candidate_numeric, cfg.missing_indicator),
         tasks=tuple(cfg.labels),
         max_candidates=_max_candidates(cfg),
     )
@@ -129,6 +127,12 @@ def _earlier(cfg: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
         raise ValueError(
             f"data.vocabulary_of={earlier.path} has the tables {sorted(earlier.sizes)}, this configuration "
             f"{sorted(spec.tables)}: {', '.join(absent)} would have no weights to go on with; use its features"
+        )
+    fills = {name: used["fill"] for name, used in earlier.numeric.items() if "fill" in used}
+    if fills != cfg.missing_fill:
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
+            f"{cfg.missing_fill}; give data.missing_fill the former"
         )
     hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
     if hashed != ([cfg.hash_rows] if cfg.id_map == "hash" else []):
@@ -179,12 +183,24 @@ def _check(cfg: EventsConfig) -> None:
     used = {*_features(cfg), *(name for history in cfg.histories.values() for name in history.fields)}
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
-    for key, stray in (
-        ("tables", sorted(set(cfg.tables) - used)),
-        ("log_numeric", sorted(set(cfg.log_numeric) - set(_numeric(cfg)))),
+    numeric, numbers = set(_numeric(cfg)), set(_numbers(cfg))
+    for key, stray, there in (
+        ("tables", set(cfg.tables) - used, used),
+        ("log_numeric", set(cfg.log_numeric) - numeric, numeric),
+        ("missing_fill", set(cfg.missing_fill) - numeric, numeric),
+        ("missing_indicator", {glob for glob in cfg.missing_indicator if not matching(numeric, [glob])}, numeric),
+        ("missing_nan", {glob for glob in cfg.missing_nan if not matching(numbers, [glob])}, numbers),
     ):
         if stray:
-            raise ValueError(f"data.{key} names {stray}, which is no such feature or field of this configuration")
+            raise ValueError(
+                f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
+                f"{sorted(there)}"
+            )
+    for name, fill in cfg.missing_fill.items():
+        if not math.isfinite(fill):
+            raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")
+    if taken := sorted({name + INDICATOR for name in numeric} & numeric):
+        raise ValueError(f"column {taken[0]!r} has the name of an indicator of data.missing_indicator; rename it")
 
 
 def _check_once(files: list[Path]) -> None:
@@ -203,6 +219,16 @@ def _max_candidates(cfg: EventsConfig) -> int:
 
 def _numeric(cfg: EventsConfig) -> list[str]:
     return [*cfg.request_numeric, *cfg.candidate_numeric]
+
+
+def _numbers(cfg: EventsConfig) -> list[str]:
+    """Every column of numbers: features, labels that are not compared with an id, and the weight."""
+    labels = [comparison(text) for text in cfg.labels.values()]
+    return [
+        *_numeric(cfg),
+        *(column for column, sign, _ in labels if sign != "=="),
+        *([cfg.weight] if cfg.weight else []),
+    ]
 
 
 def _features(cfg: EventsConfig) -> list[str]:
@@ -240,18 +266,29 @@ def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
 
 def _dense(
     cfg: EventsConfig,
+    spec: FeatureSpec,
     numeric: Mapping[str, np.ndarray],
     requests: Requests,
     earlier: Mapping[str, dict[str, float]],
 ) -> Dense:
-    scaled, statistics = {}, {}
+    scaled, statistics, missing = {}, {}, {}
+    training = requests.rows("train")
     for name, values in numeric.items():
-        scaled[name], statistics[name] = standardise(values, requests.rows("train"), earlier.get(name))
+        fill = cfg.missing_fill.get(name)
+        numbers = before_scaling(values, fill, name in cfg.log_numeric)
+        scaled[name], statistics[name] = standardise(numbers, training, earlier.get(name))
+        if fill is not None:
+            statistics[name] = statistics[name] | {"fill": fill}
+        missing[name] = float(np.isnan(values[training]).sum() / max(len(training), 1))
+    for name in matching(numeric, cfg.missing_indicator):
+        scaled[name + INDICATOR] = np.isnan(numeric[name]).astype(np.float32)
+        statistics[name + INDICATOR] = AS_IT_IS
 
-    def stack(names: list[str], rows: np.ndarray) -> np.ndarray:
+    def stack(names: Sequence[str], rows: np.ndarray) -> np.ndarray:
         return np.stack([scaled[name][rows] for name in names], 1) if names else np.zeros((len(rows), 0), np.float32)
 
-    return Dense(stack(cfg.request_numeric, requests.first), stack(cfg.candidate_numeric, requests.order), statistics)
+    request, candidate = stack(spec.request_dense, requests.first), stack(spec.candidate_dense, requests.order)
+    return Dense(request, candidate, statistics, missing)
 
 
 def _history(

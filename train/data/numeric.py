@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
+
+INDICATOR = ".missing"
+"""Behind the name of a column: the feature that is 1 where its number is missing, else 0."""
+AS_IT_IS = {"mean": 0.0, "std": 1.0}
+"""Statistics of an indicator, which is not standardised."""
+
+
+def matching(names: Iterable[str], globs: Sequence[str]) -> list[str]:
+    """The names that are among the globs or match one, in their order."""
+    return [name for name in names if name in globs or any(fnmatchcase(name, glob) for glob in globs)]
+
+
+def numeric_features(columns: Sequence[str], indicator_globs: Sequence[str]) -> tuple[str, ...]:
+    """The numbers that a model gets of these columns: each one's own, then the indicators."""
+    return (*columns, *(name + INDICATOR for name in matching(columns, indicator_globs)))
+
+
+def before_scaling(values: np.ndarray, fill: float | None, logarithmic: bool) -> np.ndarray:
+    """Numbers [N] float64 with `fill`, if there is one, where they are missing (NaN), then their signed logarithm."""
+    if fill is not None:
+        values = np.where(np.isnan(values), fill, values)
+    return signed_log(values) if logarithmic else values
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Dense:
     request: np.ndarray  # [R, m_u] float32
     candidate: np.ndarray  # [C, m_c] float32
     statistics: dict[str, dict[str, float]]
+    missing: dict[str, float] = field(default_factory=dict)  # share of the training rows without a number, by column
 
 
 def standardise(
@@ -125,6 +126,7 @@ def write(
         if earlier and not new_ids
         else _label_rates(spec, labels[training], None if weights is None else weights[training]),
         "numeric": dense.statistics,
+        "missing": dense.missing | _unobserved(spec, labels[training]),
         "fingerprint": _fingerprint(spec, ids, dense),
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
@@ -136,7 +138,8 @@ def write(
 def _fingerprint(spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense) -> str:
     """Of everything that decides which row an id of a feature becomes and how numbers are scaled."""
     # Six digits: sums round differently on other processors.
-    scales = [(name, f"{used['mean']:.6g}", f"{used['std']:.6g}") for name, used in dense.statistics.items()]
+    names = ("mean", "std", "fill")
+    scales = [(name, *(f"{used[key]:.6g}" for key in names if key in used)) for name, used in dense.statistics.items()]
     text = json.dumps([list(spec.lookups()), ids.digest(), scales])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -171,6 +174,11 @@ def _training_ids(
             seen = history.seen(*bounds)
             for field in event.fields:
                 yield field.table, history.fields[field.name], seen
+
+
+def _unobserved(spec: FeatureSpec, labels: np.ndarray) -> dict[str, float]:
+    """Share of rows [N, tasks] whose label was not observed, by task."""
+    return dict(zip(spec.tasks, np.isnan(labels).mean(0).tolist(), strict=True))
 
 
 def _label_rates(spec: FeatureSpec, labels: np.ndarray, weights: np.ndarray | None) -> dict[str, float]:

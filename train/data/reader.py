@@ -15,7 +15,7 @@ from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, Spar
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
 from train.data.columns import read_ids
-from train.data.numeric import scaled, signed_log
+from train.data.numeric import INDICATOR, before_scaling, matching, scaled
 from train.data.vocabulary import Hashing
 
 
@@ -33,6 +33,9 @@ class RequestReader:
                 f"{run_dir} was trained on data={data['name']}, whose features are computed; use data=events"
             )
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
+        columns = [*data["request_numeric"], *data["candidate_numeric"]]
+        self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
+        self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
         self.numeric = known.numeric
         self._rows: dict[str, dict[str, int]] | None = None
@@ -96,9 +99,27 @@ class RequestReader:
     def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
-            values = np.array([_number(_column(row, name, whose), name, whose) for row in rows], np.float64)
-            columns[:, index] = scaled(signed_log(values) if name in self.logarithmic else values, self.numeric[name])
+            column = self.indicated.get(name, name)
+            values = np.array([self._number(_column(row, column, whose), column, whose) for row in rows], np.float64)
+            if name in self.indicated:
+                columns[:, index] = np.isnan(values)
+            else:
+                statistics = self.numeric[name]
+                numbers = before_scaling(values, statistics.get("fill"), name in self.logarithmic)
+                columns[:, index] = scaled(numbers, statistics)
         return columns
+
+    def _number(self, value: Any, name: str, whose: str) -> float:
+        """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""
+        if value is None:
+            return np.nan
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.inf
+        if math.isinf(number) or (math.isnan(number) and name not in self.nan_missing):
+            raise ValueError(f"{whose} has {name}={value!r}; it must be a finite number, or None where it is missing")
+        return number
 
     def _events(self, event: EventType, histories: Mapping[str, Sequence[Mapping[str, Any]]], time: int) -> Events:
         whose = f"an event of type {event.name!r}"
@@ -109,19 +130,6 @@ class RequestReader:
             np.array([each["time"] for each in newest], np.int64),
             np.array([len(newest)]),
         )
-
-
-def _number(value: Any, name: str, whose: str) -> float:
-    """As files have it: nothing is a missing number, NaN and infinities are none."""
-    if value is None:
-        return np.nan
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = np.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{whose} has {name}={value!r}; it must be a finite number, or None where it is missing")
-    return number
 
 
 def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:

@@ -35,14 +35,22 @@ class Join:
 class Rows:
     """Columns of the rows of some files. A column that those lack is taken from the first joined table that has it.
 
+    NaN in the number columns `nan_missing` is a missing number, in others it is malformed.
+
     `bad_rows` "raise": the first malformed row is a ValueError that names it; "skip": such rows are marked in `bad` and
     `report` names them. A malformed value in a joined table is then a missing one.
     """
 
     def __init__(
-        self, files: Sequence[Path], wanted: Collection[str], layout: Layout, bad_rows: str, joins: Sequence[Join] = ()
+        self,
+        files: Sequence[Path],
+        wanted: Collection[str],
+        layout: Layout,
+        bad_rows: str,
+        joins: Sequence[Join] = (),
+        nan_missing: Collection[str] = (),
     ) -> None:
-        self.bad_rows = bad_rows
+        self.bad_rows, self.nan_missing = bad_rows, nan_missing
         names = column_names(files[0], layout)
         absent = sorted(set(wanted) - set(names))
         known = {files[0]: names}
@@ -52,7 +60,8 @@ class Rows:
             taken = [name for name in absent if name in theirs]
             absent = [name for name in absent if name not in theirs]
             if taken:
-                self.sides.append((join, Rows(join.files, [join.key, *taken], join.layout, bad_rows)))
+                side = Rows(join.files, [join.key, *taken], join.layout, bad_rows, nan_missing=nan_missing)
+                self.sides.append((join, side))
         if absent:
             held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
             raise ValueError(f"no column {absent[0]!r}: {held}")
@@ -82,12 +91,19 @@ class Rows:
         return self._read(name, lambda column: columns.read_lists(column, separator))
 
     def numbers(self, name: str) -> np.ndarray:
-        """[N] float64 with NaN for missing; text that is no number, NaN and infinity are malformed."""
+        """[N] float64 with NaN for missing; text that is no number, infinity and NaN are malformed.
+
+        In a column of `nan_missing` NaN is missing.
+        """
         side = self._side(name)
         if side:
             return np.append(side[0].numbers(name), np.nan)[side[1]]
-        numbers, bad = self._read(name, columns.read_numbers)
-        self.flag(bad, name, "expected a finite number or nothing")
+        nan_is_missing = name in self.nan_missing
+        numbers, bad = self._read(name, lambda column: columns.read_numbers(column, nan_is_missing))
+        expected = "expected a finite number or nothing"
+        if bad.any() and self._value(name, int(np.flatnonzero(bad)[0])).lower() == "nan":
+            expected += f" (with data=events, data.missing_nan=[{name}] takes NaN for nothing)"
+        self.flag(bad, name, expected)
         return np.where(bad, np.nan, numbers)
 
     def labels(self, name: str) -> np.ndarray:
@@ -132,7 +148,7 @@ class Rows:
             return
         index = int(np.flatnonzero(bad)[0])
         mine = name in self.table.columns.column_names
-        value = f" is {str(self.table.columns[name][index].as_py())[:100]}" if mine else ""
+        value = f" is {self._value(name, index)[:100]}" if mine else ""
         flaw = f"{self.table.locate(index)}: column {name!r}{value}, {expected}"
         if self.bad_rows == "raise":
             raise ValueError(f"{flaw}; data.bad_rows=skip leaves such input out")
@@ -184,6 +200,9 @@ class Rows:
         row_of = np.full(len(theirs.values) + 1, -1)
         row_of[distinct] = usable[at]
         return row_of[mine.recode(theirs.values)]
+
+    def _value(self, name: str, index: int) -> str:
+        return str(self.table.columns[name][index].as_py())
 
     def _read(self, name: str, read: Callable[[pa.ChunkedArray], Result]) -> Result:
         if name not in self.table.columns.column_names:

@@ -48,6 +48,10 @@ class Source(Protocol):
         """Positive rate of each task's observed labels in the training split, by the weights of their rows."""
         ...
 
+    def missing(self) -> dict[str, float]:
+        """Share of training candidates without a number or an observed label, by numeric column and task."""
+        ...
+
     def locate(self, row: int) -> str:
         """Where a `RequestBatch.row` comes from, for error messages: file and row."""
         ...
@@ -84,6 +88,9 @@ class PreparedSource:
 
     def label_rates(self) -> dict[str, float]:
         return self.meta["label_rates"]
+
+    def missing(self) -> dict[str, float]:
+        return self.meta["missing"]
 
     def locate(self, row: int) -> str:
         return locate(self.meta["files"], self.meta["first_row"], row)

@@ -18,7 +18,7 @@ import numpy as np
 
 from train.config import DataConfig
 
-FORMAT = 6
+FORMAT = 7
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]

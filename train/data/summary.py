@@ -28,7 +28,10 @@ def summarise(source: Source, dated: bool = True) -> str:
         first, last = (np.datetime64(int(time), "s") for time in batch.request_time[[0, -1]])
         lines.append(f"{split:<5} {counts[split]:>13,}" + (f"  {first!s:<19}  {last}" if dated else ""))
     rates = ", ".join(f"{task} {rate:.4g}" for task, rate in source.label_rates().items())
-    lines += [f"positive training labels: {rates}", ""]
+    lines.append(f"positive training labels: {rates}")
+    if lacking := [f"{name} {100 * share:.3g} %" for name, share in source.missing().items() if share]:
+        lines.append(f"missing in training rows: {', '.join(lacking)}")
+    lines.append("")
 
     ends = list(samples)[:: max(1, len(samples) - 1)]
     rows = list(zip(*(_features(source, samples[split]) for split in ends), strict=True))

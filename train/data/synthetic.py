@@ -131,6 +131,9 @@ class SyntheticSource:
     def label_rates(self) -> dict[str, float]:
         return self._label_rates
 
+    def missing(self) -> dict[str, float]:
+        return {}
+
     @cached_property
     def _label_rates(self) -> dict[str, float]:
         """Mean probability over the first 4,096 training requests: a second's work where histories are long."""

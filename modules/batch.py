@@ -280,8 +280,7 @@ def select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
     source = key * num_rows + rows.repeat(num_keys)
     lengths = features.lengths()[source]
     starts = features.offsets()[source]
-    ends = lengths.cumsum(0)
-    position = torch.arange(int(lengths.sum()), device=rows.device)
-    segment = torch.searchsorted(ends, position, right=True)
-    values = features.values()[starts[segment] + position - (ends - lengths)[segment]]
+    total = int(lengths.sum())
+    shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths, output_size=total)
+    values = features.values()[torch.arange(total, device=rows.device) + shift]
     return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths, stride=rows.numel())

@@ -68,6 +68,11 @@ def validate(config: Config) -> None:
         values = value if isinstance(value := _get(config, key), list) else [value]
         if not values or not set(values) <= {None, *allowed}:
             raise ValueError(f"{key}={value} is not known; choose from {', '.join(allowed)}")
+    if not 0 < config.data.negative_rate <= 1:
+        raise ValueError(
+            f"data.negative_rate={config.data.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
+            "data.negative_rate=0.1"
+        )
     sections = vars(config) | ({"model.moe": config.model.moe} if isinstance(config.model, InterFormerConfig) else {})
     for group, section in sections.items():
         for name, value in vars(section).items():
@@ -110,8 +115,13 @@ def validate(config: Config) -> None:
 
 
 def graphs_refusal(config: Config) -> str | None:
-    """Which key of the model does not go with `runtime.cuda_graphs=true`, why, and what does; None if all do."""
+    """Which key does not go with `runtime.cuda_graphs=true`, why, and what does; None if all do."""
     model = config.model
+    if config.data.negative_rate < 1:
+        return (
+            f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
+            "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
     if isinstance(model, DINConfig):
         return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"
     if not isinstance(model, InterFormerConfig):

@@ -108,6 +108,7 @@ class DataConfig:
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
     max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out: more are a wrong column, mostly
+    negative_rate: float = 1.0  # share of the training candidates without a positive label that is trained on
     pad_events: int = 0  # fill each event type of a training batch up to a multiple, with requests without candidates
 
 

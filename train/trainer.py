@@ -190,6 +190,7 @@ class Trainer:
             epoch=progress.epoch,
             start=progress.consumed,
             shuffle=True,
+            negative_rate=data.negative_rate,
             pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,

@@ -25,6 +25,12 @@ from train.doctor import ROOT
         ("data.split=[1.1,-0.1,0]", "must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]"),
         ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
         ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
+        (
+            "data.negative_rate=0",
+            "data.negative_rate=0.0 is a share of the negatives: above 0 and at most 1, e.g. data",
+        ),
+        ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
+        ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),
         ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
         ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
     ],
@@ -43,7 +49,7 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
         config: Config = to_config(compose("train", overrides=["data=synthetic"]))
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
-    assert len(rows) == 9
+    assert len(rows) == 10
     for keys, defaults in rows:
         sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
         told = [float(number) for number in defaults.split(", ")]

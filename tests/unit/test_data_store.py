@@ -27,6 +27,7 @@ def test_settings_of_the_loader_prepare_nothing_anew() -> None:
     usual = EventsConfig()
     loading = EventsConfig(batch_size=1, eval_batch_size=2, num_workers=3, prefetch=4, max_history=5, pad_events=6)
     assert store.cache_folder(loading, []) == store.cache_folder(usual, [])
+    assert store.cache_folder(EventsConfig(negative_rate=0.5), []) == store.cache_folder(usual, [])
     assert store.cache_folder(EventsConfig(min_count=2), []) != store.cache_folder(usual, [])
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from train.config import DINConfig, InterFormerConfig
+from train.config import DataConfig, DINConfig, InterFormerConfig
 from train.distributed import World
 from train.launching import LEAST_STEPS, LaunchWatch
 
@@ -30,7 +30,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch(model: object = InterFormerConfig(), device: str = "cuda", cuda_graphs: bool = False) -> LaunchWatch:
-    runtime, data = SimpleNamespace(cuda_graphs=cuda_graphs), SimpleNamespace(batch_size=2048)
+    runtime, data = SimpleNamespace(cuda_graphs=cuda_graphs), DataConfig(batch_size=2048)
     world = SimpleNamespace(device=torch.device(device), is_first=True)
     return LaunchWatch(cast(Any, SimpleNamespace(runtime=runtime, data=data, model=model)), cast(World, world))
 

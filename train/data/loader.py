@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
+from train.data.sampling import sample_negatives
 from train.data.source import Source
 from train.preemption import SIGNALS, shield
 
@@ -32,6 +33,7 @@ def build_loader(
     shuffle: bool,
     num_workers: int,
     prefetch: int,
+    negative_rate: float = 1,
     pad_events: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
@@ -43,6 +45,7 @@ def build_loader(
     share, and one without a share gets a request without candidates, so that all ranks take the same number of steps.
 
     Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
+    `negative_rate` below 1: see `sample_negatives`, which draws by (seed, epoch); requests are counted before it.
     `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
     """
     order = _Order(
@@ -56,7 +59,7 @@ def build_loader(
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
     return DataLoader(
-        _Batches(source, split, pad_events),
+        _Batches(source, split, negative_rate, (seed, epoch), pad_events),
         sampler=order,
         batch_size=None,
         collate_fn=_as_is,
@@ -88,15 +91,23 @@ def _process_starter() -> ForkServerContext:
 class _Batches(Dataset):
     """Maps an array of request numbers to their batch."""
 
-    def __init__(self, source: Source, split: str, pad_to: int) -> None:
+    def __init__(
+        self, source: Source, split: str, negative_rate: float, sampling_key: tuple[int, int], pad_to: int
+    ) -> None:
         self.source = source
         self.split = split
+        self.negative_rate = negative_rate
+        self.sampling_key = sampling_key
         self.pad_to = pad_to
 
     def __getitem__(self, requests: np.ndarray) -> RequestBatch:
         if requests.size == 0:
             return empty_batch(self.source.spec)
         batch = self.source.batch(self.split, requests)
+        if self.negative_rate < 1:
+            batch = sample_negatives(batch, self.negative_rate, *self.sampling_key)
+            if batch.num_requests == 0:
+                return empty_batch(self.source.spec)
         return (pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch).packed()
 
 

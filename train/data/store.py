@@ -26,6 +26,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
+    "negative_rate",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 

@@ -1,0 +1,51 @@
+"""Negative down-sampling of training batches.
+
+Kept negatives weigh 1 / rate, so loss, gradients and training metrics are unbiased estimates of those of all rows, and
+what the model predicts needs no recalibration. He et al. ("Practical Lessons from Predicting Clicks on Ads at
+Facebook", 2014) train without weights and correct each probability p to p / (p + (1 - p) / rate) instead. That holds
+for one task alone: of several, a row that is negative in one is kept for certain where it is positive in another, so
+that no one correction fits all negatives of a task, whereas a row's weight is right in every task.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modules.batch import RequestBatch, select_rows
+from train.data.vocabulary import GOLDEN, splitmix64
+
+
+def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) -> RequestBatch:
+    """The batch with a share `rate` of the candidates that are positive in no task, and all others.
+
+    Weights of kept negatives are divided by the rate. Whether a candidate is kept depends on (seed, epoch, its row)
+    alone, and so on no batch, rank or worker. Requests that have no candidate left are left out.
+    """
+    positive = (batch.labels == 1).any(1)
+    kept = positive | (uniform(batch.row, seed, epoch) < rate)
+    counts = torch.bincount(batch.owner[kept], minlength=batch.num_requests)
+    requests, candidates = counts.nonzero().squeeze(1), kept.nonzero().squeeze(1)
+    weights = torch.where(positive[:, None], batch.weights, batch.weights / rate)
+    return RequestBatch(
+        request_sparse=select_rows(batch.request_sparse, requests),
+        candidate_sparse=select_rows(batch.candidate_sparse, candidates),
+        request_dense=batch.request_dense[requests],
+        candidate_dense=batch.candidate_dense[candidates],
+        histories=select_rows(batch.histories, requests),
+        history_times=select_rows(batch.history_times, requests),
+        request_time=batch.request_time[requests],
+        candidate_offsets=torch.nn.functional.pad(counts[requests].cumsum(0), (1, 0)),
+        labels=batch.labels[candidates],
+        weights=weights[candidates],
+        group=batch.group[candidates],
+        row=batch.row[candidates],
+    )
+
+
+def uniform(row: Tensor, seed: int, epoch: int) -> Tensor:
+    """A number in [0, 1) for each row int64, float64: that of SplitMix64's sequence for (seed, epoch)."""
+    start = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    bits = splitmix64(start + row.numpy().astype(np.uint64) * GOLDEN)
+    return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)

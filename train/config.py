@@ -244,6 +244,7 @@ class TrackingConfig:
     tags: list[str] = field(default_factory=list)
     tensorboard: bool = True
     metrics: list[str] = field(default_factory=list)  # functions of your own for evaluations: [my_metrics.brier]
+    top_k: list[int] = field(default_factory=list)  # of NDCG and recall within a request, in evaluations: [5, 10]
     progress: str = "auto"  # bar on rank 0: auto (when stderr is a terminal) | always | never
 
 

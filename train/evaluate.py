@@ -2,9 +2,9 @@
 
 Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, or its newest when none was validated;
 `checkpoint=` names one. The checkpoint's own configuration builds the model; further `key=value` arguments
-override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, group,
-events in the request's histories, weight, and for each task label, logit and probability) to `out`, by default beside
-the checkpoint.
+override it (`data.path=...`, `data.batch_size=...`). Writes `metrics.json` and `predictions/*.parquet` (row, request,
+group, events in the request's histories, weight, and for each task label, logit and probability) to `out`, by default
+beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PredictionWriter:
     def __init__(self, folder: Path, tasks: tuple[str, ...], rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.tasks = tasks
-        columns: list[tuple[str, pa.DataType]] = [(name, pa.int64()) for name in ("row", "group", "events")]
+        columns: list[tuple[str, pa.DataType]] = [(name, pa.int64()) for name in ("row", "request", "group", "events")]
         columns.append(("weight", pa.float32()))
         for task in tasks:
             columns += [(f"{task}_{name}", pa.float32()) for name in ("label", "logit", "probability")]
@@ -56,7 +56,8 @@ class PredictionWriter:
     def write(self, batch: RequestBatch, logits: Tensor) -> None:
         logits = logits.float().cpu()
         events = history_lengths(batch).sum(0)[batch.owner]
-        columns = [column.cpu() for column in (batch.row, batch.group, events, batch.weights[:, 0])]
+        request = batch.row[batch.candidate_offsets[batch.owner]]  # its first candidate names it
+        columns = [column.cpu() for column in (batch.row, request, batch.group, events, batch.weights[:, 0])]
         for task in range(len(self.tasks)):
             columns += [batch.labels[:, task].cpu(), logits[:, task], logits[:, task].sigmoid()]
         self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))
@@ -82,7 +83,7 @@ def evaluate(
         batch = batch.to(job.world.device, non_blocking=True)
         with job.autocast():
             logits = job.model(batch)
-        metrics.update(logits, batch.labels, batch.weights, batch.group)
+        metrics.update(logits, batch.labels, batch.weights, batch.group, batch.candidate_offsets)
         if writer is not None:
             writer.write(batch, logits)
     job.model.train(training)
@@ -114,7 +115,14 @@ def evaluate_split(
     Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
     """
     source, world = job.source, job.world
-    metrics = MetricSet(source.spec.tasks, source.label_rates(), world.device, exact_auc=True, own=job.metrics)
+    metrics = MetricSet(
+        source.spec.tasks,
+        source.label_rates(),
+        world.device,
+        exact_auc=True,
+        own=job.metrics,
+        top_k=job.config.tracking.top_k,
+    )
     batches = islice(split_loader(job, split), steps or None)
     if predictions is not None and world.is_first:
         shutil.rmtree(predictions, ignore_errors=True)  # files of more ranks than these would stay

@@ -44,12 +44,22 @@ def shard(rank, split):
     return list(zip(*(tensor[mine].split(max(1, size // 3)) for tensor in whole), strict=True)) if size else []
 
 
+def within_requests(first, end):
+    """Metrics of the requests from `first` on, of four rows each."""
+    collection = MetricSet(list(RATES), RATES, CPU, exact_auc=True, top_k=[1, 3])
+    if end > first:
+        collection.update(*(tensor[4 * first : 4 * end] for tensor in rows()), torch.arange(end - first + 1) * 4)
+    return collection.compute()
+
+
 def work(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, results = dist.get_rank(), {}
     for exact_auc in (True, False):
         for split in (300, 211):
             results[exact_auc, split] = compute(shard(rank, split), exact_auc)
+    for split in (75, 50):
+        results["within", split] = within_requests(*[(0, split), (split, 75)][rank])
     meter = Throughput(CPU)
     batch = random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank])
     meter.step(batch, history_sums(history_lengths(batch)))
@@ -77,6 +87,14 @@ def test_ranks_agree_with_one_process(by_rank, exact_auc, split):
     # float64 sums of 300 terms in another order
     assert first == pytest.approx(expected, abs=1e-12)
     torch.testing.assert_close(first_histogram, expected_histogram)
+
+
+@pytest.mark.parametrize("split", [75, 50], ids=["empty rank", "uneven"])
+def test_ranking_within_requests_is_that_of_one_process(by_rank, split):
+    expected = within_requests(0, 75)
+    assert expected["click/ranked_requests"] > 20
+    assert by_rank[0, "within", split] == by_rank[1, "within", split]
+    assert by_rank[0, "within", split] == pytest.approx(expected, abs=1e-12)
 
 
 def test_throughput_counts_all_ranks(by_rank):

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sklearn.metrics import ndcg_score
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import select_rows, with_candidates
@@ -43,7 +44,7 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     expected = json.loads((trained / "results.json").read_text())["test"]
     assert metrics == expected
     table = pq.read_table(tmp_path / "scored" / "predictions")
-    assert table.column_names[:4] == ["row", "group", "events", "weight"]
+    assert table.column_names[:5] == ["row", "request", "group", "events", "weight"]
     source = build_source(from_dict(read_meta(checkpoint)["config"], []).data)
     batch = source.batch("test", np.arange(source.num_requests("test")))
     lengths = batch.history_times.lengths().view(-1, batch.num_requests).sum(0)[batch.owner].tolist()
@@ -56,6 +57,21 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
     assert again.num_rows == table.num_rows  # the file of the second rank is gone
     probability = table["click_probability"].to_numpy()
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-table["click_logit"].to_numpy())), rtol=1e-6)
+
+
+def test_requests_are_ranked_and_found_in_the_predictions(trained: Path, tmp_path: Path) -> None:
+    options = [f"out={tmp_path}", "runtime.device=cpu", "data.candidates=4", "tracking.top_k=[1,2]"]
+    metrics = evaluate.main([f"run_dir={trained}", *options])
+    columns = evaluate.read_predictions(tmp_path / "predictions")
+    expected = []
+    for request in np.unique(columns["request"]):
+        own = columns["request"] == request
+        assert columns["row"][own].tolist() == list(range(request, request + 4))
+        label, logit = columns["click_label"][own], columns["click_logit"][own]
+        if 0 < label.sum() < 4:
+            expected.append(ndcg_score([label], [logit], k=2))
+    assert metrics["click/ranked_requests"] == len(expected) > 10
+    assert metrics["click/ndcg@2"] == pytest.approx(np.mean(expected))
 
 
 def test_every_feature_of_a_run_has_a_worth(trained: Path, tmp_path: Path) -> None:

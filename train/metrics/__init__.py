@@ -7,6 +7,7 @@ from train.metrics.collection import MetricSet
 from train.metrics.gauc import gauc
 from train.metrics.histogram import ScoreHistogram, score_histogram
 from train.metrics.ne import binary_entropy, log_loss, normalized_entropy
+from train.metrics.ranking import ranking_names, ranking_sums
 from train.metrics.throughput import Throughput, history_lengths, history_sums, peak_flops
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "normalized_entropy",
     "paired_gaps",
     "peak_flops",
+    "ranking_names",
+    "ranking_sums",
     "score_histogram",
     "segment_auc",
     "streaming_auc",

@@ -34,8 +34,8 @@ def segment_auc(scores: Tensor, labels: Tensor, weights: Tensor, segment: Tensor
     order = order[segment[order].argsort(stable=True)]
     scores, segment, by_class = scores[order], segment[order], by_class[order]
 
-    starts_segment = _differs_from_previous(segment)
-    starts_tie = starts_segment | _differs_from_previous(scores)
+    starts_segment = differs_from_previous(segment)
+    starts_tie = starts_segment | differs_from_previous(scores)
     tie_of_row = starts_tie.cumsum(0) - 1
     segment_of_tie = (starts_segment.cumsum(0) - 1)[starts_tie]
     ties = _sum_by(by_class, tie_of_row, segment_of_tie.numel())
@@ -64,7 +64,8 @@ def streaming_auc_bound(histogram: ScoreHistogram) -> Tensor:
     return 0.5 * (positive * negative).sum() / (positive.sum() * negative.sum())
 
 
-def _differs_from_previous(values: Tensor) -> Tensor:
+def differs_from_previous(values: Tensor) -> Tensor:
+    """[N] bool: where a run of equal values begins."""
     first = torch.ones_like(values[:1], dtype=torch.bool)
     return torch.cat([first, values[1:] != values[:-1]])
 

@@ -13,10 +13,14 @@ from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
 from train.metrics.gauc import gauc
 from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights
 from train.metrics.ne import log_loss, normalized_entropy
+from train.metrics.ranking import ranking_names, ranking_sums
 
 OwnMetric = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | float]
 """Of logits, labels (0 or 1), weights and groups [N] of the rows of all ranks whose label was observed: one number."""
-BUILT_IN = ("log_loss", "ne", "auc", "gauc", "auc_error_bound", "calibration", "label_rate", "examples")
+BUILT_IN = (
+    "log_loss", "ne", "auc", "gauc", "auc_error_bound", "calibration", "label_rate", "examples", "mrr",
+    "ranked_requests",
+)  # fmt: skip
 
 
 def own_metrics(paths: Sequence[str]) -> dict[str, OwnMetric]:
@@ -53,9 +57,11 @@ class MetricSet:
         *,
         exact_auc: bool,
         own: Mapping[str, OwnMetric] | None = None,
+        top_k: Sequence[int] = (),
     ) -> None:
         """`base_rates`: positive rate of the training data by task, which NE is normalised by; `own`, by name, are
-        further metrics where AUC is exact.
+        further metrics where AUC is exact. `top_k`: the k of NDCG and recall within requests, beside MRR; none: no
+        ranking within requests.
         """
         missing = [task for task in tasks if task not in base_rates]
         if missing:
@@ -67,8 +73,10 @@ class MetricSet:
                 raise ValueError(f"base_rates[{task!r}] is {base_rates[task]}, expected a share of rows such as 0.1")
         self.tasks, self.base_rates = list(tasks), {task: float(base_rates[task]) for task in tasks}
         self.device, self.exact_auc, self.own = device, exact_auc, dict(own or {})
+        self.top_k = sorted(set(top_k))
+        self.num_sums = NUM_SUMS + (2 + len(ranking_names(self.top_k)) if top_k else 0)
         # Sums and histograms share one buffer, so that one all-reduce carries them.
-        self._state = torch.zeros(len(tasks) * (NUM_SUMS + 2 * NUM_BINS), dtype=torch.float64, device=device)
+        self._state = torch.zeros(len(tasks) * (self.num_sums + 2 * NUM_BINS), dtype=torch.float64, device=device)
         self._values: list[Tensor] = []  # [C, 3 * tasks] float32: logits, labels, weights
         self._groups: list[Tensor] = []  # [C] int64
 
@@ -78,9 +86,12 @@ class MetricSet:
         self._groups.clear()
 
     @torch.no_grad()
-    def update(self, logits: Tensor, labels: Tensor, weights: Tensor, group: Tensor) -> None:
+    def update(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, group: Tensor, candidate_offsets: Tensor | None = None
+    ) -> None:
         """Add C rows: logits, labels in {0, 1, NaN = not observed} and weights [C, tasks], group [C] int64.
 
+        Ranking within requests needs `candidate_offsets` [R + 1] int64: request r has rows offsets[r]:offsets[r + 1].
         A row whose label was not observed counts in no metric of that task, whatever its logit is.
         """
         expected = (group.shape[0], len(self.tasks))
@@ -93,7 +104,13 @@ class MetricSet:
         prediction = torch.where(observed, torch.sigmoid(logits.double()), 0.0)
         loss = torch.where(observed, log_loss(logits, labels), 0.0)
         by_class = class_weights(labels, weights)
-        sums += torch.stack([observed, weight, by_class[..., 0], weight * prediction, weight * loss], dim=-1).sum(0)
+        parts = [observed, weight, by_class[..., 0], weight * prediction, weight * loss]
+        sums[:, :NUM_SUMS] += torch.stack(parts, dim=-1).sum(0)
+        if self.top_k:
+            if candidate_offsets is None:
+                raise ValueError(f"candidate_offsets is None; top_k={self.top_k} needs those of the batch, [R + 1]")
+            for task, rows in enumerate(zip(logits.T, labels.T, weights.T, strict=True)):
+                sums[task, NUM_SUMS:] += ranking_sums(*rows, candidate_offsets, self.top_k)
         cell = bin_index(logits) + NUM_BINS * torch.arange(len(self.tasks), device=self.device)
         histogram.view(-1, 2).index_add_(0, cell.flatten(), by_class.flatten(0, 1))
         if self.exact_auc:
@@ -104,13 +121,13 @@ class MetricSet:
         """Metrics since the last reset, under `task/name`.
 
         log_loss (nats, weighted mean), ne, auc, gauc and those of `own` (only if exact) or auc_error_bound (only if
-        not), calibration (sum of predictions over sum of labels), label_rate, examples (rows with an observed label). A
-        metric without meaning is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate
-        of 0 or 1.
+        not), calibration (sum of predictions over sum of labels), label_rate, examples (rows with an observed label);
+        with `top_k` also those of `ranking_names`, and ranked_requests, which those are averaged over. A metric without
+        meaning is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate of 0 or 1.
         """
         sums, histogram = self._views(self._reduced())
         ranking = self._exact_ranking() if self.exact_auc else _streaming_ranking(histogram)
-        examples, weight, label, prediction, loss = sums.unbind(dim=1)
+        examples, weight, label, prediction, loss = sums[:, :NUM_SUMS].unbind(dim=1)
         columns = {
             "log_loss": loss / weight,
             **ranking,
@@ -118,6 +135,10 @@ class MetricSet:
             "label_rate": label / weight,
             "examples": examples,
         }
+        if self.top_k:
+            requests, total, *within = sums[:, NUM_SUMS:].unbind(dim=1)
+            means = {name: value / total for name, value in zip(ranking_names(self.top_k), within, strict=True)}
+            columns |= means | {"ranked_requests": requests}
         # A NaN score falls into some bin all the same: the loss knows of it. Ranks of rows see it themselves.
         columns["auc"] = torch.where(loss.isnan(), torch.nan, columns["auc"])
         result: dict[str, float] = {}
@@ -133,10 +154,10 @@ class MetricSet:
         return {task: ScoreHistogram(*table.unbind(dim=1)) for task, table in zip(self.tasks, tables, strict=True)}
 
     def _views(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums [tasks, NUM_SUMS] and histograms [tasks, bins, 2] (positive, negative weight) in a state buffer."""
+        """Sums [tasks, num_sums] and histograms [tasks, bins, 2] (positive, negative weight) in a state buffer."""
         num_tasks = len(self.tasks)
-        sums, tables = state.tensor_split([num_tasks * NUM_SUMS])
-        return sums.view(num_tasks, NUM_SUMS), tables.view(num_tasks, NUM_BINS, 2)
+        sums, tables = state.tensor_split([num_tasks * self.num_sums])
+        return sums.view(num_tasks, self.num_sums), tables.view(num_tasks, NUM_BINS, 2)
 
     def _reduced(self) -> Tensor:
         state = self._state.clone()

@@ -105,6 +105,11 @@ def validate(config: Config) -> None:
         raise ValueError(f"data.split={data.split} must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]")
     if data.max_skipped > 1:
         raise ValueError(f"data.max_skipped={data.max_skipped} is a share of the rows: at most 1, e.g. 0.1")
+    if data.id_map == "hash" and (data.min_count > 1 or data.table_min_count):
+        raise ValueError(
+            f"data.min_count={data.min_count} and data.table_min_count={data.table_min_count} need ids to be counted, "
+            "which data.id_map=hash does not do; use data.id_map=vocabulary, or data.min_count=1 and no table_min_count"
+        )
     for key in ("model.dropout", "parallel.reserve"):
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")

@@ -29,6 +29,10 @@ from train.doctor import ROOT
             "data.negative_rate=0",
             "data.negative_rate=0.0 is a share of the negatives: above 0 and at most 1, e.g. data",
         ),
+        (
+            "data=criteo_kaggle data.id_map=hash",
+            "use data.id_map=vocabulary, or data.min_count=1 and no table_min_count",
+        ),
         ("tracking.top_k=[5,0]", "tracking.top_k=[5, 0] must be at least 1, e.g. tracking.top_k=[1, 1]"),
         ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
         ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),

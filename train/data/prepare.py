@@ -85,7 +85,7 @@ def write(
         ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
     else:
         occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(occurrences, cfg.min_count if new_ids else math.inf, earlier.ids if earlier else None)
+        ids = Vocabulary(occurrences, _min_counts(cfg, spec, new_ids), earlier.ids if earlier else None)
         ids.save(folder / mapping.FOLDER)
     spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
     first, order = requests.first, requests.order
@@ -133,6 +133,14 @@ def write(
         "first_row": table.first_row,
     }
     store.save(folder, arrays, meta)
+
+
+def _min_counts(cfg: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
+    """How often an id must occur in training to get a row, by table."""
+    if stray := sorted(set(cfg.table_min_count) - set(spec.tables)):
+        raise ValueError(f"data.table_min_count names {stray}, which are no tables; there are {sorted(spec.tables)}")
+    counts = {table: cfg.table_min_count.get(table, cfg.min_count) for table in spec.tables}
+    return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 
 def _fingerprint(spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense) -> str:

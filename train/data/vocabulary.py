@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -19,6 +20,8 @@ from train.data.columns import Coded, CodedLists
 Occurrences = tuple[str, Coded | CodedLists, np.ndarray]
 """(table, column, mask [N] of the column's codes that belong to the training split)."""
 
+logger = logging.getLogger(__name__)
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -33,14 +36,17 @@ def splitmix64(counter: np.ndarray) -> np.ndarray:
 
 
 class Vocabulary:
-    """Ids seen at least `min_count` times in training get rows 1, 2, ... in the order of their text.
+    """Ids seen at least `min_count[table]` times in training get rows 1, 2, ... in the order of their text.
 
     Text order rather than popularity spreads the popular rows over the shards of a row-wise sharded table. Ids of
     `earlier` runs, by table, keep their rows, seen or not, and the others get those behind them.
     """
 
     def __init__(
-        self, occurrences: Iterable[Occurrences], min_count: float, earlier: Mapping[str, pa.StringArray] | None = None
+        self,
+        occurrences: Iterable[Occurrences],
+        min_count: Mapping[str, float],
+        earlier: Mapping[str, pa.StringArray] | None = None,
     ) -> None:
         seen: dict[str, list[pa.Table]] = {}
         for table, column, training in occurrences:
@@ -49,19 +55,30 @@ class Vocabulary:
             seen.setdefault(table, []).append(pa.table({"value": column.values, "count": counts}))
         kept = earlier or {}
         self.tables = {
-            table: self._known(pa.concat_tables(parts), min_count, kept.get(table, pa.array([], pa.string())))
+            table: self._known(table, pa.concat_tables(parts), min_count[table], kept.get(table))
             for table, parts in seen.items()
         }
 
     @staticmethod
-    def _known(seen: pa.Table, min_count: float, earlier: pa.StringArray) -> pa.Table:
+    def _known(table: str, seen: pa.Table, min_count: float, earlier: pa.StringArray | None) -> pa.Table:
+        earlier = pa.array([], pa.string()) if earlier is None else earlier
         counts = seen.group_by("value").aggregate([("count", "sum")])
         enough = pc.greater_equal(counts["count_sum"], max(min_count, 1))
         new = pc.and_(enough, pc.invert(pc.is_in(counts["value"], value_set=earlier)))
         values = pa.chunked_array([earlier, *counts.filter(new).sort_by("value")["value"].cast(pa.string()).chunks])
         found = pc.index_in(values, value_set=counts["value"].combine_chunks())
         rows = pa.array(np.arange(len(values)) + UNKNOWN_ID + 1)
-        return pa.table({"row": rows, "value": values, "count": counts["count_sum"].take(found).fill_null(0)})
+        known = pa.table({"row": rows, "value": values, "count": counts["count_sum"].take(found).fill_null(0)})
+        if min_count > 1:
+            occurred = np.count_nonzero(counts["count_sum"])
+            logger.info(
+                "table %r: %d ids have rows, %d that occur in training have none; known are %.2f %% of all occurrences",
+                table,
+                len(values),
+                occurred - np.count_nonzero(known["count"]),
+                100 * np.sum(known["count"]) / max(1, np.sum(counts["count_sum"])),
+            )
+        return known
 
     def size(self, table: str) -> int:
         """Rows of the embedding table."""

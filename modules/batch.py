@@ -20,7 +20,7 @@ ALIGNMENT = 16
 _Keyed = tuple[list[str], int, list[int] | None]
 _Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 UNKNOWN_ID = 0
-"""Row of every table that unseen and missing ids map to; known ids start at 1."""
+"""Row of every table that missing ids map to, and unseen ones unless a source has rows for them; others start at 1."""
 
 
 @dataclass(frozen=True)

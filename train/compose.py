@@ -110,6 +110,11 @@ def validate(config: Config) -> None:
             f"data.min_count={data.min_count} and data.table_min_count={data.table_min_count} need ids to be counted, "
             "which data.id_map=hash does not do; use data.id_map=vocabulary, or data.min_count=1 and no table_min_count"
         )
+    if data.oov_rows and (data.id_map == "hash" or data.min_count < 2):
+        raise ValueError(
+            f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
+            "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
+        )
     for key in ("model.dropout", "parallel.reserve"):
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")

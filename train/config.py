@@ -107,6 +107,7 @@ class DataConfig:
     hash_rows: int = 100_000
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
+    oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
     max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out: more are a wrong column, mostly
     negative_rate: float = 1.0  # share of the training candidates without a positive label that is trained on

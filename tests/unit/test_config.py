@@ -33,6 +33,8 @@ from train.doctor import ROOT
             "data=criteo_kaggle data.id_map=hash",
             "use data.id_map=vocabulary, or data.min_count=1 and no table_min_count",
         ),
+        ("data.oov_rows=4", "e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"),
+        ("data.oov_rows=4 data.id_map=hash", "data.oov_rows=4 are learned from ids that are rare in training"),
         ("tracking.top_k=[5,0]", "tracking.top_k=[5, 0] must be at least 1, e.g. tracking.top_k=[1, 1]"),
         ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
         ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),

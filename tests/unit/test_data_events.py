@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from urllib.parse import quote
 
 import numpy as np
@@ -122,25 +121,6 @@ def test_min_count_and_hashing(tmp_path):
     hashed = build_source(make_config(tmp_path, table, id_map="hash", hash_rows=50))
     assert hashed.spec.tables == {"user": 50, "item": 50}
     assert whole(hashed, "test").candidate_sparse.values().min() > 0
-
-
-def test_a_table_may_have_a_min_count_of_its_own(tmp_path, caplog):
-    table = make_table()
-    order = np.argsort(table["time"], kind="stable")[:160]
-    ids, counts = np.unique(table["item"][order].astype(str), return_counts=True)
-    with caplog.at_level(logging.INFO, "train"):
-        source = build_source(make_config(tmp_path, table, min_count=6, table_min_count={"user": 1}))
-    frequent = ids[counts >= 6].tolist()
-    assert 0 < len(frequent) < len(ids)
-    assert words(source, "item") == [None, *frequent]
-    assert len(words(source, "user")) == 8
-    share = 100 * counts[counts >= 6].sum() / 160
-    assert caplog.messages == [
-        f"table 'item': {len(frequent)} ids have rows, {len(ids) - len(frequent)} that occur in training have none; "
-        f"known are {share:.2f} % of all occurrences"
-    ]
-    with pytest.raises(ValueError, match=r"table_min_count names \['thing'\], which are no tables; there are \['item'"):
-        build_source(make_config(tmp_path, table, table_min_count={"thing": 2}))
 
 
 def test_every_format_gives_the_same_batches(tmp_path):

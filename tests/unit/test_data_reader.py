@@ -53,7 +53,11 @@ def prepared(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Prepa
     return source
 
 
-@pytest.mark.parametrize("settings", [{}, {"id_map": "hash", "hash_rows": 30}], ids=["vocabulary", "hash"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"min_count": 5, "oov_rows": 3}, {"id_map": "hash", "hash_rows": 30}],
+    ids=["vocabulary", "rare ids", "hash"],
+)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_batch_is_that_of_the_files(
     settings: dict[str, Any], split: str, rows: list[dict[str, Any]], tmp_path: Path

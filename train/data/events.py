@@ -138,6 +138,11 @@ def _earlier(cfg: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
     if hashed != ([cfg.hash_rows] if cfg.id_map == "hash" else []):
         theirs = f"data.id_map=hash data.hash_rows={hashed[0]}" if hashed else "data.id_map=vocabulary"
         raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
+    if earlier.oov_rows != cfg.oov_rows:
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={cfg.oov_rows}; use "
+            f"data.oov_rows={earlier.oov_rows}"
+        )
     return earlier
 
 

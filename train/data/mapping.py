@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from modules.batch import UNKNOWN_ID
 from train.files import write_json
 
 FOLDER = "vocabulary"
@@ -32,6 +33,14 @@ class Mapping:
     label_rates: dict[str, float]  # positive rate of training labels by task
     sizes: dict[str, int]
     ids: dict[str, pa.StringArray] | None
+
+    @property
+    def oov_rows(self) -> int:
+        """Rows of each table that ids without one of their own are hashed into."""
+        if not self.ids:
+            return 0
+        table, texts = next(iter(self.ids.items()))
+        return self.sizes[table] - len(texts) - UNKNOWN_ID - 1
 
 
 def keep(prepared: Path, meta: dict, run_dir: Path) -> None:

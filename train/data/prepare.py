@@ -85,7 +85,7 @@ def write(
         ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
     else:
         occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(occurrences, _min_counts(cfg, spec, new_ids), earlier.ids if earlier else None)
+        ids = Vocabulary(occurrences, _min_counts(cfg, spec, new_ids), earlier.ids if earlier else None, cfg.oov_rows)
         ids.save(folder / mapping.FOLDER)
     spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
     first, order = requests.first, requests.order
@@ -128,6 +128,7 @@ def write(
         "numeric": dense.statistics,
         "missing": dense.missing | _unobserved(spec, labels[training]),
         "fingerprint": _fingerprint(spec, ids, dense),
+        "oov_rows": cfg.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
         "first_row": table.first_row,

@@ -16,7 +16,7 @@ from train.data import mapping
 from train.data.batch import Events, Ids, pack
 from train.data.columns import read_ids
 from train.data.numeric import INDICATOR, before_scaling, matching, scaled
-from train.data.vocabulary import Hashing
+from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 
 
 class RequestReader:
@@ -38,10 +38,11 @@ class RequestReader:
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
         self.numeric = known.numeric
+        self.oov_rows = known.oov_rows
         self._rows: dict[str, dict[str, int]] | None = None
         if known.ids is not None:
             self._rows = {
-                table: dict(zip(texts.to_pylist(), range(UNKNOWN_ID + 1, len(texts) + UNKNOWN_ID + 1), strict=True))
+                table: {text: row for row, text in enumerate(texts.to_pylist(), first_row(self.oov_rows))}
                 for table, texts in known.ids.items()
             }
 
@@ -93,7 +94,8 @@ class RequestReader:
         ids = read_ids(pa.chunked_array([texts]))
         if self._rows is None:
             return Hashing(self.spec.tables[table]).ids(table, ids)
-        rows = [self._rows[table].get(text, UNKNOWN_ID) for text in ids.values.to_pylist()]
+        unknown = rows_of_unknown(ids.values, self.oov_rows).tolist()
+        rows = [self._rows[table].get(text, row) for text, row in zip(ids.values.to_pylist(), unknown, strict=True)]
         return np.array([*rows, UNKNOWN_ID], np.int32)[ids.codes]
 
     def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:

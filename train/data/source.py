@@ -38,6 +38,11 @@ class Source(Protocol):
         """Write what a run on other files has to know to go on with the weights, if it is to be known."""
         ...
 
+    @property
+    def oov_rows(self) -> int:
+        """Rows from 1 on of every table that belong to no id but to those without a row of their own."""
+        ...
+
     def num_requests(self, split: str) -> int: ...
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
@@ -78,6 +83,10 @@ class PreparedSource:
     @property
     def extends(self) -> str | None:
         return self.meta["extends"]
+
+    @property
+    def oov_rows(self) -> int:
+        return self.meta["oov_rows"]
 
     def keep_mapping(self, run_dir: Path) -> None:
         mapping.keep(self.folder, self.meta, run_dir)

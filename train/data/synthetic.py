@@ -117,6 +117,8 @@ class SyntheticSource:
     extends = None
     """No other source's: one with more users is another population."""
 
+    oov_rows = 0
+
     def keep_mapping(self, run_dir: Path) -> None:
         """Nothing is kept: the configuration says everything."""
 

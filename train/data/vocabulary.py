@@ -1,4 +1,4 @@
-"""From ids to rows of embedding tables, by vocabulary or by hashing. Unseen and missing ids get `UNKNOWN_ID`."""
+"""From ids to rows of embedding tables, by vocabulary or by hashing. Missing ids get `UNKNOWN_ID`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def splitmix64(counter: np.ndarray) -> np.ndarray:
 class Vocabulary:
     """Ids seen at least `min_count[table]` times in training get rows 1, 2, ... in the order of their text.
 
+    Other ids share the row of missing ones, or are hashed into `oov_rows` rows between that and the first id's.
+
     Text order rather than popularity spreads the popular rows over the shards of a row-wise sharded table. Ids of
     `earlier` runs, by table, keep their rows, seen or not, and the others get those behind them.
     """
@@ -47,7 +49,9 @@ class Vocabulary:
         occurrences: Iterable[Occurrences],
         min_count: Mapping[str, float],
         earlier: Mapping[str, pa.StringArray] | None = None,
+        oov_rows: int = 0,
     ) -> None:
+        self.oov_rows = oov_rows
         seen: dict[str, list[pa.Table]] = {}
         for table, column, training in occurrences:
             codes = column.codes[training]
@@ -59,15 +63,14 @@ class Vocabulary:
             for table, parts in seen.items()
         }
 
-    @staticmethod
-    def _known(table: str, seen: pa.Table, min_count: float, earlier: pa.StringArray | None) -> pa.Table:
+    def _known(self, table: str, seen: pa.Table, min_count: float, earlier: pa.StringArray | None) -> pa.Table:
         earlier = pa.array([], pa.string()) if earlier is None else earlier
         counts = seen.group_by("value").aggregate([("count", "sum")])
         enough = pc.greater_equal(counts["count_sum"], max(min_count, 1))
         new = pc.and_(enough, pc.invert(pc.is_in(counts["value"], value_set=earlier)))
         values = pa.chunked_array([earlier, *counts.filter(new).sort_by("value")["value"].cast(pa.string()).chunks])
         found = pc.index_in(values, value_set=counts["value"].combine_chunks())
-        rows = pa.array(np.arange(len(values)) + UNKNOWN_ID + 1)
+        rows = pa.array(np.arange(len(values)) + first_row(self.oov_rows))
         known = pa.table({"row": rows, "value": values, "count": counts["count_sum"].take(found).fill_null(0)})
         if min_count > 1:
             occurred = np.count_nonzero(counts["count_sum"])
@@ -82,16 +85,18 @@ class Vocabulary:
 
     def size(self, table: str) -> int:
         """Rows of the embedding table."""
-        return self.tables[table].num_rows + UNKNOWN_ID + 1
+        return self.tables[table].num_rows + first_row(self.oov_rows)
 
     def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
         """Row of each code of a column, int32."""
-        known = pc.index_in(column.values, value_set=self.tables[table]["value"].combine_chunks())
-        return _translate(column, known.fill_null(-1).to_numpy() + UNKNOWN_ID + 1)
+        found = pc.index_in(column.values, value_set=self.tables[table]["value"].combine_chunks())
+        known, place = found.is_valid().to_numpy(zero_copy_only=False), found.fill_null(0).to_numpy()
+        unknown = rows_of_unknown(column.values, self.oov_rows)
+        return _translate(column, np.where(known, place + first_row(self.oov_rows), unknown))
 
     def digest(self) -> str:
         """Another one whenever an id of some table would get another row."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(b"oov %d" % self.oov_rows if self.oov_rows else b"")
         for table in sorted(self.tables):
             lengths, content = _contents(self.tables[table]["value"].combine_chunks())
             digest.update(json.dumps([table, len(lengths)]).encode())
@@ -126,6 +131,18 @@ class Hashing:
 
     def save(self, folder: Path) -> None:
         """Hashing has nothing to save."""
+
+
+def first_row(oov_rows: int) -> int:
+    """Row of a vocabulary's first id."""
+    return UNKNOWN_ID + 1 + oov_rows
+
+
+def rows_of_unknown(texts: pa.StringArray, oov_rows: int) -> np.ndarray:
+    """[N] int64 rows of ids that a vocabulary does not have."""
+    if oov_rows == 0:
+        return np.full(len(texts), UNKNOWN_ID)
+    return (hash_texts(texts) % np.uint64(oov_rows)).astype(np.int64) + UNKNOWN_ID + 1
 
 
 def hash_texts(texts: pa.StringArray) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from train.compose import to_config
-from train.config import Config, register_schema
+from train.config import Config, EventsConfig, register_schema
 from train.doctor import ROOT
 
 
@@ -48,6 +48,21 @@ def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> Non
         composed = compose("train", overrides=override.split())
     with pytest.raises(ValueError, match=re.escape(message)):
         to_config(composed)
+
+
+def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
+    register_schema()
+    added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0", "+data.table_min_count.user_id=10"]
+    event_type = "+data.histories={cart: {fields: [item_id]}}"
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    assert all(override in page for override in (added[0], added[2], event_type))
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        composed = compose("train", overrides=["data=taobao_ad", "data.root=/data", *added, event_type])
+    data = to_config(composed).data
+    assert isinstance(data, EventsConfig)
+    assert data.labels.keys() == {"click", "good"}
+    assert data.histories["cart"].fields == ["item_id"]
+    assert (data.missing_fill, data.table_min_count) == ({"price": 0}, {"user_id": 10})
 
 
 def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() -> None:

@@ -153,7 +153,7 @@ def test_every_experiment_takes_three_steps(experiment: str, tmp_path: Path, cac
     off = ["tracking.wandb=disabled", f"data.cache_dir='{cache}'"]
     if "synthetic" in experiment:
         small += ["data.num_users=100", "data.num_items=400", "data.max_history=8", "data.num_requests=100"]
-        small += ["data.eval_requests=20"]
+        small += ["data.eval_requests=20", "data.pad_events=64"]
     train_here(tmp_path / "run", base=[f"+experiment={experiment}", *small, *off, "runtime.log_every=1"])
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 3
     trained = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record.split == "train"]

@@ -44,9 +44,9 @@ class MLP(nn.Sequential):
 class SharedLinear(nn.Module):
     """Linear layer over features of which the last `num_request` are a request's, the same for all its candidates.
 
-    y[c] = (W_own candidate[c] + b) + W_shared request[owner(c)]: the second product runs at the request's rows, and
-    adding it is the only broadcast. Both weights start as parts of one. Without features of a request this is `layer`
-    itself.
+    y[c] = (W_own candidate[c] + b) + W_shared request[owner(c)]: the second product is computed once a request, and
+    adding it is the only broadcast. Both weights are initialised as parts of one. Without features of a request this is
+    `layer` itself.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class SharedLinear(nn.Module):
 class TaskHeads(nn.Module):
     """One MLP of its own for each task: [C, num_candidate] -> logits [C, tasks].
 
-    Sharing the trunk between tasks would couple them once more; they share everything below already. Logits are
-    computed in fp32 under any precision: in bf16 they would have 8 significant bits, and equal scores blur AUC.
+    Tasks do not share the MLP, since they share everything below it already. Logits are computed in fp32 under any
+    precision: in bf16 they would have 8 significant bits, and the many equal scores would blur AUC.
     `num_request` further features may be a request's, see `SharedLinear`.
     """
 
@@ -117,8 +117,8 @@ class TaskHeads(nn.Module):
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:
     """activation(layer(x)) * factor: bias, activation ("none" or "silu") and factor in one pass over the product.
 
-    The gradient of the bias is made in the backward's one pass as well. A layer with a precision recipe of its own adds
-    its bias by itself.
+    The backward computes the gradient of the bias in its one pass, too. A layer with a precision recipe adds its bias
+    itself.
     """
     if type(layer) is nn.Linear and layer.bias is not None:
         z = F.linear(x, layer.weight)

@@ -1,7 +1,8 @@
 """The arches of InterFormer (arXiv 2411.09852): summaries of both sides, interaction, sequence.
 
-Letters: C candidates; rows, those of the sequence: requests, or candidates in the paper's form; N tokens of all
-sequences together, CLS included; n feature tokens; d the width of a token.
+An arch is one of the parts that a layer has in the paper. Shapes: C candidates; `rows` sequences, one for each request
+(in the paper's form one for each candidate); N tokens of all sequences together, CLS included; n feature tokens; d the
+width of a token.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Gating(nn.Module):
 
 
 class Summary(nn.Module):
-    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_summary, d]; X as it is, magnitudes carry information."""
+    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_summary, d]. X is not normalised, to keep magnitudes."""
 
     def __init__(self, num_tokens: int, num_summary: int, dim: int, gate: str) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Summary(nn.Module):
 
 
 class SequenceTokens(NamedTuple):
-    """The sequence between two layers, in the three forms that are read of it."""
+    """The sequence between two layers, in the three forms in which it is read."""
 
     values: Tensor  # [N, d]
     normed: Tensor  # the same normalised
@@ -91,8 +92,8 @@ def places_of_ends(offsets: Tensor, num_cls: int, num_recent: int) -> Tensor:
 class SequenceSummary(nn.Module):
     """S_sum = Gating([CLS | recent K | PMA]), the first two at the rows of the sequence, PMA for each candidate.
 
-    CLS and recent tokens are the request's; whoever reads the summary takes them as such. PMA is where the candidate
-    meets the sequence: its queries are seeds plus an LCE of the candidate's tokens.
+    CLS and recent tokens belong to the request, and readers of the summary treat them so. In PMA the candidate meets
+    the sequence: its queries are seeds plus an LCE of the candidate's tokens.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class SequenceSummary(nn.Module):
         return self.gating(tokens.ends), self.gating(pooled)
 
     def flops(self, num_candidates: float, rows: float, num_tokens: float) -> float:
-        """A candidate is taken to meet a sequence of mean length: the product is not a sum the trainer keeps."""
+        """Assumes sequences of mean length for every candidate: the trainer keeps no sum of candidates times length."""
         gated = rows * (self.num_cls + self.num_recent) + num_candidates * self.num_pma
         return (
             self.condition.flops(num_candidates, rows, self.dim)
@@ -146,9 +147,9 @@ class SequenceSummary(nn.Module):
 class InteractionArch(nn.Module):
     """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
-    `interaction` is a stack of DHEN layers or of Wukong layers. S_sum's `num_request_summary` first tokens are at
-    request rows, and so are the `num_request` first tokens of X in the first layer, where X still is what was looked
-    up. They enter the first layer of the stack as a request's tokens, before all others.
+    `interaction` is a stack of DHEN layers or of Wukong layers. The first `num_request_summary` tokens of S_sum are at
+    request rows. So are the first `num_request` tokens of X in the first layer, where X is still what was looked up.
+    They enter the first layer of the stack as a request's tokens, before all others.
     """
 
     def __init__(
@@ -244,8 +245,8 @@ class LinearPersonalizedFFN(nn.Module):
 class SequenceArch(nn.Module):
     """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all.
 
-    `pffn` and `attention` each choose between the paper's operator and GDPA, which puts an activation into the first
-    and in place of the softmax of the second.
+    `pffn` and `attention` each are the paper's operator or GDPA, which gives the first an activation and replaces the
+    softmax of the second by one.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class SequenceArch(nn.Module):
         rotation: Rotation,
         ends: Tensor | None = None,
     ) -> SequenceTokens:
-        """`ends` are the places of `places_of_ends`, of which the result has the tokens, if given."""
+        """`ends`, if given, are the indices made by `places_of_ends`; the result then has the tokens there."""
         values, normed, _ = tokens
         change = self.dropout(self.pffn(normed, offsets, summary))
         values, normed, _ = add_rms_norm(values, change)

@@ -23,14 +23,14 @@ class LCE(nn.Module):
         super().__init__()
         self.candidate = nn.Linear(num_candidate, num_out, bias=False)
         self.request = nn.Linear(num_request, num_out, bias=False) if num_request else None
-        # Each part alone would scale by its own number of tokens; together they are one map over all of them.
+        # By default each part would scale by its own number of tokens; but together they are one map over all tokens.
         bound = (num_candidate + num_request) ** -0.5
         for weight in self.parameters():
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d], request [R, num_request, d] with its rows -> [C, num_out, d]."""
-        # A layer with a precision recipe of its own multiplies by itself.
+        # A layer with a precision recipe has a forward of its own, which must be called.
         plain = all(type(layer) is nn.Linear for layer in self.children())
         given = request_part(0 if self.request is None else self.request.in_features, request, rows, "tokens")
         if self.request is None or given is None:

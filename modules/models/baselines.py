@@ -26,7 +26,7 @@ class ActivationUnit(nn.Module):
     """DIN's attention (arXiv 1706.06978): sum over events of MLP([q, k, q - k, q * k]) k, without a softmax.
 
     q holds, for every field of the event, the candidate's token that shares its table (item against item, category
-    against category); a field that no candidate feature shares a table with is held against the mean candidate token.
+    against category). A field that shares no table with a candidate feature is compared with the mean candidate token.
     SiLU instead of DIN's Dice, whose batch statistics would depend on which candidates share a batch.
 
     The first layer of the MLP, W [q, k, q - k, q * k], is (W_1 + W_3) q + (W_2 - W_3) k + W_4 (q * k): the part of q is
@@ -55,14 +55,14 @@ class ActivationUnit(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """What follows the first layer of the MLP and its activation."""
+        """The MLP after its first layer and activation."""
         return list(self.score)[2:]
 
     def _first(self, query: Tensor, key: Tensor, offsets: Tensor) -> Tensor:
         """The first layer of the MLP: query [C, width], key [pairs, width] of rows `offsets` -> [pairs, hidden]."""
         first, *rest = self.score
         product = jagged_dense_elementwise(key, offsets, query, "mul")
-        if type(first) is not nn.Linear:  # one with a precision recipe of its own multiplies by itself
+        if type(first) is not nn.Linear:  # one with a precision recipe has its own forward
             query = expand_rows(query, offsets, key.shape[0])
             hidden = first(torch.cat([query, key, query - key, product], dim=1))
             return rest[0](hidden) if rest else hidden
@@ -109,8 +109,8 @@ class DIN(_Baseline):
     def flops_per_batch(
         self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
     ) -> float:
-        """Forward FLOPs of the matrix products. Lengths and numbers of candidates are taken to be independent, and
-        event types with different numbers of fields to occur in proportion to their `max_length`."""
+        """Forward FLOPs of the matrix products. Assumes that lengths are independent of numbers of candidates, and that
+        event types with different numbers of fields occur in proportion to their `max_length`."""
         pairs = sum_lengths * num_candidates / num_requests
         capacity = sum(event.max_length for event in self.events)
         shares = zip(self.events, self.units, strict=True)

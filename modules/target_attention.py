@@ -22,8 +22,8 @@ class TargetAttention(nn.Module):
     and read once for all its candidates and never copied per candidate. No position enters: what a candidate looks for
     is content (positions act in self-attention). `max_candidates` and `max_length` are constants that none exceeds.
 
-    With `activation`, a name of `kernels.gdpa.ACTIVATIONS` or one per head, weights are that of the scores in place of
-    their softmax; `score_scale` is 1 / max_length then unless given.
+    With `activation`, a name of `kernels.gdpa.ACTIVATIONS` or one per head, weights are this activation of the scores
+    in place of their softmax; `score_scale` is then 1 / max_length unless given.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SelfAndTargetAttention(nn.Module):
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
         if all(type(layer) is nn.Linear for layer in layers):
             projected = stacked_linear(groups, [layer.weight for layer in layers])
-        else:  # one with a precision recipe of its own multiplies by itself
+        else:  # one with a precision recipe has its own forward
             projected = torch.cat([layer(group) for layer, group in zip(layers, groups, strict=True)])
         attended = joint_attention(
             projected.unflatten(-1, (self.num_heads, self.head_dim)),

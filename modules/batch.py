@@ -1,7 +1,7 @@
 """`RequestBatch`, the one structure that every model takes, and `FeatureSpec`, which says what is in it.
 
-R requests (a user at a moment) hold C candidates (the things scored for them); C = R with one candidate a request is
-the classical impression batch and no case of its own. Packing rows into a batch is `train.data.batch`'s work.
+R requests (a user at a moment) have C candidates (the things scored for them). The classical impression batch, one
+candidate a request, is C = R. `train.data.batch` packs rows into a batch.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class RequestBatch(Pipelineable):
             values=torch.cat([part.values() for part in parts]),
             lengths=torch.cat(lengths),
             stride=requests,
-            # Who asks for it would wait for the device.
+            # Without it, whoever needs these numbers later would wait for the device.
             length_per_key=None if None in counts else [count for part in counts if part for count in part],
         )
 
@@ -176,7 +176,7 @@ class RequestBatch(Pipelineable):
         ]
         for f in fields(self):
             if isinstance(features := getattr(self, f.name), KeyedJaggedTensor):
-                features.length_per_key()  # kept from now on: later it would have to come from the device
+                features.length_per_key()  # remembered from now on: later it would have to be read from the device
         return _assemble(self._about(), views)
 
     def __reduce__(self) -> tuple[Callable[..., RequestBatch], tuple[object, ...]]:
@@ -187,7 +187,7 @@ class RequestBatch(Pipelineable):
         return _assemble, (self._about(), [whole], _places(tensors))
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> RequestBatch:
-        """Each tensor moved, all of them at once where they lie in one piece of memory."""
+        """The batch with each tensor moved, in one copy if they lie in one piece of memory."""
         tensors = self._tensors()
         whole = _whole(tensors)
         if whole is None:
@@ -200,7 +200,7 @@ class RequestBatch(Pipelineable):
         return [tensor for pair in pairs for tensor in pair]
 
     def _about(self) -> list[_Keyed | None]:
-        """Of each field what is no tensor."""
+        """The parts of each field that are not tensors."""
         parts = [getattr(self, f.name) for f in fields(self)]
         return [
             (p.keys(), p.stride(), p.length_per_key_or_none()) if isinstance(p, KeyedJaggedTensor) else None
@@ -212,7 +212,7 @@ class RequestBatch(Pipelineable):
             getattr(self, f.name).record_stream(stream)
 
     def expand(self) -> RequestBatch:
-        """The same candidates with a request of their own each: the batch that a broadcasting model would train on."""
+        """The same candidates, each with a copy of its request: the batch that a broadcasting model would train on."""
         owner = self.owner
         return RequestBatch(
             request_sparse=select_rows(self.request_sparse, owner),
@@ -231,7 +231,7 @@ class RequestBatch(Pipelineable):
 
 
 def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The bytes that all of them are views of; None if there is no one such piece of memory."""
+    """The bytes that all of `tensors` are views of; None if they do not share one piece of memory."""
     storage = tensors[0].untyped_storage()
     if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
         return None
@@ -262,7 +262,7 @@ def _assemble(
 
 
 def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:
-    """A batch of one request with `count` candidates: its own, over and over."""
+    """A batch of one request with `count` candidates: its own, repeated as often as needed."""
     rows = torch.arange(count, device=batch.row.device) % batch.num_candidates
     names = ("candidate_dense", "labels", "weights", "group", "row")
     return replace(

@@ -17,11 +17,11 @@ class Beside:
         z = g(x)
         y = work.join(y)
 
-    So it is where a CUDA graph is captured, of which the two are branches then, forward and backward: kernels that
-    leave most of the chip idle run beside large ones. Elsewhere they follow each other, as kernels that are launched
-    one by one do in any case when the host is what holds them up.
+    This happens only while a CUDA graph is captured: the two become branches of the graph, forward and backward, so
+    that kernels which leave most of the chip idle run beside large ones. Without a graph they run one after the other,
+    as they would anyway where the host launches kernels too slowly.
 
-    The arguments are all tensors that the work reads besides parameters.
+    The arguments must be all tensors that the work reads besides parameters.
     """
 
     def __init__(self, *inputs: Tensor | None) -> None:
@@ -34,7 +34,7 @@ class Beside:
         if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
             self._stream = _stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            # Their memory is not given to others before this stream, too, is done with them, forward and backward.
+            # The allocator must not reuse their memory before this stream is done with them, too, forward and backward
             for x in self._inputs:
                 x.record_stream(self._stream)
             self._inside.enter_context(torch.cuda.stream(self._stream))

@@ -1,4 +1,4 @@
-"""From request rows to candidate rows: everything of a request is computed once and broadcast as late as possible."""
+"""From request rows to candidate rows: what belongs to a request is computed once and broadcast as late as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.jagged import check_offsets, jagged_dense_elementwise, segment_sum
 
-if TYPE_CHECKING:  # it takes TorchRec, which a layer in another model need not have
+if TYPE_CHECKING:  # it needs TorchRec, which a user of one layer may not have
     from modules.batch import RequestBatch
 
 
@@ -44,9 +44,9 @@ class CandidateRows:
 
     @classmethod
     def of_offsets(cls, offsets: Tensor, num_candidates: int) -> CandidateRows:
-        """Of offsets [rows + 1] that end at `num_candidates`, the first size of the candidates' tensors.
+        """From offsets [rows + 1] that end at `num_candidates`, the first size of the candidates' tensors.
 
-        ValueError for offsets that do not, on the CPU: on a GPU looking would be a wait.
+        ValueError for offsets that end elsewhere, on the CPU only: on a GPU the check would wait for the device.
         """
         check_offsets(num_candidates, offsets)
         rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
@@ -83,9 +83,10 @@ torch.export.register_dataclass(CandidateRows)  # a layer that takes them can be
 def request_part(
     expected: int, request: Tensor | None, rows: CandidateRows | None, name: str
 ) -> tuple[Tensor, CandidateRows] | None:
-    """What a layer that was built for `expected` tokens or features of a request, `name`, is given of them.
+    """The request's part of a layer's input, for a layer built for `expected` tokens or features (`name`) of a request.
 
-    ValueError if it was built for none and gets some, or gets none, or gets them without their rows.
+    None if it was built for none. ValueError if it was built for none and gets some, if it was built for some and gets
+    none, or if it gets them without their rows.
     """
     if request is None and not expected:
         return None

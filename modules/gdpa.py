@@ -6,7 +6,7 @@ is the form of Kunlun (arXiv 2602.10016), where tau is the maximal sequence leng
 here the largest number of keys a row may have. `kernels.gdpa` computes it; nothing is padded and no score is kept in
 memory.
 
-The modules differ in what asks, `queries()` unless the call gives others, and in where keys and values come from.
+The modules differ in their queries (`queries()`, unless the call gives others) and in where keys and values come from.
 `GDPABlock` puts the norms and residuals of a production block around any of them.
 """
 
@@ -73,7 +73,7 @@ class GDPASelfAttention(nn.Module):
         *,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """`queries` [N, dim] stand for the values, in keys and values too."""
+        """`queries` [N, dim] replace `values`, also as the source of keys and values."""
         check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values if queries is None else queries)
         query, key, value = projected.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
@@ -102,9 +102,9 @@ class GDPASelfAttention(nn.Module):
 class GDPAPooling(nn.Module):
     """Learned seeds attend to a row: (values [N, dim], offsets [B + 1]) -> its summary [B, num_seeds, dim].
 
-    PMA (Set Transformer, arXiv 1810.00825) with an activation for the softmax, and as in InterFormer without its
-    residual, feed-forward and norms. The seeds are projected once and read by every row; the summary of an empty row is
-    zeros. Options as in `GDPASelfAttention`.
+    PMA (Set Transformer, arXiv 1810.00825) with an activation in place of the softmax, and, as in InterFormer, without
+    PMA's residual, feed-forward and norms. The seeds are projected once and read by every row; the summary of an empty
+    row is zeros. Options as in `GDPASelfAttention`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class GDPAPooling(nn.Module):
         return self.seeds
 
     def forward(self, values: Tensor, offsets: Tensor, *, queries: Tensor | None = None) -> Tensor:
-        """`queries` [num_seeds, dim] stand for the seeds."""
+        """`queries` [num_seeds, dim] replace the seeds."""
         check_maximum(offsets, self.max_length, "max_length")
         queries = self.seeds if queries is None else queries
         query = self.query(queries).view(-1, self.num_heads, self.head_dim)
@@ -194,7 +194,7 @@ class PersonalizedFFN(nn.Module):
         self.activation = activation
         self.qk_norm = qk_norm
         self.score_scale = 1 / hidden if score_scale is None else score_scale
-        # M_1 and M_2 row by row in turns, so that keys and values are views of one product without gaps between rows.
+        # Rows of M_1 and M_2 alternate, so that keys and values are views of one product without gaps between rows.
         self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
         self.reset_parameters()
 
@@ -206,13 +206,13 @@ class PersonalizedFFN(nn.Module):
         return values
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
-        """`queries` [N, dim] stand for the values."""
+        """`queries` [N, dim] replace `values` as queries."""
         check_maximum(offsets, self.max_length, "max_length")
         if summary.shape[1:] != (self.mix.shape[1], self.num_heads * self.head_dim):
             raise ValueError(
                 f"summary must be [B, {self.mix.shape[1]}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
             )
-        # A batched product: matmul would transpose the summary to make one large product of it, features apart.
+        # A batched product: matmul would transpose the summary, to make one large product with features as rows.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
         query = (values if queries is None else queries).view(-1, self.num_heads, self.head_dim)
@@ -236,7 +236,7 @@ class PersonalizedFFN(nn.Module):
 
 
 class Attention(Protocol):
-    """What `GDPABlock` can be put around."""
+    """A module that `GDPABlock` can be put around."""
 
     def queries(self, *inputs: Any, **named: Any) -> Tensor: ...
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def import_object(name: str, key: str) -> Any:
-    """What `package.module.attribute` names. Raises ValueError, with the `key` that said so, where there is nothing."""
+    """The object `package.module.attribute`. If there is none, a ValueError names the configuration's `key`."""
     module, dot, attribute = name.rpartition(".")
     try:
         if not dot:

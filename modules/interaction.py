@@ -24,13 +24,13 @@ class DotInteraction(nn.Module):
         super().__init__()
         self.num_tokens = num_tokens
         self.scale = scale
-        # Where the default device is meta, on the CPU: no checkpoint would bring them.
+        # On the CPU even if the default device is meta: no checkpoint would fill them in.
         pairs = torch.empty(0, dtype=torch.int64, device="cpu" if torch.empty(0).is_meta else None)
         self.register_buffer("pairs", pairs, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Of the buffer, for who calls `to_empty`."""
+        """Fill the buffer again, after `to_empty`."""
         row, column = torch.triu_indices(self.num_tokens, self.num_tokens, offset=1, device=self.pairs.device)
         self.pairs = row * self.num_tokens + column
 
@@ -39,7 +39,7 @@ class DotInteraction(nn.Module):
         return self.pairs.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """ValueError for another number of tokens, whose pairs would be other ones."""
+        """ValueError for another number of tokens than the pairs were made for."""
         if tokens.shape[1] != self.num_tokens:
             raise ValueError(f"the layer was built for {self.num_tokens} tokens, got a tensor {list(tokens.shape)}")
         gram = torch.bmm(tokens, tokens.mT).flatten(1)
@@ -50,7 +50,7 @@ class DotInteraction(nn.Module):
         return products_across(tokens, request, rows, max_candidates) * self.scale
 
     def flops(self, dim: int) -> float:
-        """Per candidate; the whole symmetric product is what runs."""
+        """Per candidate. Counts the whole symmetric product, which is what runs."""
         return 2 * self.num_tokens**2 * dim
 
 
@@ -133,7 +133,7 @@ class DHENLayer(nn.Module):
         # A lone token of a request has no pairs with itself.
         dot = self.dot_output(self.dot_hidden(pairs, request_pairs if self.dot_hidden.shared else None, rows))
         crossed = self.up(self.down(candidate.flatten(1), None if request is None else request.flatten(1), rows))
-        # DCN(X) + X is X * U V X + 2 X, with the bias of U in crossed.
+        # DCN(X) + X is X * (U V X + b) + X + X: crossed is U V X + b, the other two terms are 2 X.
         split = self.num_request * self.dim
         mixed = candidate.flatten(1) * (crossed[:, split:] + 2)
         if request is not None and rows is not None:

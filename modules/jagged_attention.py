@@ -33,7 +33,7 @@ class JaggedSelfAttention(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor, rotation: Rotation | None = None) -> Tensor:
         """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`; without it the order of
-        tokens has no effect but through masks."""
+        tokens has no effect except through masks."""
         check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
         query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)

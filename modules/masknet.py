@@ -26,7 +26,7 @@ class MaskNet(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """[N, num_fields * dim] -> [N, dim]."""
-        # Rows of tables are float32; under autocast all that is made of them here has its dtype.
+        # Rows of tables are float32; under autocast everything computed from them here has autocast's dtype.
         fields = values.unflatten(1, (self.num_fields, -1))
         normed = rms_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)
         return self.output(self.mask(normed, normed))

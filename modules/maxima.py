@@ -1,4 +1,4 @@
-"""Largest lengths that a module is configured with, checked in its own words."""
+"""Checks of the largest lengths that a module is configured with, with errors that name the module's own constants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kernels.jagged import check_lengths
 
 
 def check_maximum(offsets: Tensor, maximum: int, name: str) -> None:
-    """ValueError for a row that is longer than `maximum`, the constant `name` of a module; on the CPU.
+    """ValueError if a row is longer than `maximum`, the constant `name` of a module. Checked on the CPU only.
 
-    On a GPU the operator behind the module has a device assertion, and one is enough.
+    On a GPU the operator that the module calls has a device assertion, and a second one is not needed.
     """
     if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         check_lengths(offsets, maximum, name)

@@ -11,8 +11,8 @@ from modules.target_attention import TargetAttention
 class PMA(nn.Module):
     """Learned seeds attend to a jagged sequence: its summary in `num_seeds` tokens.
 
-    As in InterFormer only the attention of Set Transformer's PMA (arXiv 1810.00825), without its residual, feed-forward
-    and norms. Beyond InterFormer a `condition` is added to the seeds, so that each candidate asks its own questions.
+    Only the attention of Set Transformer's PMA (arXiv 1810.00825), as in InterFormer: no residual, feed-forward or
+    norms. Beyond InterFormer, a `condition` is added to the seeds, so that each candidate has queries of its own.
     """
 
     def __init__(self, dim: int, num_heads: int, num_seeds: int, *, max_candidates: int, max_length: int) -> None:
@@ -24,7 +24,7 @@ class PMA(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Unit variance: comparable to the normalised tokens that the condition is made of."""
+        """Unit variance, like the normalised tokens from which the condition is computed."""
         nn.init.normal_(self.seeds)
 
     def forward(self, condition: Tensor, candidate_offsets: Tensor, values: Tensor, offsets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which layers run their GEMMs on MXFP8 operands, and on which: chosen by name, once, and printed.
+"""Which layers run their GEMMs on MXFP8 operands, and on which format: chosen by name, once, and printed.
 
-Everything else follows the trainer's autocast. Parameters stay what they were (fp32 masters under their own names), so
-runs of either precision load each other's checkpoints.
+Everything else follows the trainer's autocast. Parameters do not change (fp32 masters under the same names), so runs of
+either precision load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Quantizable(nn.Module, ABC):
 
     @abstractmethod
     def execution(self) -> str:
-        """Which backend multiplies quantised operands here, and how it adds the products up."""
+        """Which backend multiplies quantised operands on this device, and how it accumulates the products."""
 
 
 class MXLinear(Quantizable, nn.Linear):
@@ -82,7 +82,7 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Ro
     """Quantise the nn.Linear layers and MoE experts of `model` whose qualified names match one of `globs`, in place.
 
     Call it once, before the model is wrapped (wrappers prefix names). `*` matches dots too. A glob may cover modules
-    that cannot be quantised, and the rows then say why they are not; a glob that is left with nothing is an error.
+    that cannot be quantised, whose rows then say why; a glob that quantises nothing is an error.
 
     Args:
         recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
@@ -128,7 +128,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def format_execution(model: nn.Module) -> str:
-    """A line for each way in which quantised layers of `model` multiply on the device that they are on."""
+    """A line for each way in which quantised layers of `model` multiply on their device."""
     quantised = [module for module in model.modules() if isinstance(module, Quantizable) and module.recipe in QUANTIZED]
     counts = Counter((module.recipe, type(module).__name__, module.execution()) for module in quantised)
     return "\n".join(f"{recipe}, {count} x {kind}, by {how}" for (recipe, kind, how), count in counts.items())
@@ -158,7 +158,7 @@ def _matches(glob: str, obstacles: dict[str, str]) -> list[str]:
 
 
 def _quantize(module: nn.Module, recipe: str) -> None:
-    # Swapping the class keeps parameters, hooks and every reference to the layer, which a replacement would not.
+    # Changing the class keeps parameters, hooks and every reference to the layer; a new layer would not.
     if isinstance(module, nn.Linear):
         module.__class__ = MXLinear
     assert isinstance(module, Quantizable)
@@ -167,7 +167,7 @@ def _quantize(module: nn.Module, recipe: str) -> None:
 
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Within it, quantised layers multiply their operands as they are (under autocast: in its dtype)."""
+    """A context in which quantised layers multiply unquantised operands (under autocast in its dtype)."""
     layers = [module for module in model.modules() if isinstance(module, Quantizable)]
     recipes = [layer.recipe for layer in layers]
     for layer in layers:

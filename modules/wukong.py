@@ -22,14 +22,15 @@ class WukongLayer(nn.Module):
     - LCB: num_lcb linear mixtures of the tokens;
     - Res: the tokens themselves where the layer keeps their number, linear mixtures of them elsewhere.
 
-    Tokens come normalised, so the factor keeps products at unit variance. The norms are RMSNorm without affine, as
-    everywhere here; LCB and mixtures have no bias. Y starts with the scale of a linear layer over n tokens: unit
+    Input tokens must be normalised, so that the factor keeps products at unit variance. The norms are RMSNorm without
+    affine, as everywhere here; LCB and mixtures have no bias. Y is initialised like a linear layer over n tokens: unit
     variance, as in other implementations, would make products grow with n.
 
-    The first `num_request` of n = num_request + num_candidate tokens are a request's, the same for all its candidates,
-    given at the request's rows. Every product that mixes tokens (Y^T X, LCB, Res) then runs its part of them at those
-    rows, and the products of a candidate with its request's tokens are one jagged product: nothing of a request is
-    copied. A request has at most `max_candidates` of them. The result has all tokens for every candidate.
+    The first `num_request` of n = num_request + num_candidate tokens belong to the request, are the same for all its
+    candidates, and are given once a request. Every product that mixes tokens (Y^T X, LCB, Res) then computes its part
+    of them once a request, and the products of a candidate with its request's tokens are one jagged product: nothing of
+    a request is copied. A request has at most `max_candidates` candidates. The result has all tokens for every
+    candidate.
     """
 
     def __init__(

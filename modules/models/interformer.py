@@ -1,7 +1,8 @@
 """InterFormer (arXiv 2411.09852): feature interaction and sequence modelling that inform each other in every layer.
 
-A layer has three arches. The Cross Arch summarises both sides, the Interaction Arch mixes the feature tokens X with the
-sequence summary, the Sequence Arch transforms the sequence by weights made from the summary of X, then attends.
+A layer has three parts, called arches. The Cross Arch summarises both sides, the Interaction Arch mixes the feature
+tokens X with the sequence summary, the Sequence Arch transforms the sequence by weights made from the summary of X and
+then applies self-attention.
 
 docs/interformer.md lists what the paper leaves open, what is done here, and why.
 """
@@ -78,7 +79,8 @@ class InterFormer(nn.Module):
     - "candidate": the paper's form. The summary is made of all tokens X, so every candidate has a sequence of its own
       and all runs at C rows. How many events that makes is known only on the device: one host sync a step.
 
-    Both are one code path: rows and owner map are chosen at the start, and in the second form the map is the identity.
+    Both are one code path: which rows the sequences belong to is chosen at the start, and in the second form each
+    candidate has its own.
     """
 
     def __init__(
@@ -255,8 +257,8 @@ class InterFormer(nn.Module):
     ) -> float:
         """Forward FLOPs of the matrix products, embeddings excluded, from the true lengths of histories.
 
-        A request's length counts the events of all types together. Where candidates weight lengths (PMA, and everything
-        under "candidate") their numbers and the lengths are taken to be independent.
+        A request's length counts the events of all types together. Where a product of lengths and numbers of candidates
+        is needed (PMA, and everything under "candidate"), the two are assumed to be independent.
         """
         flops = self.history.flops(sum_lengths)
         rows = num_requests
@@ -279,7 +281,7 @@ def _check(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) ->
 
 
 def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of the sequence behind its summary tokens [rows, num_cls, d]."""
+    """Each row of the sequence with its summary tokens [rows, num_cls, d] in front."""
     rows, num_cls, _ = summary.shape
     summary_offsets = torch.arange(rows + 1, device=offsets.device) * num_cls
     return jagged_concat(summary.flatten(0, 1), summary_offsets, values.to(summary.dtype), offsets)

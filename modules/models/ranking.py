@@ -11,7 +11,7 @@ from modules.embedding import FeatureEmbedding
 
 
 class Architecture(Protocol):
-    """What every module of `modules.models` offers to the one who trains it, besides being a module."""
+    """What the trainer needs of every architecture in `modules.models`, besides being a module."""
 
     def aux_loss(self) -> Tensor:
         """Scalar to add to the loss of the last forward."""

@@ -45,7 +45,7 @@ class ScoringArch(nn.Module):
 def arch_inputs(
     request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences
 ) -> tuple[Tokens, RequestBatch]:
-    """The arguments of an architecture from what `scoring_inputs` made of them."""
+    """The arguments of an architecture, from the tensors that `scoring_inputs` made of them."""
     sequences = {name: JaggedSequence(*parts) for name, parts in histories.items()}
     rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0])
     return Tokens(request, candidate, sequences), cast(RequestBatch, rows)

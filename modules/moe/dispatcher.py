@@ -14,9 +14,9 @@ from modules.moe.router import Routing
 class Dispatcher:
     """Dispatch within one process: every expert is local.
 
-    `MoE` with this very class runs gather, experts and combination as one operator, `kernels.moe.experts`. Replace
-    `MoE.dispatcher` by an object with the same two methods to run the experts elsewhere. What `dispatch` returns third
-    is the dispatcher's own and handed back to `combine`.
+    With exactly this class, `MoE` runs gather, experts and combination as one operator, `kernels.moe.experts`. To run
+    the experts elsewhere, replace `MoE.dispatcher` by an object with the same two methods. The third result of
+    `dispatch` is private to the dispatcher and passed on to `combine`.
     """
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, moe.Order]:

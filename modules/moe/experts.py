@@ -1,4 +1,4 @@
-"""SwiGLU experts: two grouped GEMMs over tokens sorted by expert. `Experts.recipe` is all that precision touches.
+"""SwiGLU experts: two grouped GEMMs over tokens sorted by expert. A precision only sets `Experts.recipe`.
 
 M rows in expert order, E experts, D the model width, F the hidden width of an expert.
 """
@@ -40,7 +40,7 @@ class Experts(Quantizable):
     def forward(self, x: Tensor, routing: Routing, dispatcher: Dispatcher) -> Tensor:
         """x [N, D] through the experts of its routing, mixed -> [N, D] in autocast's dtype, else in that of x.
 
-        With `Dispatcher` itself this is one operator. Another one brings the rows to the experts and back.
+        With a `Dispatcher` this is one operator. Another dispatcher moves the rows to the experts and back itself.
         """
         if type(dispatcher) is Dispatcher:
             return experts(

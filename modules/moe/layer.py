@@ -62,7 +62,7 @@ class MoE(nn.Module):
         self.aux_loss = torch.zeros(())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles have the value of `aux_loss` without the forward that it came from."""
+        """Copies and pickles have the value of `aux_loss`, detached from the forward that it came from."""
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class MoE(nn.Module):
             self.aux_loss = self.aux_loss_weight * load_balancing_loss(routing.scores, routing.counts)
         else:
             self.aux_loss = routing.scores.new_zeros(())
-        # Dispatched inside, so that hooks and wrappers of the experts see every call.
+        # The experts dispatch, so that their hooks and wrappers see every call.
         y = self.experts(x, routing, self.dispatcher)
         if self.shared is not None:
             y = y + self.shared(x)

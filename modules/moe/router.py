@@ -32,8 +32,8 @@ class Router(nn.Module):
     optimiser or weight decay touches it. Selections made in training mode accumulate in `tokens_per_expert` until
     `update_router_biases`; that buffer is zero between optimiser steps and no part of the state dict.
 
-    With `force_balance`, for benchmarks, the scores select nothing: every expert is handed the same load in turn. Their
-    weights mix as ever, so that the same is computed and differentiated.
+    With `force_balance`, for benchmarks, the scores do not select: experts are assigned in turn and get the same load.
+    Scores still give the mixing weights, so that as much is computed and differentiated.
     """
 
     expert_bias: Tensor
@@ -68,17 +68,17 @@ class Router(nn.Module):
         self.force_balance = force_balance
         self.gate = FP32Linear(dim, num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(num_experts))
-        # Where the default device is meta, on the CPU: no checkpoint would bring them.
+        # On the CPU even if the default device is meta: no checkpoint would fill them in.
         counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu" if self.expert_bias.is_meta else None)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Of the buffers, for who calls `to_empty`."""
+        """Fill the buffers again, after `to_empty`."""
         self.expert_bias.zero_()
         self.tokens_per_expert.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """In half precision a bias that has grown would no longer feel its steps: it keeps float32."""
+        """The bias stays float32: in half precision its small steps would be rounded away once it has grown."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if self.expert_bias.dtype in (torch.float16, torch.bfloat16):
@@ -91,7 +91,7 @@ class Router(nn.Module):
         selected_experts = self._select(scores.detach())
         weights = scores.gather(1, selected_experts)
         if self.normalize_weights:
-            # All selected scores can underflow to 0 together, when the bias selects them.
+            # All selected scores can be 0 by underflow, since the bias decides the selection.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         # bincount would sync with the host. Integer atomics commute, so this scatter is deterministic.
         flat = selected_experts.flatten()
@@ -111,7 +111,7 @@ class Router(nn.Module):
         """One step of loss-free balancing on the globally reduced counts [E] of the optimiser step.
 
         bias += delta - mean(delta) with delta = rate * sign(mean(counts) - counts); subtracting the mean keeps the bias
-        from drifting as a whole. The sign is taken in integers, where a balanced expert is exactly balanced.
+        from drifting as a whole. The sign is that of an integer, so a balanced expert gets exactly 0.
         """
         delta = self.bias_update_rate * (counts.sum() - self.num_experts * counts).sign().to(self.expert_bias.dtype)
         self.expert_bias += delta - delta.mean()

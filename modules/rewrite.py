@@ -34,7 +34,7 @@ from modules.rewrite_rules import RESHAPES, ROW_RULES, Rules
 
 aten = torch.ops.aten
 
-# Operators that compute nothing, which a report of what is computed leaves out.
+# Operators that compute nothing; the report of what is computed leaves them out.
 LAYOUT = (
     *RESHAPES,
     *(aten.transpose.int, aten.mT.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
@@ -43,7 +43,7 @@ LAYOUT = (
 )
 
 
-# Where operators that depend on the mode of training have it among their arguments.
+# Operators that depend on training or evaluation mode, and which of their arguments says so.
 MODES = {aten.dropout.default: 2, aten.batch_norm.default: 5}
 
 
@@ -60,7 +60,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Kept:
-    """An operator that still gets a request's rows copied to candidates, and why."""
+    """An operator that still takes a copy of a request's rows for each candidate, and why."""
 
     name: str
     operator: str
@@ -100,24 +100,24 @@ def ikbo_rewrite(
 ) -> tuple[fx.GraphModule, Report]:
     """(the model without materialised broadcasts, what was changed), for inference and training.
 
-    Found are copies of a request's rows to its candidates: `x[owner]` and `index_select` with the owner map
-    `repeat_interleave(arange(R), counts)`, `repeat_interleave(x, counts)`, `repeat_interleave(x, n)` and `expand` or
-    `repeat` behind an `unsqueeze(1)` and followed by a reshape. What is computed from copies alone is computed at
-    requests. Where they meet candidates, in a linear layer or a token-mixing product (linear, matmul, einsum) over a
-    concatenation, and as keys and values of scaled_dot_product_attention, an operator of `kernels.ikbo` takes over.
-    Elsewhere the copy is made there, as late as possible.
+    It finds these copies of a request's rows to its candidates: `x[owner]` and `index_select` with the owner map
+    `repeat_interleave(arange(R), counts)`, `repeat_interleave(x, counts)`, `repeat_interleave(x, n)`, and `expand` or
+    `repeat` after an `unsqueeze(1)` and before a reshape. What is computed from copies only is computed once a request.
+    Where copies meet candidates in a linear layer or a token-mixing product (linear, matmul, einsum) over a
+    concatenation, or as keys and values of scaled_dot_product_attention, an operator of `kernels.ikbo` replaces the
+    model's. Elsewhere the copy is made, as late as possible.
 
     Args:
         model: a program of `torch.export.export`, or a module, which is exported with `args`, `kwargs` and
-            `dynamic_shapes`. Requests and candidates may be two independent dynamic sizes. Only in a module is
-            nn.MultiheadAttention followed: in a program the rows are behind other dimensions already.
-        owners: names of inputs that are owner maps: request of each candidate, non-decreasing. One that decreases is
-            an error in a call on the CPU and a device assertion on a GPU.
-        max_candidates: a constant that no request's candidates exceed, for attention, which is otherwise made for a
-            request that has them all.
+            `dynamic_shapes`. Requests and candidates may be two independent dynamic sizes. nn.MultiheadAttention is
+            rewritten only in a module: in a program its rows are no longer the first dimension.
+        owners: names of inputs that are owner maps: the request of each candidate, non-decreasing. One that decreases
+            is an error in a call on the CPU and a device assertion on a GPU.
+        max_candidates: a constant that no request's number of candidates exceeds, for attention. Without it attention
+            allows for one request that has all candidates.
     Returns:
         A graph module that shares the model's parameters. Its results differ by rounding: sums are taken in another
-        order. It was exported in the model's mode: with dropout or batch norm a call in the other one is an error.
+        order. It is exported in the model's mode: with dropout or batch norm, a call in the other mode is an error.
     Raises:
         ValueError: a module without example inputs, or an unknown name in `owners`.
     """
@@ -143,9 +143,9 @@ def ikbo_rewrite(
 def _hold_mode(graph: fx.Graph, mode: bool | None) -> bool:
     """The mode, of training if true, in which the graph was exported; its operators tell if `mode` does not.
 
-    Export has made it part of operators that depend on it. Where there are any, calls in the other mode are refused.
+    Export has fixed it in the operators that depend on it. If there are any, calls in the other mode are refused.
     """
-    depend = [node for node in graph.nodes if node.target in MODES and node.args[1] != 0]  # dropout of nothing does not
+    depend = [node for node in graph.nodes if node.target in MODES and node.args[1] != 0]  # dropout with p = 0 does not
     flags = {node.args[MODES[node.target]] for node in depend}
     if mode is None:
         mode = True in flags or not flags
@@ -213,7 +213,7 @@ class _Rewriter:
                 self.rewrite(node)
             elif isinstance(node.target, HigherOrderOperator):
                 self.late(node, "is a graph of its own (of autocast, no_grad or a branch), which is not looked into")
-        # Whatever of this nothing reads goes, also operators that draw random numbers, which count as not dead.
+        # Remove what nothing reads, also operators that draw random numbers, which fx never counts as dead.
         for node in reversed(self.splits):
             if not node.users:
                 self.graph.erase_node(node)
@@ -226,14 +226,14 @@ class _Rewriter:
             self.size(node)
             return
         if node.target is aten._assert_tensor_metadata.default:
-            # A check of what the export saw; reading the copy must not be what keeps it.
+            # A check that export inserted: it must not keep a copy alive.
             self.graph.erase_node(node)
             return
         try:
             if node.op == "output":
                 raise UnchangedError("is the result")
             self.refuse_written(*node.all_input_nodes)
-            # What the model writes is its own: no result that others read as well.
+            # A result that the model writes in place must be new, not one of an earlier call that others read too.
             with self.build.afresh(node in self.written):
                 result, operators = self.rules.apply(node)
             if isinstance(result, Split):
@@ -251,12 +251,12 @@ class _Rewriter:
             self.graph.erase_node(node)
 
     def refuse_written(self, *nodes: fx.Node) -> None:
-        """A copy is made later than in the model, where what it reads may have been written."""
+        """Refuse copies of memory that is written: a copy is made later than in the model, perhaps after the write."""
         if not self.written.isdisjoint(nodes):
             raise UnchangedError("shares memory that the model writes in place")
 
     def size(self, node: Node) -> None:
-        """Asking a copy for its size must not be what keeps it."""
+        """The size of a copy, without keeping the copy alive for it."""
         parts, dim = self.splits[node.args[0]].parts, node.args[1]
         rows = next((part.rows for part in parts if part.rows is not None), None)
         size = self.build.size(parts[0].node, dim) if dim and len(parts) == 1 else rows.total if rows and not dim else 0
@@ -264,7 +264,7 @@ class _Rewriter:
             node.replace_all_uses_with(size)
 
     def late(self, node: Node, reason: str) -> None:
-        """Copy what was computed at requests here, if anything was; otherwise the copy that there is will do."""
+        """Let `node` read a copy that is made here; the model's own copy if nothing was computed with it."""
 
         def copied(x: fx.Node) -> fx.Node:
             split = self.splits.get(x)
@@ -274,7 +274,7 @@ class _Rewriter:
         self.report.kept.append(Kept(node.name, _name(node), reason))
 
     def broadcast(self, node: Node) -> Split | None:
-        """The copy of rows that this node makes; None if it makes none."""
+        """The copy of rows that this node makes, or None."""
         match = self.by_index(node) or self.by_counts(node) or self.by_shape(node)
         if match is None:
             return None
@@ -345,7 +345,7 @@ class _Rewriter:
         if _same_shape(shape, (rows, shape[1], *rest)) and _same_shape(merged[1:], rest):
             return self.uniform(source, 1 if same_size(shape[1], 1) else wide.args[1][1])
         if same_size(shape[1], 1) or _same_shape(merged[:1], shape[:1]):
-            # Rows are not copied, or their copies are not rows.
+            # Either rows are not copied, or the copies do not become rows.
             return None
         raise UnchangedError("copies rows, and repeats or merges other dimensions as well")
 
@@ -354,12 +354,12 @@ class _Rewriter:
         return source, Rows(self.offsets(shape_of(source)[0], _uniform_offsets, source, count), total, count)
 
     def offsets(self, num_rows: Any, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        # Running the function on symbolic sizes could ask for guards; what it returns is known.
+        # Running the function on symbolic sizes could add guards, and its result is known anyway.
         like = value_of(args[0]).new_empty(num_rows + 1, dtype=torch.int64)
         return self.build.call(function, *args, like=like)
 
     def total(self, repeated: Node) -> fx.Node | int:
-        """How many rows a repeat_interleave makes: what it was told, or the length of an owner map of its own."""
+        """How many rows a repeat_interleave makes: its `output_size`, or the length of an owner map made for this."""
         size = repeated.kwargs.get("output_size")
         if size is not None:
             return size
@@ -374,7 +374,7 @@ class _Rewriter:
         return Swap(node.name, _name(node), operators, self.ranged(requests), self.ranged(shape_of(node)[0]))
 
     def ranged(self, size: Any) -> str:
-        """A size with the range that the export allows it."""
+        """A size with the range that export allows for it."""
         if isinstance(size, int):
             return str(size)
         limits = self.ranges.get(size.node.expr)
@@ -386,7 +386,7 @@ def _same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _one_each(counts: fx.Node, num_rows: Any) -> bool:
-    """Whether every row has a count of its own; one alone would be that of all."""
+    """Whether every row has its own count; a single count would apply to all rows."""
     return _same_shape(shape_of(counts), (num_rows,))
 
 

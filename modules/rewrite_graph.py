@@ -23,17 +23,17 @@ from kernels.ikbo import expand_rows, nested_offsets
 
 aten = torch.ops.aten
 
-# Operators whose result may be memory of their first argument, though their schema does not say so.
+# Operators whose result may share memory with their first argument, though their schema does not say so.
 UNANNOTATED = (operator.getitem, aten._unsafe_view.default, aten.dropout.default, aten.einsum.default)
 
 Node = Any
-"""A torch.fx.Node that is looked at: what fx says of the type of its arguments is too wide to be of use."""
+"""A torch.fx.Node whose arguments are read: fx declares their type too widely to be useful."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which row a candidate reads: offsets [R + 1] of the candidates of each row, how many candidates there are, and a
-    number that no row has more of (None: not known). The offsets say it all; the others are only ways to have it."""
+    """Which row a candidate reads: offsets [R + 1] of the candidates of each row, how many candidates there are, and an
+    upper bound of their number in a row (None: not known). The offsets determine the other two."""
 
     offsets: fx.Node
     total: fx.Node | int = field(compare=False)
@@ -50,9 +50,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """The parts' rows at candidates, concatenated along `dim`, which is not 0; of one part `dim` means nothing.
+    """The parts, broadcast to candidates and concatenated along `dim`, which is not 0; with one part `dim` is unused.
 
-    `original` is the node of the graph that a broadcast gave, as long as nothing was computed with the parts.
+    `original` is the graph's own node for the broadcast value, as long as nothing was computed with the parts.
     """
 
     parts: tuple[Part, ...]
@@ -69,7 +69,7 @@ class UnchangedError(Exception):
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are one number or one expression, without asking for a guard."""
+    """Whether two sizes are the same number or expression, decided without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
@@ -89,8 +89,8 @@ def shape_of(argument: Any) -> tuple[Any, ...]:
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose memory an operator writes in place, be it through a view of it."""
-    memory: dict[fx.Node, list[fx.Node]] = {}  # the nodes that share it, of which there is one list
+    """Nodes whose memory an operator writes in place, directly or through a view."""
+    memory: dict[fx.Node, list[fx.Node]] = {}  # the nodes that share its memory; all of them refer to the same list
     targets: list[fx.Node] = []
     for node in graph.nodes:
         shared = memory[node] = [node]
@@ -104,7 +104,7 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def aliases(node: Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Arguments whose memory the node's result may be, and those that the node writes."""
+    """Arguments with which the node's result may share memory, and those that the node writes."""
     inputs = node.all_input_nodes
     if isinstance(node.target, HigherOrderOperator):
         modules = dict(node.graph.owning_module.named_modules())
@@ -129,7 +129,7 @@ def normal_dim(node: Any, dim: int) -> int:
 
 
 def key_of(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What two calls share if they are equal: lists become hashable, and 2 is not 2.0."""
+    """A key that equal calls share: lists become hashable, and 2 is not 2.0."""
     return target, map_aggregate((args, tuple(sorted(kwargs.items()))), _typed)
 
 
@@ -138,7 +138,7 @@ def _typed(x: Any) -> Any:
 
 
 class Builder:
-    """Adds nodes with their shapes to a graph, in front of the node that is being looked at."""
+    """Adds nodes with their shapes to a graph, before the node that is being rewritten."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -148,7 +148,7 @@ class Builder:
         self._known: dict[Any, fx.Node] = {}
 
     def call(self, target: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> fx.Node:
-        """A call whose shapes come from running it on the shapes of its arguments; `like` is a value to use instead."""
+        """A call. Its shapes come from running it on the shapes of its arguments, or from the value `like` if given."""
         assert self.position is not None
         key = key_of(target, args, kwargs)
         if key in self._known:
@@ -164,7 +164,7 @@ class Builder:
 
     @contextmanager
     def afresh(self, wanted: bool) -> Iterator[None]:
-        """Within it, if `wanted`, no earlier call serves, and none of these serves later."""
+        """A context in which, if `wanted`, calls are neither replaced by equal earlier ones nor reused later."""
         known = self._known
         if wanted:
             self._known = {}
@@ -181,7 +181,7 @@ class Builder:
         return nodes[0] if len(nodes) == 1 else self.call(aten.cat.default, list(nodes), dim)
 
     def columns(self, weight: fx.Node, dim: int, ranges: Sequence[tuple[int, int]]) -> fx.Node:
-        """The given ranges of a weight's dimension, side by side."""
+        """The given ranges of a weight's dimension, concatenated."""
         return self.cat([self.call(aten.slice.Tensor, weight, dim, a, b) for a, b in ranges], dim)
 
     def expand(self, part: Part) -> fx.Node:
@@ -199,7 +199,7 @@ class Builder:
         return Rows(offsets, inner.total)
 
     def groups(self, split: Split) -> dict[Rows | None, tuple[fx.Node, list[tuple[int, int]]]]:
-        """For each kind of rows: its parts side by side, and which ranges of the dimension they are."""
+        """For each kind of rows: its parts concatenated, and which ranges of the dimension they are."""
         members: dict[Rows | None, list[tuple[fx.Node, tuple[int, int]]]] = {}
         start = 0
         for part in split.parts:

@@ -1,8 +1,8 @@
-"""nn.MultiheadAttention in operators that `modules.ikbo_rewrite` can follow, while a model is exported.
+"""nn.MultiheadAttention by operators that `modules.ikbo_rewrite` can follow, while a model is exported.
 
-PyTorch's own forward puts sequences before the batch and folds heads into the batch, so the rows of candidates vanish
-into other dimensions. This is the same computation with rows first and heads apart. Weights of attention, which a
-caller gets by default and rarely reads, are computed beside it and fall out of the graph when nothing reads them.
+PyTorch's own forward puts sequences before the batch and folds heads into the batch, so that candidates are no longer
+rows. This is the same computation with rows first and a dimension for heads. Attention weights, which a caller gets by
+default and rarely reads, are computed separately and removed from the graph if nothing reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 @contextmanager
 def rows_first(model: nn.Module) -> Iterator[None]:
-    """Within it, the model's nn.MultiheadAttention modules with `batch_first` compute in this order."""
+    """A context in which the model's nn.MultiheadAttention modules with `batch_first` compute in this order."""
     modules = [module for module in model.modules() if type(module) is nn.MultiheadAttention and _is_plain(module)]
     for module in modules:
         module.forward = partial(_forward, module)  # type: ignore[method-assign]
@@ -30,7 +30,7 @@ def rows_first(model: nn.Module) -> Iterator[None]:
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
     same_width = module.in_proj_weight is not None
-    if "forward" in vars(module):  # somebody else's
+    if "forward" in vars(module):  # already replaced by someone else
         return False
     return module.batch_first and same_width and module.bias_k is None and not module.add_zero_attn
 

@@ -1,4 +1,4 @@
-"""What `modules.ikbo_rewrite` does to a graph before it looks for copies: the same results, and more of them found."""
+"""What `modules.ikbo_rewrite` does to a graph before it looks for copies, to find more of them. Results stay the same."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from modules.rewrite_graph import Node, aliases, key_of, value_of, written
 aten = torch.ops.aten
 
 ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "hardtanh", "clamp", "dropout")
-# What writes its first argument, and what computes the same without writing.
+# Operators that write their first argument, and the same operators without the write.
 OUT_OF_PLACE = {getattr(aten, f"{name}_").default: getattr(aten, name).default for name in ACTIVATIONS} | {
     getattr(aten, f"{name}_").Tensor: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")
 }
 
 
 def write_elsewhere(graph: fx.Graph) -> None:
-    """A write into memory that nothing else reads becomes a result of its own."""
+    """Replace writes into memory that nothing else reads by operators that return a new result."""
     for node in graph.nodes:
         target = OUT_OF_PLACE.get(node.target)
         if target is not None and _unshared(node.args[0]) and _of_one_dtype(node):
@@ -28,18 +28,18 @@ def write_elsewhere(graph: fx.Graph) -> None:
 
 
 def _unshared(node: Node) -> bool:
-    """Whether its one user alone reads its memory, also where that is another's: a view's, or what dropout passes."""
+    """Whether nothing but its one user reads its memory, which it may share with its argument (a view, or dropout)."""
     return node.op == "call_function" and len(node.users) == 1 and all(map(_unshared, aliases(node)[0]))
 
 
 def _of_one_dtype(node: Node) -> bool:
-    """A write keeps the dtype of what is written, where a result of its own would have that of the other operand."""
+    """Whether all operands have one dtype: a write keeps that of its target, a new result could have another."""
     dtypes = {value.dtype for value in map(value_of, (node, *node.all_input_nodes)) if isinstance(value, torch.Tensor)}
     return len(dtypes) == 1
 
 
 def merge_equal(graph: fx.Graph) -> None:
-    """Equal calls become one: only then are copies by an owner map that the model computes twice by the same map."""
+    """Make equal calls one, so that copies by an owner map that the model computes twice are copies by the same map."""
     changing = written(graph)
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -52,12 +52,12 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def _pure(node: Node) -> bool:
-    """Whether calling it again gives the same. A size that data decide is another symbol in every call."""
+    """Whether a second call gives the same result. A size that depends on data is a new symbol in every call."""
     target = node.target
     known = target.namespace == "aten" if isinstance(target, OpOverload) else _of_python(target)
     return node.op == "call_function" and known and not node.is_impure() and "unbacked_bindings" not in node.meta
 
 
 def _of_python(target: Any) -> bool:
-    """Whether it is one of Python's operators, which compute sizes and choose among results."""
+    """Whether it is an operator of Python's, such as those that compute sizes or select one of several results."""
     return getattr(target, "__module__", None) == "_operator"

@@ -33,7 +33,7 @@ ADDED = "jagged_dense_elementwise"
 Splits = Mapping[fx.Node, Split]
 Rule = Callable[["Rules", fx.Node], "Split | fx.Node"]
 
-# Elementwise in one tensor.
+# Elementwise operators of one tensor.
 UNARY = (
     aten.relu.default, aten.gelu.default, aten.silu.default, aten.sigmoid.default, aten.tanh.default, aten.neg.default,
     aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.pow.Tensor_Scalar,
@@ -43,7 +43,7 @@ UNARY = (
 )  # fmt: skip
 BINARY = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-# Operators of one part that work row by row, with the position of the dimensions that must not be the rows'.
+# Operators that work row by row, and which argument names the dimensions, which must not include that of rows.
 ALONG: dict[Any, tuple[int, ...]] = {
     aten.softmax.int: (1,),
     aten.log_softmax.int: (1,),
@@ -85,7 +85,7 @@ class Rules:
         return self.build.call(target, *args, like=like)
 
     def sum(self, terms: Mapping[Rows | None, fx.Node]) -> fx.Node:
-        """The sum of terms of one shape but for their rows, at candidates."""
+        """The sum, at candidates, of terms that have the same shape except for their rows."""
         total = terms.get(None)
         for rows, term in terms.items():
             if rows is None:
@@ -105,24 +105,24 @@ class Rules:
             raise UnchangedError("combines two values that depend on requests")
 
     def on_part(self, node: Node, index: int) -> Part:
-        """The node's operator on one part of what is split, where sizes that count candidates count the part's rows."""
+        """The node's operator on one part, in which sizes that count candidates become the part's number of rows."""
         inputs = {x: self.splits[x].parts[index] for x in node.all_input_nodes if x in self.splits}
         first = next(iter(inputs.values()))
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: inputs[x].node if x in inputs else x)
         if node.target in RESHAPES:
             self.keeps_rows(node)
-            # What can be viewed after a copy may need a copy before it.
+            # A view of a copy may not be possible on what was copied: reshape instead.
             shape = [self.build.size(first.node, 0), *args[1][1:]]
             return Part(self.build.call(aten.reshape.default, args[0], shape), first.rows)
         return Part(self.build.call(node.target, *args, **kwargs), first.rows)
 
     def keeps_rows(self, reshape: Node) -> None:
-        """UnchangedError unless the first dimension stays the candidates'."""
+        """UnchangedError unless the first dimension remains that of candidates."""
         if not same_size(shape_of(reshape)[0], shape_of(reshape.args[0])[0]):
             raise UnchangedError("merges or splits the rows of candidates")
 
     def each(self, node: Node, split: Split, dim: int) -> Split:
-        """The operator on every part by itself."""
+        """The operator on every part separately."""
         return Split(tuple(self.on_part(node, index) for index in range(len(split.parts))), dim)
 
 
@@ -140,7 +140,7 @@ def _dropout(rules: Rules, node: Node) -> Split:
 
 
 def _binary(rules: Rules, node: Node) -> Split | fx.Node:
-    """With something that is the same for all rows, or with a value of the same requests."""
+    """An operator of a split value and one that is the same for all rows, or one of the same requests."""
     operands = node.args[:2]
     split = [rules.splits[x] for x in operands if isinstance(x, fx.Node) and x in rules.splits]
     result = shape_of(node)
@@ -165,7 +165,7 @@ def _binary(rules: Rules, node: Node) -> Split | fx.Node:
 
 
 def _elementwise(rules: Rules, node: Node, value: Split, plain: Node) -> fx.Node:
-    """A request's value and a candidate's of the same shape, added or multiplied."""
+    """The sum or product of a request's value and a candidate's of the same shape."""
     op = {aten.add.Tensor: "add", aten.mul.Tensor: "mul"}.get(node.target)
     part, result = value.single, node.meta["val"]
     if part is None or part.rows is None or op is None or node.kwargs:

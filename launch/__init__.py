@@ -1,1 +1,1 @@
-"""How a run is started: shell launchers and the sweep. No training logic."""
+"""Starting runs: shell launchers and the sweep. No training logic."""

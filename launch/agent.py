@@ -1,8 +1,8 @@
 """torchrun for jobs that may be told to stop: `python -m launch.agent`, with torchrun's arguments.
 
-torchrun hands a signal on to its processes, waits 30 seconds for them to end, and ends with a traceback and status 1,
-as after a failure. This ends with the status that its processes have when they stopped as they were told to, and knows
-SIGUSR1 besides, which would end torchrun at once and leave its processes behind.
+torchrun passes a signal on to its processes, waits 30 seconds for them to end, and ends with a traceback and status 1,
+as after a failure. This command ends with the status of its processes if they stopped because they were told to. It
+also handles SIGUSR1, which would end torchrun at once and leave its processes behind.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def main(arguments: list[str]) -> int:
     except SignalException as stopped:
         return STATUS if stopped.sigval in SIGNALS else 128 + stopped.sigval
     except ChildFailedError as error:
-        # Of a run that another node, or a signal that went to its processes alone, has stopped. When the first of them
-        # has ended, torchrun terminates the others, which may be past handling that.
+        # The run was stopped by another node, or by a signal that went only to its processes. When the first of them
+        # has ended, torchrun terminates the others, which may be too far along to handle that.
         ended = {failure.exitcode for failure in error.failures.values()}
         if STATUS not in ended or ended - {STATUS, -signal.SIGTERM}:
             raise

@@ -41,7 +41,7 @@ class Scale(Job):
 
 
 def table(speeds: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each of what `train.speed` wrote. Times are of rank 0, without a GPU there are none."""
+    """Markdown: a row for each result of `train.speed`. Times are those of rank 0; without a GPU there are none."""
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for speed in speeds:
         rate = speed["examples_per_s"] / speed["ranks"]
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path, help="a folder of further configurations")
     parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks, fewest first")
     parser.add_argument("--out", type=Path, help="folder of the runs; default runs/scaling-<time>")
-    options = parser.parse_intermixed_args(arguments)  # overrides may stand before, between and behind the options
+    options = parser.parse_intermixed_args(arguments)  # overrides may come before, between and after the options
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]

@@ -34,7 +34,7 @@ from train.overrides import split_values
 from train.preemption import SIGNALS, STATUS
 
 SEED = "runtime.seed"
-IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all jobs, or that NE tells
+IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all jobs, or that NE implies
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
 
 
@@ -43,7 +43,7 @@ class Job:
     folder: Path
     values: dict[str, str]  # swept key -> value
     status: str = "waiting"
-    seconds: float | None = None  # wall time, of a job that this start ran
+    seconds: float | None = None  # wall time of a job that ran in this start of the sweep
     metrics: dict[str, float] = field(default_factory=dict)
 
     def collect(self) -> bool:
@@ -70,7 +70,7 @@ def grid(over: Iterable[str]) -> list[dict[str, str]]:
 
 
 def plan(out: Path, overrides: list[str], over: list[str]) -> list[Job]:
-    """The jobs of this sweep, those of an earlier start with the same folder collected."""
+    """The jobs of this sweep; results of those that an earlier start with the same folder finished are read."""
     combinations = grid(over)
     description = {"overrides": overrides, "jobs": combinations}
     record = out / "sweep.json"
@@ -106,8 +106,8 @@ class Runner:
             self._slots.put({"CUDA_VISIBLE_DEVICES": own} if gpus else {})
 
     def run(self, jobs: list[Job]) -> None:
-        """Told to stop, it tells its jobs, waits until they have saved a checkpoint, and exits as they do."""
-        for number in SIGNALS:  # which would end it at once and leave the jobs behind
+        """Run the jobs. Told to stop, it stops them, waits until they have saved a checkpoint, and exits as they do."""
+        for number in SIGNALS:  # by default it would end this process at once and leave the jobs behind
             signal.signal(number, lambda *_: sys.exit(STATUS))
         with ThreadPoolExecutor(self.parallel) as pool:
             try:
@@ -125,7 +125,7 @@ class Runner:
         slot = self._slots.get()
         command = [str(LAUNCHER), *self.overrides, *(f"{key}={value}" for key, value in job.values.items())]
         run_dir = job.folder.absolute()
-        # Its torchrun and python are those of this process, also where their environment is not activated.
+        # The job uses the torchrun and python of this process, also where their environment is not activated.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         own = {**slot, "PATH": path, "NPROC": str(self.nproc), "RUN_DIR": str(run_dir)}
         if self.module:
@@ -185,7 +185,7 @@ def write_tables(out: Path, jobs: list[Job]) -> str:
 
 
 def _over_seeds(jobs: list[Job], metrics: list[str]) -> Iterator[list[str]]:
-    """A row for each setting of the other axes, of its finished jobs."""
+    """A row for each setting of the other axes: means over its finished jobs."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         if job.status == "ok":
@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nproc", type=int, default=2, help="processes a job")
     parser.add_argument("--parallel", type=int, default=1, help="jobs at a time")
     parser.add_argument("--out", type=Path, help="folder of the sweep; default runs/sweep-<time>")
-    options = parser.parse_intermixed_args(arguments)  # overrides may stand before, between and behind the options
+    options = parser.parse_intermixed_args(arguments)  # overrides may come before, between and after the options
     shared = options.overrides
     if options.config_dir:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]

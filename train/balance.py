@@ -14,10 +14,10 @@ from train.replay import Replay
 
 
 class Balance:
-    """The routers of a model; nothing in it waits for the device but `violation` and `counts`."""
+    """The routers of a model. Only `violation` and `counts` wait for the device."""
 
     def __init__(self, model: nn.Module, world: World, *, graphs: bool) -> None:
-        """`graphs`: replay the update as a CUDA graph, which holds no collectives: more ranks balance as they are."""
+        """`graphs`: replay the update as a CUDA graph. Only on one rank: a graph holds no collectives."""
         self.world = world
         # Found once: a walk over all modules takes longer than the update.
         routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -26,7 +26,7 @@ class Balance:
         self._update = Replay(self._update_biases, graphs and world.size == 1 and bool(self._tokens))
 
     def step(self, skipped: Tensor) -> None:
-        """Move the biases by what was routed since the last call, unless the dense step was `skipped` (1)."""
+        """Update the biases by the tokens routed since the last call, unless the dense step was `skipped` (1)."""
         self._violations = self._update(skipped)
 
     def violation(self) -> float | None:
@@ -34,11 +34,11 @@ class Balance:
         return torch.stack(list(self._violations.values())).max().item() if self._violations else None
 
     def counts(self) -> list[int]:
-        """What the routers have counted since their last step, on all ranks: not zero amid an accumulation."""
+        """Tokens counted since the routers' last step, on all ranks; not zero in the middle of an accumulation."""
         return self._of_all_ranks(torch.cat(self._tokens)).tolist() if self._tokens else []
 
     def restore(self, counts: list[int]) -> None:
-        """The first rank goes on with the counts of all: only their sum is used."""
+        """Give the first rank the counts of all ranks: only their sum is used."""
         if self.world.is_first and counts:
             parts = torch.tensor(counts, device=self.world.device).split([len(part) for part in self._tokens])
             torch._foreach_copy_(self._tokens, parts)
@@ -47,7 +47,7 @@ class Balance:
         return update_router_biases(self._routers, partial(self._of_good_step, skipped))
 
     def _of_good_step(self, skipped: Tensor, counts: Tensor) -> Tensor:
-        """Loads of all ranks; none when the step was skipped, which then moves no bias."""
+        """Loads of all ranks, or zeros if the step was skipped, so that no bias moves."""
         return torch.where(skipped.bool(), 0, self._of_all_ranks(counts))
 
     def _of_all_ranks(self, counts: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Checkpoints of the whole training state, written with DCP: aside first, renamed when whole, old ones pruned last.
+"""Checkpoints of the whole training state, written with DCP into a temporary folder that is renamed when it is whole.
 
 A checkpoint folder `step_00000100` holds the sharded tensors (dense and table weights, both optimisers, random states)
 and `meta.json` (step, data position, configuration, plan, versions, tracker state). DCP re-shards on load, so another
-number of ranks can go on from it.
+number of ranks can resume from it. Old checkpoints are deleted after a new one is whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIXED = (("data", "name"), ("optimizer", "sparse"), ("optimizer", "accumulate"))
 
 @dataclass
 class Progress:
-    """Where a run stands. `consumed` counts requests of this epoch over all ranks, so another world size can go on."""
+    """How far a run is. `consumed` counts requests of this epoch over all ranks, so another world size can resume."""
 
     step: int = 0  # micro-batches
     epoch: int = 0
@@ -48,7 +48,7 @@ class Progress:
     best_step: int = 0
     best_values: dict[str, float] = field(default_factory=dict)
     stale_validations: int = 0
-    skipped_steps: int = 0  # for a loss or gradient that was not finite
+    skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     tracker: dict[str, Any] = field(default_factory=dict)
 
@@ -62,9 +62,9 @@ class Progress:
     def judge(self, values: dict[str, float], label_rates: dict[str, float], shares: dict[str, float]) -> None:
         """Note a validation: best is the smallest NE, mean by `shares` over the tasks that can have one.
 
-        A task has none without observed labels in the validation split, or with labels of one class in the training
-        split. Where no task has one, nothing is best and nothing is stale. The NE of weights that are not finite is
-        NaN, which is never best.
+        A task has no NE without observed labels in the validation split, or with labels of only one class in the
+        training split. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that are
+        not finite is NaN, which is never best.
         """
         counted = {
             task: shares[task]
@@ -106,7 +106,7 @@ class Checkpointer:
         return path
 
     def _begin(self, aside: Path, about: dict[str, Any]) -> None:
-        for left in self.folder.glob("step_*.partial"):  # by a process that was killed, or had no space to go on
+        for left in self.folder.glob("step_*.partial"):  # left by a process that was killed or ran out of space
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         write_json(aside / META, about)
@@ -114,21 +114,21 @@ class Checkpointer:
     def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
         try:
             dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
-        except CheckpointException as error:  # a BaseException, which torchrun's error file would lose
+        except CheckpointException as error:  # a BaseException: torchrun's error file would not have it
             reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
             free = shutil.disk_usage(self.folder).free / 2**20
             raise RuntimeError(
                 f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
                 f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
             ) from error
-        # Rank 0 returns once all ranks have written and the metadata stands, so the folder is whole.
+        # Rank 0 returns once all ranks have written, and the metadata too, so the folder is whole.
         if self.world.is_first:
             shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
             self._prune()
 
     def check(self) -> None:
-        """Raise what has ended the save in flight, if anything has."""
+        """Raise the error that ended the save in flight, if there is one."""
         if self._pending is not None and self._pending.done():
             self._pending.result()
 
@@ -152,7 +152,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The one that the newest names as best on validation: written with a checkpoint, the name is never ahead of it."""
+    """The checkpoint that the newest one names as best on validation, None without one."""
     newest = checkpoints(folder)[-1:]
     paths = [folder / f"step_{read_meta(path)['progress']['best_step']:08d}" for path in newest]
     return next((path for path in paths if path.exists()), None)
@@ -181,7 +181,7 @@ def start_of(path: Path) -> Path:
 
 
 def of_first_rank(path: Path | None, world: World) -> Path | None:
-    """The first rank's `path`, on all: a shared file system may show a new folder to one node before the others."""
+    """The first rank's `path`, on all ranks: one node of a shared file system may see a new folder before others."""
     return world.broadcast(path)
 
 
@@ -196,7 +196,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def check_data(path: Path, fingerprint: str) -> None:
-    """ValueError when a checkpoint's ids and dense features were mapped otherwise than this run's data maps them."""
+    """ValueError if a checkpoint's ids or numbers were mapped differently from those of this run's data."""
     saved = read_meta(path)["data_fingerprint"]
     if saved != fingerprint:
         raise ValueError(
@@ -208,7 +208,7 @@ def check_data(path: Path, fingerprint: str) -> None:
 
 
 def check_config(path: Path, current: dict[str, Any]) -> None:
-    """A resumed run keeps its model, data and optimiser; other differences are only worth a line."""
+    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged."""
     # Keys that are newer than the checkpoint have their defaults.
     saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
     for group, values in current.items():
@@ -245,10 +245,10 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
 def load_start(
     path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World, source: Source
 ) -> None:
-    """What a new run takes from a checkpoint: weights, and with `optimizer` its moments.
+    """Start a new run from a checkpoint's weights, and with `optimizer` from its moments.
 
-    Tables of a `source` that extends the checkpoint's vocabulary have further rows, which stay as they are. Raises
-    ValueError when the data, the model or the optimiser is another one.
+    If `source` extends the checkpoint's vocabulary, its tables have further rows, which keep their fresh weights.
+    ValueError if the data, the model or the optimiser is another one.
     """
     extends = source.extends is not None and source.extends == read_meta(path)["data_fingerprint"]
     if not extends:
@@ -271,7 +271,7 @@ def load_start(
 def _read(
     path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, longer_tables: bool = False
 ) -> None:
-    """Read `state` in place and hand it to the model and its fused optimiser."""
+    """Read `state` in place and load it into the model and its fused optimiser."""
     try:
         saved = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:
@@ -298,7 +298,7 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
 
 
 class _Prefixes(DefaultLoadPlanner):
-    """Reads a saved tensor into the first rows of one with more of them, whose others it leaves alone."""
+    """Reads a saved tensor into the first rows of a longer one, whose other rows stay as they are."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -306,7 +306,7 @@ class _Prefixes(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         entries = {
-            # Which rows are read is decided by the chunks that were saved; equal sizes are a check.
+            # The chunks that were saved decide which rows are read. Sizes are set equal to pass a check.
             name: dataclasses.replace(entry, size=self.state_dict[name].size())
             if isinstance(entry, TensorStorageMetadata) and name in self.state_dict
             else entry
@@ -316,7 +316,7 @@ class _Prefixes(DefaultLoadPlanner):
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Read weights alone into a model that is neither sharded nor wrapped, in a process on its own.
+    """Read only the weights, into a model that is neither sharded nor wrapped, in a single process.
 
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
@@ -330,7 +330,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:
-    """A checkpoint of weights alone, for runs that start from the same ones (`checkpoint.load`)."""
+    """Write a checkpoint of only the weights, for runs that start from the same ones (`checkpoint.load`)."""
     dcp.save(_model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
     if world.is_first:
         write_json(path / META, {"progress": vars(Progress()), **about})
@@ -353,7 +353,7 @@ def _rng_state(world: World) -> dict[str, Any]:
 
 
 def _host_copy(value: Any, world: World) -> Any:
-    """A copy in host memory that training may not change while it is written."""
+    """A copy in host memory, which training does not change while it is written."""
     if isinstance(value, dict):
         return {key: _host_copy(item, world) for key, item in value.items()}
     if isinstance(value, list):
@@ -372,9 +372,9 @@ def _restore_rng(state: dict[str, Tensor]) -> None:
 
 
 def _check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> None:
-    """ValueError unless the checkpoint has this model; takes random states that it lacks out of `state`.
+    """ValueError unless the checkpoint has this model. Random states that it lacks are removed from `state`.
 
-    `longer_tables`: those of the model may have more rows. Random states are those of a rank and its devices.
+    `longer_tables`: the model's tables may have more rows. Random states belong to a rank and its devices.
     """
     entries = saved.state_dict_metadata
     wanted = {f"model.{name}": tuple(value.size()) for name, value in state["model"].items()}

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 HOST_TIMEOUT = timedelta(days=1)
-"""Of what waits for files: rank 0 may prepare a large data set for hours. torchrun ends the others when one fails."""
+"""For groups that wait for files: rank 0 may prepare data for hours. If it fails, torchrun ends the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class World:
     def by_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank; an error on rank 0 is one on all.
 
-        Left to wait, the others would fail a little later because rank 0 is gone, and torchrun would show one of their
+        Otherwise the others would fail a little later because rank 0 is gone, and torchrun would show one of their
         errors as the cause.
         """
         made: list[T] = []
@@ -101,7 +101,7 @@ def start(runtime: RuntimeConfig) -> World:
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
-    """torchrun's store, or one of a process on its own."""
+    """torchrun's store, or a new one for a single process."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))

@@ -125,7 +125,7 @@ def evaluate_split(
     )
     batches = islice(split_loader(job, split), steps or None)
     if predictions is not None and world.is_first:
-        shutil.rmtree(predictions, ignore_errors=True)  # files of more ranks than these would stay
+        shutil.rmtree(predictions, ignore_errors=True)  # of an earlier evaluation, perhaps on more ranks
     world.barrier()
     writer = PredictionWriter(predictions, source.spec.tasks, world.rank) if predictions else None
     try:
@@ -138,7 +138,7 @@ def evaluate_split(
 
 @contextmanager
 def trained(path: Path, overrides: list[str], log_dir: Path) -> Iterator[Job]:
-    """The job of a checkpoint's own configuration, but for the overrides, with its weights."""
+    """The job of a checkpoint's configuration with these overrides, and its weights."""
     config = from_dict(checkpoint.read_meta(path)["config"], overrides)
     world = distributed.start(config.runtime)
     try:
@@ -152,7 +152,7 @@ def trained(path: Path, overrides: list[str], log_dir: Path) -> Iterator[Job]:
 
 
 def checked_split(split: str) -> str:
-    """ValueError unless it is one."""
+    """`split`; ValueError unless it names a split."""
     if split not in SPLITS:
         raise ValueError(f"split={split} is not known; choose {', '.join(SPLITS)}")
     return split

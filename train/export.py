@@ -1,8 +1,8 @@
 """Write a trained model for scoring: `python -m train.export run_dir=RUN_DIR out=DIR`.
 
-Exported is the architecture, which `torch.export` traces once for a request with any number of candidates and events.
-The lookup of embeddings and their assembly into tokens stay outside, in eager PyTorch: TorchRec's collections take
-KeyedJaggedTensors, and whoever serves tables usually has them elsewhere. `train.score` puts the two together.
+The architecture is exported: `torch.export` traces it once for a request with any number of candidates and events. The
+lookup of embeddings and their assembly into tokens stay in eager PyTorch: TorchRec's collections take
+KeyedJaggedTensors, and tables are usually served elsewhere. `train.score` combines the two.
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
 arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
@@ -41,11 +41,11 @@ from train.files import write_json
 from train.overrides import split_options
 
 TIMED_CANDIDATES = 1000
-"""Of the request that an export is made from: Inductor chooses kernels by timing them on it."""
+"""Of the example request: Inductor chooses kernels by timing them on it."""
 LOOKED_AT = 1000
-"""Requests at a time, of which the best is the one that an export is made from."""
+"""Requests that are looked at together; the best of them is the example, if it will do."""
 MOST_LOOKED_AT = 100_000
-"""Requests, the newest ones, among which it must be."""
+"""How many of the newest requests are searched for an example."""
 
 
 def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
@@ -78,7 +78,7 @@ def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, ma
 
 
 def operator_modules(program: ExportedProgram) -> list[str]:
-    """The modules that define the operators of ours which a program calls, to be imported where it is loaded."""
+    """The modules that define our operators in a program: they must be imported where it is loaded."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     names = {
         node.target.name() for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
@@ -112,9 +112,9 @@ def main(arguments: list[str]) -> Path:
     program = export_arch(model, request, dtype, max_candidates)
     compiled = device.type == "cuda" and compiling == "true"
     if compiled:
-        # Inductor takes what held for the example's sizes, where it weighs the padding of a matrix product, to hold for
-        # any: shown two candidates, for up to 97. Blocks over two dimensions were then more than the 65,535 that a
-        # grid's second dimension holds, and the driver refused to launch them for 10,000.
+        # When Inductor decides on the padding of a matrix product, it assumes that what holds for the example's sizes
+        # holds for all: with an example of two candidates, for up to 97. With 10,000 candidates, a grid then had more
+        # than the 65,535 blocks that its second dimension allows, and the driver refused the launch.
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(out / "model.pt2"), inductor_configs={"triton.max_tiles": 1}
         )
@@ -141,8 +141,8 @@ def main(arguments: list[str]) -> Path:
 def example(source: Source) -> RequestBatch:
     """The training request with the most events of its rarest type, with two candidates or more.
 
-    An export is for sizes of 0 and 1 what it is for others, but has to be made from larger ones. Requests are looked at
-    from the newest on, since the oldest hardly have a history yet, until one will do.
+    An export also works for sizes of 0 and 1, but has to be made from an example with larger ones. Requests are tried
+    from the newest on, since the oldest hardly have a history yet.
     """
     best, most, end = 0, -1, source.num_requests("train")
     first, longest = max(0, end - MOST_LOOKED_AT), torch.zeros(len(source.spec.histories), dtype=torch.int64)

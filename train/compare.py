@@ -105,7 +105,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     waiting = [(arm.name, seed) for arm in arms for seed in (baseline_seeds if arm == arms[0] else options.seeds)]
     slots = list(range(options.jobs))
     running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or they would be left to themselves
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its processes would go on
     try:
         while waiting or running:
             while waiting and slots:
@@ -117,7 +117,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
                     process = subprocess.Popen(
                         [*command, "--only", str(seed), arm],
                         env={
-                            "OMP_NUM_THREADS": "1",  # as torchrun has it; else each would take all processors
+                            "OMP_NUM_THREADS": "1",  # as torchrun sets it; else each would use all cores
                             **os.environ,
                             "CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs],
                         },
@@ -161,7 +161,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--assert-equal", action="store_true", help="demand bitwise equal losses and predictions")
     options, overrides = parser.parse_known_args(arguments)
-    # `key=value` behind the arms is no arm: its name would hold the equals sign.
+    # `key=value` after the arms is an override, not an arm: a name would not contain the equals sign.
     overrides += [text for text in options.arms if "=" in text.partition(":")[0]]
     options.arms = [text for text in options.arms if text not in overrides]
     unknown = [text for text in overrides if text.startswith("--")]
@@ -196,7 +196,7 @@ def _compose(overrides: list[str], arm: Arm, *more: str) -> Config:
 
 
 def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> Path:
-    """`out`; its finished runs are taken as they are, so they must be of this comparison. Seeds may be added to it."""
+    """`out`. Its finished runs are not repeated, so they must belong to this comparison; seeds may be added to it."""
     file = out / "compare.json"
     description = {"arms": {arm.name: list(arm.overrides) for arm in arms}, "overrides": overrides}
     if file.exists():
@@ -232,7 +232,7 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
 
 
 def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], out: Path, world: World) -> None:
-    """Train `arms` of a seed. The first of all arms, wherever it is trained, writes the weights that all start from."""
+    """Train `arms` at one seed. The process that trains the `first` arm writes the weights that all arms start from."""
     initial = out / f"seed-{seed}" / "initial"
     for arm in arms:
         run_dir = out / f"seed-{seed}" / arm.name
@@ -253,13 +253,13 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             del job
             gc.collect()
         _wait_for(initial / checkpoint.META)
-        if not (run_dir / "results.json").exists():  # a comparison that was cut off goes on where it stopped
+        if not (run_dir / "results.json").exists():  # unless an earlier start of this comparison finished it
             Trainer(config, world).run()
-            gc.collect()  # models refer to themselves: the next one would train beside this one and count its memory
+            gc.collect()  # models have reference cycles, and would count in the next run's peak memory
 
 
 def _wait_for(file: Path) -> None:
-    """What another process writes, see `--jobs`."""
+    """Wait for a file that another process writes, see `--jobs`."""
     end = time.monotonic() + distributed.HOST_TIMEOUT.total_seconds()
     while not file.exists():
         if time.monotonic() > end:
@@ -282,7 +282,7 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
         return passed
     pairs = [{name: runs[name] for name in (baseline, other)} for other in others]
     judge = partial(report.compare, budget=options.budget, resamples=options.resamples, mapped=mapped)
-    with ThreadPoolExecutor() as threads:  # what takes long is in the processes of `mapped`, if there are any
+    with ThreadPoolExecutor() as threads:  # the slow part runs in the processes of `mapped`, if there are any
         results = list(threads.map(judge, repeat(baseline), others, pairs))
     for other, pair, result in zip(others, pairs, results, strict=True):
         stem = "report" if len(arms) == 2 else f"report-{other}"

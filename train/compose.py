@@ -125,7 +125,7 @@ def validate(config: Config) -> None:
 
 
 def graphs_refusal(config: Config) -> str | None:
-    """Which key does not go with `runtime.cuda_graphs=true`, why, and what does; None if all do."""
+    """Which key is incompatible with `runtime.cuda_graphs=true`, why, and what works; None if none is."""
     model = config.model
     if config.data.negative_rate < 1:
         return (
@@ -150,9 +150,9 @@ def graphs_refusal(config: Config) -> str | None:
 
 
 def refuse_unknown(section: object, path: str = "") -> None:
-    """ValueError for an attribute below `section` that its dataclass does not have; `path` leads there, with its dot.
+    """ValueError for an attribute below `section` that its dataclass does not have; `path` is its prefix, with the dot.
 
-    Hydra and OmegaConf refuse them but behind a plus, which Hydra's own message proposes.
+    Hydra and OmegaConf refuse such keys except after a plus, which Hydra's own message proposes.
     """
     if isinstance(section, dict):
         for name, value in section.items():

@@ -1,8 +1,8 @@
 """Say what of this machine fits together and how to mend what does not: `python -m train.doctor`.
 
-Most failed installations are a torch and an fbgemm of different minor versions, or a CPU build where a GPU is. `gather`
-reads the machine, each package in a process of its own so that one that crashes on import is a fact like any other;
-`diagnose` is a pure function from those facts to findings. Exit code 0 when training can run, 1 when it cannot.
+Most failed installations are a torch and an fbgemm of different minor versions, or a CPU build on a machine with a GPU.
+`gather` reads the machine, importing each package in a process of its own, so that a crash on import is a fact like any
+other; `diagnose` is a pure function from those facts to findings. Exit code 0 when training can run, 1 when it cannot.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def release_of(torch: Package) -> Release | None:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """What fits and what does not, worst things with the lines that mend them."""
+    """Findings about what fits and what does not, with commands that repair it."""
     findings = [_python(facts), _torch(facts)]
     release = release_of(facts.packages["torch"])
-    if release:  # without a torch that works these could only repeat its error
+    if release:  # without a working torch these checks would only repeat its error
         findings += [_fbgemm(facts, release), _torchrec(facts, release), _triton(facts, release)]
     findings += [*_ptxas(facts), _torchmetrics(facts)]
     findings += [_plain(facts, name, FAIL) for name in ("hydra", "pyarrow", "matplotlib")]
@@ -195,7 +195,7 @@ def _fbgemm(facts: Facts, release: Release) -> Finding:
 
 def _torchrec(facts: Facts, release: Release) -> Finding:
     torchrec, fbgemm = facts.packages["torchrec"], facts.packages["fbgemm"]
-    install = f"{PIP} install --no-deps torchrec=={release.torchrec}"  # with its dependencies it brings another fbgemm
+    install = f"{PIP} install --no-deps torchrec=={release.torchrec}"  # its dependencies have another fbgemm
     if not torchrec.installed:
         return Finding(FAIL, "torchrec", "is not installed", (install,))
     if torchrec.error and (fbgemm.error or not fbgemm.installed):
@@ -303,7 +303,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def _probe(name: str) -> tuple[Package, dict[str, Any]]:
-    """Try a package in a process of its own, away from the working directory and the folders there."""
+    """Import a package in a process of its own, outside the working directory, whose folders could shadow packages."""
     found = (_installed_version(each) for each in DISTRIBUTIONS.get(name, (name,)))
     version = next((each for each in found if each), None)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write aside and rename. JSON has no NaN and no infinity: they become null."""
+    """Write a temporary file and rename it. JSON has no NaN and no infinity: they become null."""
     aside = path.with_name(f"{path.name}.partial")
     aside.write_text(json.dumps(_finite(value), indent=1, allow_nan=False))
     aside.replace(path)

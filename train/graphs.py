@@ -1,8 +1,8 @@
 """Forward and backward of the architecture as CUDA graphs: `runtime.cuda_graphs=true`.
 
 A step of a small model waits for the host, which launches a thousand kernels one by one. A graph holds them all and is
-launched once. It is good for the shapes that it was captured with, so what it brings depends on the data: batches
-of one size with histories of one total length (`data.pad_events` rounds it up) have few shapes.
+launched once. It works only for the shapes that it was captured with, so its use depends on the data: batches of one
+size with histories of one total length (`data.pad_events` rounds it up) have few shapes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def use_graphs(arch: nn.Module) -> None:
-    """Let training steps of `arch` replay CUDA graphs, captured as soon as a shape comes back.
+    """Let training steps of `arch` replay CUDA graphs, captured when shapes recur.
 
-    Evaluation, and shapes that did not come back, run as before. What a capture records is the device's work alone:
-    the architecture must not wait for the device, and its `aux_loss` is without gradient.
+    Evaluation, and steps with shapes that have not recurred, run as before. A capture records only the device's work:
+    the architecture must not wait for the device, and its `aux_loss` has no gradient.
     """
     arch.forward = _Graphed(arch, arch.forward)
 
@@ -57,7 +57,7 @@ class _Graphed:
             if len(self._graphs) == MAX_GRAPHS:
                 return self._forward(tokens, batch)
             if self._seen[shapes] <= WARMUP_STEPS:
-                # On copies, as in the capture: compiled layers tell tensors apart by how they lie in memory.
+                # On copies, as in the capture: compiled layers are specialised to how tensors lie in memory.
                 return self._forward(*_arguments([tensor.clone() for tensor in inputs], names))
             events = [len(values) for values, *_ in histories.values()]
             log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), events)
@@ -67,14 +67,14 @@ class _Graphed:
 
 
 def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, RequestBatch]:
-    """Of the architecture, from tensors of which the last are three for each event type in `names`."""
+    """The architecture's arguments from a list of tensors, whose last ones are three for each event type in `names`."""
     request, candidate, offsets, *parts = inputs
     histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
     return arch_inputs(request, candidate, offsets, histories)
 
 
 class _Plain(nn.Module):
-    """The architecture as it was, for `functional_call`."""
+    """The architecture with its original forward, for `functional_call`."""
 
     def __init__(self, arch: nn.Module, forward: Callable[[Tokens, RequestBatch], Tensor]) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class _Graphs:
         aliases = leaves_of(plain)
         leaves = (*self.inputs, *aliases.values())
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: loaders pin memory.
+        # Other threads may allocate during the capture: loaders pin memory.
         with torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
             output = torch.func.functional_call(plain, aliases, arguments)
         self.gradient = torch.empty_like(output)
         with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
-            #: Of each input and parameter; None for those without.
+            #: Gradients of each input and parameter; None for those without one.
             self.gradients = gradients(output, leaves, self.gradient)
         self.output = output.detach()
 
@@ -123,17 +123,20 @@ class _Graphs:
 
 
 def leaves_of(plain: nn.Module) -> dict[str, Tensor]:
-    """Parameters of a capture's own, by name, in the memory of those of `plain` that learn.
+    """New leaf tensors for a capture, by name, which share the memory of the trainable parameters of `plain`.
 
-    Who waits for a parameter's gradient, as data parallelism does, has tied it to the stream of the steps, which a
-    capture must not touch. And no cast of a parameter that autocast keeps from an earlier step is one of theirs.
+    The parameters themselves cannot be used: whatever waits for their gradients, as data parallelism does, has tied
+    them to the stream of the steps, which a capture must not touch. And autocast may hold casts of them from an
+    earlier step.
     """
     return {name: nn.Parameter(each.detach()) for name, each in plain.named_parameters() if each.requires_grad}
 
 
 def gradients(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-    """Of each leaf; None for those without. Captured in the middle of a forward, but outside its autocast region, where
-    the backward of a step runs: layers in float32 leave autocast in their forward alone.
+    """The gradient of each leaf; None for those without one.
+
+    Called inside a forward, but outside of its autocast region, like the backward of a step: layers in float32 switch
+    autocast off in their forward only.
     """
     wanted = [tensor for tensor in leaves if tensor.requires_grad]
     with torch.autocast(output.device.type, enabled=False):
@@ -142,7 +145,7 @@ def gradients(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> lis
 
 
 class _Replay(torch.autograd.Function):
-    """Parameters are arguments, so that whoever waits for their gradients, as data parallelism does, gets them."""
+    """Replays both graphs. Parameters are arguments, so that data parallelism gets their gradients."""
 
     @staticmethod
     def forward(ctx: Any, graphs: _Graphs, *inputs: Tensor) -> Tensor:
@@ -154,6 +157,6 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.graphs.run_backward(gradient)
-        # Detached, so that a gradient that is kept as it is does not keep the graph's own tensor object. It keeps its
-        # memory: the next replay writes over it, so a step has to have used or copied it by then.
+        # Detached, so that `.grad` does not become the graph's own tensor object. It shares its memory, which the next
+        # replay overwrites: a step must have used or copied it by then.
         return (None, *(None if g is None else g.detach() for g in ctx.graphs.gradients))

@@ -1,9 +1,9 @@
 """The finite guard: a batch with a non-finite loss or gradient changes no weight, and no step waits for the host.
 
 The tables' optimiser runs inside the backward, so a check before `optimizer.step()` comes too late for them. The guard
-sits on the looked-up rows: it sees all their gradients at once, before the fused update does, and hands on zeros if
+works on the looked-up rows: it gets all their gradients at once, before the fused update does, and passes on zeros if
 any of them, on any rank, is not finite. Row-wise Adagrad and SGD then leave the tables as they were; Adam's moments
-decay by one step. The dense optimiser leaves the batch out by the same verdict.
+decay by one step. The dense optimiser skips the batch by the same verdict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FiniteGuard:
         self.world, self.locate = world, locate
         self.finite = torch.ones((), device=world.device)  # of this step: 1 where all gradients of all ranks are finite
         self.culprit = torch.zeros((), device=world.device)  # 1 where this rank's were not
-        self.zero = torch.zeros((), device=world.device)  # made once: a scalar would be a launch wherever it is written
+        self.zero = torch.zeros((), device=world.device)  # made once: a new scalar would be a launch
         self.found_inf = torch.zeros((), device=world.device)  # verdict of the last batch, 1 = skipped
         self._verdicts: deque[tuple[int, Tensor, Tensor, Tensor]] = deque(maxlen=window)
         assembly.register_forward_pre_hook(self._gate)
@@ -56,7 +56,7 @@ class FiniteGuard:
 
     def conclude(self, step: int, rows: Tensor, found_inf: Tensor) -> None:
         """Keep the verdict of a batch (float, 1 = skip)."""
-        self.found_inf = found_inf.clone()  # a graph's own, maybe
+        self.found_inf = found_inf.clone()  # it may belong to a graph, which overwrites it
         # A view would keep the whole batch, see `RequestBatch.packed`.
         self._verdicts.append((step, self.found_inf, self.culprit, rows.clone()))
 

@@ -1,12 +1,13 @@
 """What each feature is worth to a trained model: `python -m train.importance run_dir=RUN_DIR split=valid`.
 
-The values of one feature at a time are dealt out anew among the rows of each batch, which leaves its distribution and
-takes its meaning; how much NE rises, and AUC falls, is what the model gets from it. An event type is one feature, its
-events with all their fields. Features that tell the same share their worth: each alone seems to be worth little.
+Permutation importance: the values of one feature at a time are shuffled among the rows of each batch, which keeps its
+distribution and removes its meaning; how much NE rises, and AUC falls, is what the model gets from it. An event type is
+one feature, its events with all their fields. Features with the same information stand in for one another, so each
+alone seems to be worth little.
 
 Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, `checkpoint=` names one; `steps=N` takes the
 first N batches only (0: all), each of which goes through the model once for every feature. Further `key=value`
-arguments override the checkpoint's configuration. Prints a table, what the first task gets most from first, and writes
+arguments override the checkpoint's configuration. Prints a table, ordered by importance for the first task, and writes
 `importance.json` into `out=`, by default a folder beside the checkpoint.
 """
 
@@ -43,7 +44,7 @@ def features_of(spec: FeatureSpec) -> list[str]:
 
 
 def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch.Generator) -> RequestBatch:
-    """The batch with the values of one of `features_of` dealt out anew among its requests, or among its candidates."""
+    """The batch with the values of one of `features_of` shuffled among its requests, or among its candidates."""
 
     def shuffled(count: int) -> Tensor:
         return torch.randperm(count, generator=generator).to(batch.row.device)

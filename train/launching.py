@@ -13,22 +13,22 @@ from train.distributed import World
 
 log = logging.getLogger(__name__)
 IDLE = 0.8
-"""Of the steps of a window: a device that is done with as many before their books are kept has little to do."""
+"""Share of a window's steps. A device that has finished that many before the host accounts for them is mostly idle."""
 WAITED = 0.1
-"""Of a window's time: a device that waits longer for data than this would wait for them without launches, too."""
+"""Share of a window's time. If the loop waits longer than this for data, graphs would not help."""
 LEAST_STEPS = 10
 PADDING = 0.08
-"""Of a batch's events, at most: what `data.pad_events` is proposed to round up to."""
+"""Largest share of a batch's events that is proposed for `data.pad_events`."""
 
 
 class LaunchWatch:
     """Looks, without waiting, whether the device has finished a step when the host has only just launched it.
 
-    A device that is the limit is far behind then: kernels queue up before it. What is found is said once, in the log.
+    If the device is the limit, it is far behind at that time and kernels queue up. The finding is logged once.
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        """Looks on the first rank's GPU, where graphs are a way out that is not taken."""
+        """Watches the first rank's GPU, if the run could use graphs and does not."""
         looks = world.device.type == "cuda" and world.is_first
         looks = looks and not config.runtime.cuda_graphs and graphs_refusal(config) is None
         self._event = torch.cuda.Event() if looks else None
@@ -36,18 +36,18 @@ class LaunchWatch:
         self._steps = self._idle = 0
 
     def launched(self) -> None:
-        """Forward, backward and optimisers of a step."""
+        """To be called when forward, backward and optimisers of a step have been launched."""
         if self._event is not None:
             self._event.record()
 
     def accounted(self) -> None:
-        """The rest of the step, which takes the host about a millisecond."""
+        """To be called after the rest of the step, which takes the host about a millisecond."""
         if self._event is not None:
             self._steps += 1
             self._idle += self._event.query()
 
     def report(self, rates: Mapping[str, float]) -> None:
-        """At the end of a window with these rates of `Throughput`."""
+        """To be called at the end of a window, with its rates of `Throughput`."""
         steps, idle = self._steps, self._idle
         self._steps = self._idle = 0
         if self._event is None or steps < LEAST_STEPS or not rates:

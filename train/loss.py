@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def shares_of_tasks(given: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
-    """What each task counts for, as shares of 1, where `given` names the weights that are not 1."""
+    """The weight of each task in the loss, as shares of 1; `given` names the weights that are not 1 before that."""
     unknown = sorted(set(given) - set(tasks))
     if unknown or min(given.values(), default=0) < 0 or not any(given.get(task, 1) for task in tasks):
         raise ValueError(
@@ -48,5 +48,5 @@ def ranking_loss(
         ranks = dist.get_world_size()
         dist.all_reduce(total)
     mean = torch.mean if task_shares is None else task_shares.dot
-    # A task that nobody observed has a loss of 0 / 1: by a tiny number the gradient would be 0 times infinity.
+    # A task without observed labels has a loss of 0 / 1: dividing by a tiny number would make its gradient 0 * inf.
     return mean(loss / torch.where(total > 0, total, 1)) * ranks, mean(total)

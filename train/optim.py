@@ -1,8 +1,8 @@
 """One optimiser object for the pipeline: AdamW on the dense part, the learning rate of the fused table optimiser.
 
-It is called `zero_grad` and `step` once a micro-batch; the dense part steps once in `accumulate` of them, on gradients
-averaged over the candidates of all of them, those that the finite guard condemned left out. The tables, whose update is
-fused into each backward, step every time.
+`zero_grad` and `step` are called once a micro-batch. The dense part steps once in `accumulate` micro-batches, on
+gradients averaged over the candidates of all of them except those that the finite guard rejected. The tables, whose
+update is fused into each backward, step every time.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Optimizer:
         self._set_learning_rates()
 
     def _conclude_and_step(self, finite: Tensor, *gradients: Tensor) -> Tensor:
-        """A step of `_stepped` by their gradients, unless the verdict, which it returns, is to skip it."""
+        """Step the parameters `_stepped` by these gradients, unless the verdict, which is returned, is to skip."""
         for param, gradient in zip(self._stepped, gradients, strict=True):
             param.grad = gradient
         norm = nn.utils.get_total_norm(gradients)
@@ -120,14 +120,14 @@ class Optimizer:
         if self.config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.params.values(), self.config.clip_norm, norm)
         self.adam.found_inf = self.skipped  # type: ignore[attr-defined]
-        for group in self.adam.param_groups:  # what it asks for in a capture, and warns of outside one
+        for group in self.adam.param_groups:  # AdamW requires it in a capture, and warns about it outside one
             group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()
         self.adam.step()
 
     def _accumulate(self, gradients: dict[str, Tensor]) -> None:
         """Candidate-weighted mean of the good micro-batches so far, left in `.grad` when the last one is in.
 
-        When none was good that is 0 / 0, and the dense step is skipped.
+        If none was good, that is 0 / 0, and the dense step is skipped.
         """
         count = torch.where(self.skipped.bool(), 0, self.count)
         for name, gradient in gradients.items():

@@ -7,7 +7,7 @@ request, its history and its embeddings included (up to `broadcast_limit=1000` c
 one). It writes them to DIR/latency.json, and a plot to DIR/latency.png. The copies are made, and lie on the device,
 before the clock starts.
 
-On a GPU each of the three replays CUDA graphs of the architecture, which would else wait for the host to launch it.
+On a GPU each of the three replays CUDA graphs of the architecture, which would otherwise wait for the host's launches.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SMALLEST = 16
 class Scorer:
     """Scores the candidates of requests: embeddings are looked up eagerly, the rest is the exported model.
 
-    On a GPU that is a CUDA graph for each number of candidates, rounded up to a power of two, with each number of
-    events, captured when it comes for the third time; for the first 16 of these, others are launched from the host.
-    Requests whose histories are cut to one length have few of them. Graphs keep their inputs and results in one place:
-    a scorer is for one thread at a time.
+    On a GPU it replays CUDA graphs: one for each number of candidates, rounded up to a power of two, and each number of
+    events, captured at the third such request. Only the first 16 of these have graphs; others are launched from the
+    host. If histories are cut to one length, there are few. A graph's inputs and results have fixed memory, so use a
+    scorer from one thread at a time.
 
     ValueError when `folder` was not written by `train.export`.
     """
@@ -85,11 +85,11 @@ class Scorer:
                 f"a batch is one request with 1 to {self.max_candidates} candidates, got {batch.num_requests} requests "
                 f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
             )
-        if batch.row.device.type != self.device.type:  # what moves has its lengths read from the device again
+        if batch.row.device.type != self.device.type:  # after a move, lengths would be read from the device again
             batch = batch.to(self.device)
         tokens = self.embedding(batch)
         for event in self.spec.histories:
-            # A shape is on the host; lengths of the batch may be on a GPU, where reading them would be a sync.
+            # Shapes are known on the host; reading the batch's lengths from a GPU would be a sync.
             length = tokens.histories[event.name].values.shape[0]
             if length > event.max_length:
                 raise ValueError(
@@ -103,9 +103,9 @@ class Scorer:
 
 
 def _load_compiled(folder: Path) -> AOTICompiledModel:
-    # What servers in C++ call. `aoti_load_package` also compiles and runs a program for each kind of vector instruction
-    # of the host, to warn if it is not the one that exported, which can take minutes. The runner leaves events out by
-    # which it would share itself between threads: a capture allows none.
+    # The loader that C++ servers use. `aoti_load_package` also compiles and runs a program for each kind of vector
+    # instructions of the host, to warn if the export was made on another host, which can take minutes. The runner does
+    # without the events by which threads could share it: a capture does not allow them.
     return AOTICompiledModel(torch._C._aoti.AOTIModelPackageLoader(str(folder / "model.pt2"), "model", True, 1, -1))
 
 
@@ -117,7 +117,7 @@ def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 class _Replayed:
-    """`arch` on `scoring_inputs`; on a GPU a graph for each shape that comes back, see `Replay`."""
+    """`arch` on `scoring_inputs`; on a GPU with a graph for each shape that recurs, see `Replay`."""
 
     def __init__(self, arch: Callable[..., Tensor], spec: FeatureSpec, device: torch.device) -> None:
         self._arch = arch
@@ -171,9 +171,9 @@ def _eager(model: RankingModel, dtype: torch.dtype, device: torch.device) -> Cal
 
 
 def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
-    """RuntimeError unless what was compiled into `folder` can be loaded and scores `request` as `model` does.
+    """RuntimeError unless the compiled model in `folder` can be loaded and scores `request` as `model` does.
 
-    What is refused is no export any more: a `Scorer` of `folder` says so instead of crashing.
+    After an error, `folder` no longer counts as an export: a `Scorer` of it raises an error instead of crashing.
     """
     try:
         _check(folder, model, dtype, request)
@@ -184,7 +184,7 @@ def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reques
 
 def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
     package = folder / "model.pt2"
-    # In a process of its own first: a library that crashes takes its process along.
+    # First in another process, which a crash in the library would end.
     load = "import sys, pathlib; from train.score import Scorer; Scorer(pathlib.Path(sys.argv[1]))"
     ended = subprocess.run([sys.executable, "-c", load, str(folder)], capture_output=True, text=True)
     if ended.returncode < 0:
@@ -213,13 +213,13 @@ def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) 
     times = []
     for _ in range(3 + ROUNDS):
         start = time.perf_counter()
-        score(batch).cpu()  # waits for the device, as whoever wants the scores does
+        score(batch).cpu()  # waits for the device, as a user of the scores does
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[3:])
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
-    from train.plots import plot_latency  # here, so that who scores needs no matplotlib
+    from train.plots import plot_latency  # imported here, so that scoring does not need matplotlib
 
     defaults = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000", "request": "0"}
     options, others = split_options(arguments, defaults, "export=DIR candidates=10,100")

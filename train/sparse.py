@@ -23,12 +23,12 @@ from train.distributed import World
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
-SAMPLE = 256  # requests that the planner's numbers of ids are means of
+SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
 MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
 
 
 class _Alone(DataParallelWrapper):
-    """One rank has nobody to average gradients with: DDP would only scale and copy each of them."""
+    """In place of DDP on a single rank, where DDP would only scale and copy each gradient."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         pass
@@ -37,7 +37,7 @@ class _Alone(DataParallelWrapper):
 def shard(
     model: RankingModel, config: Config, world: World, ids: dict[str, float]
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    """Give the tables their optimiser, plan their shards for so many `ids_per_request`, and materialise this rank's.
+    """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
 
     The optimiser runs inside the backward, so no gradient of a table is ever held. No process allocates a whole table:
     `model.embedding` is on `meta` until here.
@@ -54,7 +54,7 @@ def shard(
         EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))
     ]
     plan = _plan(model, sharders, config, world, ids)
-    # Shards of one table live on several ranks: equal seeds would start them equal.
+    # Shards of one table are on several ranks: with equal seeds they would get equal weights.
     torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
     parallel = DistributedModelParallel(
         model,
@@ -68,13 +68,13 @@ def shard(
 
 
 def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:
-    """What rounds the rows that ranks send each other, and their gradients; None: nothing is rounded."""
+    """The codecs that round rows, and their gradients, on the way between ranks; None: nothing is rounded."""
     precision = CommType(config.parallel.comm_precision if world.size > 1 else "fp32")
     return get_qcomm_codecs_registry(QCommsConfig(precision, precision))
 
 
 def ids_per_request(source: Source) -> dict[str, float]:
-    """Mean number of ids that a request looks up, by feature, of a few training requests from all over the split."""
+    """Mean number of ids that a request looks up, by feature, over a few training requests spread over the split."""
     total = source.num_requests("train")
     if total == 0:
         return {name: 1.0 for name, _ in source.spec.lookups()}
@@ -98,12 +98,12 @@ def _plan(
         hbm = torch.cuda.get_device_properties(world.device).total_memory
     types = parallel.sharding_types
     if world.size == 1 and "table_wise" in types:
-        types = ["table_wise"]  # a rank on its own holds whole tables, and what they cost ties whatever they are called
+        types = ["table_wise"]  # a single rank holds whole tables, and all plans cost the same
     elif config.optimizer.sparse == "rowwise_adagrad" and "row_wise" in types:
-        # It has a moment of each row and shard: split by columns they would fit no other plan's checkpoint.
+        # Row-wise Adagrad has a moment for each row of each shard: split by columns, it would fit no other plan.
         types = [kind for kind in types if kind != "column_wise"]
-    # By itself the planner takes a feature for one id, so that histories cost nothing, and splits no rows of up to 128
-    # columns.
+    # By default the planner assumes one id a feature, so that histories cost nothing, and does not split rows of up to
+    # 128 columns.
     constraints = {
         table.name: ParameterConstraints(
             sharding_types=types,

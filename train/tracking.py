@@ -1,6 +1,6 @@
-"""What a run tells: log files, `metrics.jsonl`, its mirrors in W&B and TensorBoard, a progress bar and a final table.
+"""What a run reports: log files, `metrics.jsonl`, copies in W&B and TensorBoard, a progress bar and a final table.
 
-`metrics.jsonl` is the truth and always written; a mirror that fails is dropped with a warning and never stops the run.
+`metrics.jsonl` is always written; W&B or TensorBoard is dropped with a warning if it fails, and never stops the run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from train.config import TrackingConfig
 from train.preemption import STATUS
 
 METRICS_FILE = "metrics.jsonl"
-CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all others are in the file only
-WANDB_TIMEOUT = 30  # seconds that a server out of reach may hold up the start of the run
+CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all other values are in the file only
+WANDB_TIMEOUT = 30  # seconds for which a server that cannot be reached may delay the start of the run
 OWN_LOGGERS = ("train", "modules", "kernels", "launch", "__main__")
 
-# What TorchRec and DCP say in every run, and nobody who trains can act on.
+# Messages of TorchRec and DCP in every run that a user can do nothing about.
 KNOWN_WARNINGS = (
     (FutureWarning, ".*ShardedTensor"),
     (FutureWarning, ".*broadcast_buffers"),
@@ -69,7 +69,7 @@ class _ConsoleHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class Record:
-    """One line of `metrics.jsonl`: the values of a split after `step` steps, at `time` in Unix seconds."""
+    """A line of `metrics.jsonl`: the values of a split after `step` steps, at `time` in Unix seconds."""
 
     step: int
     split: str
@@ -113,7 +113,7 @@ class _Wandb:
     """One W&B run, offline or online. Steps are a metric of their own, so that a resumed run may go back in them."""
 
     def __init__(self, run_dir: Path, cfg: TrackingConfig, config: dict[str, Any], run_id: str | None) -> None:
-        import wandb  # about half a second, which a run without W&B need not pay
+        import wandb  # imported here: it takes about half a second
 
         mode = cfg.wandb
         if mode == "auto":
@@ -210,7 +210,7 @@ class Tracker:
             self._bar.update()
 
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Record values of a split (`train`, `valid`, `test`) after `step` steps, named such as `loss`, `click/ne`."""
+        """Record values of a split (`train`, `valid`, `test`) after `step` steps, named like `loss`, `click/ne`."""
         if not self.enabled:
             return
         assert self._file is not None, "Tracker.log before Tracker.start"
@@ -228,7 +228,7 @@ class Tracker:
     def finish(self, results: Mapping[str, Mapping[str, float]] | None = None, *, status: int = 0) -> None:
         """Close everything; `results`, the last values by split, are shown as a table. A second call does nothing.
 
-        `status`: what the process is going to end with.
+        `status`: the exit status with which the process will end.
         """
         if self._bar is not None:
             self._bar.close()
@@ -273,9 +273,9 @@ def _rewind(path: Path, step: int) -> None:
 
 
 def format_table(results: Mapping[str, Mapping[str, float]], title: str = "split") -> str:
-    """Values by split, or what `title` calls them, as text: a row for each of these and task, a column for each metric.
+    """Values by split (or by what `title` names) as text: a row for each split and task, a column for each metric.
 
-    Values of no task stand below.
+    Values that belong to no task are listed below.
     """
     metrics: dict[str, None] = {}
     rows: dict[tuple[str, str], dict[str, float]] = {}

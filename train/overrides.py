@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def split_options(arguments: Sequence[str], defaults: dict[str, str], example: str) -> tuple[dict[str, str], list[str]]:
-    """A command's options, `defaults` but for what the arguments say, and the other arguments.
+    """A command's options, which are `defaults` changed by the arguments, and the other arguments.
 
     ValueError that names `example` for an argument that is not key=value, or gives an option no value.
     """

@@ -70,7 +70,7 @@ def plot_scores(histograms: Mapping[str, ScoreHistogram], path: Path) -> None:
     for axes, (task, histogram) in zip(panels, histograms.items(), strict=True):
         edges = histogram.logit_edges.sigmoid().numpy()
         below = _cumulative_share(histogram.positive + histogram.negative)
-        # Click rates are small: the axis ends where nearly all scores do.
+        # Click rates are small: the axis ends where nearly all scores have come.
         bars = np.linspace(0, edges[np.searchsorted(below, 0.999).clip(max=len(edges) - 1)], SCORE_BARS + 1)
         for name, weight, color in (
             ("negative", histogram.negative, COLORS[0]),
@@ -87,8 +87,8 @@ def plot_scores(histograms: Mapping[str, ScoreHistogram], path: Path) -> None:
 def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path) -> None:
     """Training loss of several arms over the same steps, and below them the gap of each to the baseline in percent.
 
-    An arm is one curve for each seed: drawn are the mean, smoothed, and the range over seeds. The band in the lower
-    panel is what the baseline differs from its own mean. Raises ValueError when the curves' steps differ.
+    An arm has one curve for each seed; their smoothed mean and their range are drawn. The band in the lower panel is
+    how far the baseline's seeds are from its own mean. Raises ValueError when the curves' steps differ.
     """
     steps = np.asarray(arms[baseline][0][0])
     values: dict[str, Floats] = {}
@@ -101,7 +101,7 @@ def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path) ->
     for (name, per_seed), color in zip(values.items(), _cycle(len(values)), strict=True):
         mean, percent = per_seed.mean(0), 100 * (per_seed / reference - 1)
         seeds = f", {len(per_seed)} seeds" if len(per_seed) > 1 else ""
-        # Arms that agree lie on each other: the baseline shows behind them.
+        # Arms that agree cover each other: the baseline is drawn so that it shows behind them.
         width, alpha = (5, 0.4) if name == baseline else (1.5, 1)
         curves_axes.plot(steps, mean, color=color, linewidth=width, alpha=alpha, label=f"{name}{seeds}")
         curves_axes.fill_between(steps, per_seed.min(0), per_seed.max(0), color=color, alpha=0.15, linewidth=0)
@@ -194,7 +194,7 @@ def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[F
 
 
 def _focus(axes: Axes) -> None:
-    """Leave the highest values out of sight: the first steps of a run are far above where it spends its time."""
+    """Cut the axis below the highest values: in its first steps a run is far above where it spends its time."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     values = values[np.isfinite(values)]
     if values.size and values.max() > values.min():

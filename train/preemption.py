@@ -1,7 +1,7 @@
 """A run that is told to stop: SIGTERM and SIGUSR1 end it after a step that all ranks agree on, with a checkpoint.
 
-Schedulers send one of the two before they take a machine away, to some processes of a job or to all of them. Python
-runs a handler between bytecodes only, and another rank may be steps ahead, so that the handler just notes the signal.
+Schedulers send one of the two before they take a machine away, to some processes of a job or to all of them. Another
+rank may be steps ahead at that moment, so the handler only notes the signal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from train.distributed import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 75
-"""Of processes that stopped as told: EX_TEMPFAIL of sysexits.h. Their run goes on when it is started again."""
+"""Exit status of processes that stopped because they were told to (EX_TEMPFAIL of sysexits.h): start the run again."""
 INTERVAL = 4
 """Steps between two agreements."""
 
@@ -33,7 +33,7 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Inside its `with` signals are noted. Once one is, on any rank, `agreed` turns true at the same step on all."""
+    """Inside its `with`, signals are noted. After one, on any rank, `agreed` turns true at the same step on all."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -53,9 +53,9 @@ class Preemption:
         self._told = True
 
     def agreed(self, step: int) -> bool:
-        """To be asked after every step, by all ranks. Takes note of a signal at most two intervals later.
+        """To be called after every step, by all ranks. True at most two intervals after a signal.
 
-        What is read was reduced over gloo during the last interval, so that nobody waits, host or device.
+        The value that is read was reduced over gloo during the last interval, so neither host nor device waits.
         """
         if self.world.size == 1:
             return self._told
@@ -72,10 +72,10 @@ class Preemption:
 
 
 def shield(worker: int) -> None:
-    """`worker_init_fn` of a loader: nobody but the process that reads its batches ends a worker.
+    """`worker_init_fn` of a loader: only the process that reads its batches ends a worker.
 
-    torchrun signals the process group of each rank, and Slurm every process of a job: a worker that died of it would
-    take its rank along before the checkpoint is written.
+    torchrun signals the process group of each rank, and Slurm every process of a job: a worker that died of the signal
+    would end its rank before the checkpoint is written.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     reader = multiprocessing.parent_process()

@@ -1,10 +1,10 @@
-"""What it saves not to copy requests: `python -m train.ratio out=DIR [candidates=2048] [ratios=1,8,64] [key=value]`.
+"""What sharing a request saves: `python -m train.ratio out=DIR [candidates=2048] [ratios=1,8,64] [key=value]`.
 
 Times the architecture, without embedding tables, on synthetic batches of the same number of candidates with 1, 8 or 64
-of them to a request: forward, and a training step of forward and backward, with the memory that each takes at its peak.
-On a GPU each is timed once more as a CUDA graph: what the kernels take when no launch of the host holds them up. The
-rival is the same architecture on the same candidates with a copy of their request each, made outside the timing,
-whose logits are compared first. Overrides go to `model.*` (InterFormerConfig) and `data.*` (SyntheticConfig). Writes
+of them to a request: forward, and a training step of forward and backward, with the peak memory of each. On a GPU each
+is timed once more as a CUDA graph: the time of the kernels without launches by the host. It is compared with the same
+architecture on the same candidates with a copy of the request each; the copies are made outside the timing, and the
+logits of both are compared first. Overrides go to `model.*` (InterFormerConfig) and `data.*` (SyntheticConfig). Writes
 `ratio.json` and `ratio.png`.
 """
 
@@ -58,7 +58,7 @@ def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ra
         forward = _timed(partial(_without_gradients, arch, tokens, shown), device)
         step = _timed(partial(_step, arch, tokens, shown), device)
         rows.append({"ratio": ratio, "arm": arm, "forward": forward, "step": step})
-    # Roundings of bfloat16 in another order, on logits of the order of one.
+    # Logits are of the order of one, and bfloat16 rounds them in another order of operations.
     torch.testing.assert_close(*logits, rtol=5e-2, atol=5e-2)
     return rows
 
@@ -80,7 +80,7 @@ def _step(arch: nn.Module, tokens: Tokens, batch: RequestBatch) -> None:
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> dict[str, float | None]:
-    """Median milliseconds of `run`; on a GPU also its memory, and milliseconds when a graph launches its kernels."""
+    """Median milliseconds of `run`; on a GPU also its peak memory, and milliseconds as a CUDA graph."""
 
     def once(call: Callable[[], None]) -> float:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """The layers of an architecture compiled one by one: `runtime.compile=true`.
 
-Compiled as a whole, each layer would be traced and made code of again, which takes minutes. Here what one was compiled
-to serves every other of its class and shapes, however many layers there are.
+Compiled as a whole, the architecture would have every layer traced and compiled separately, which takes minutes. Here
+all layers of one class and shape share their compiled code, however many there are.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 CODE_LIMIT = 64
-"""Kinds of call that one forward is compiled for: shapes that layers of a class differ in. PyTorch's own limit is 8."""
+"""How often one forward may be compiled, for layers of a class with different shapes. PyTorch's own limit is 8."""
 
 
 def compile_regions(arch: nn.Module) -> None:
     """Let training steps run the layers of `arch` through `torch.compile`; what is between them runs as before.
 
     The layers are the outermost modules below `arch` with a forward of their own, so not containers and PyTorch's
-    layers. First sizes of what they take are sizes of the batch and may differ from call to call, all others are
-    compiled in. Evaluation runs as before. No name in a state dict changes.
+    layers. The first size of each input belongs to the batch and may differ from call to call; all others are constants
+    of the compiled code. Evaluation runs as before. No name in a state dict changes.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, CODE_LIMIT)
-    # Layers are smaller than what data parallelism reduces at once: their graphs are not to be cut for it.
+    # Layers are smaller than the buckets that data parallelism reduces, so it must not split their graphs.
     config.optimize_ddp = False
     found = Counter(type(region) for region in regions(arch))
-    # Inductor's analysis of memory access does not cover dynamic sizes, and on GPUs its assertions fail on some.
+    # Inductor's analysis of memory access does not support dynamic sizes: on GPUs its assertions fail for some.
     analysis = "triton.coalesce_tiling_analysis"
     compiled = {kind: torch.compile(kind.forward, options={analysis: False}) for kind in found}
     for region in regions(arch):
@@ -58,7 +58,7 @@ def regions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Compiled:
-    """The forward of a layer, by what its class's was compiled to where a gradient may be asked for."""
+    """A layer's forward: the compiled one of its class in training, where gradients may be needed."""
 
     def __init__(self, region: nn.Module, compiled: Callable[..., Any]) -> None:
         self._region, self._compiled = region, compiled
@@ -71,7 +71,7 @@ class _Compiled:
 
 
 def _mark(inputs: Iterable[Any]) -> None:
-    """Say of all tensors among the inputs that their first size may change: else a second batch would compile anew."""
+    """Mark the first size of all input tensors as dynamic: otherwise a second batch would be compiled again."""
     for each in inputs:
         if isinstance(each, Tensor):
             torch._dynamo.maybe_mark_dynamic(each, 0)

@@ -1,4 +1,4 @@
-"""What a step does besides the architecture, as CUDA graphs: `runtime.cuda_graphs=true`, see `train.graphs`."""
+"""Parts of a step other than the architecture as CUDA graphs: `runtime.cuda_graphs=true`, see `train.graphs`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 WARMUP_STEPS = 2
-"""Calls of a kind before it is captured: they compile its kernels and let libraries allocate what they keep."""
+"""Calls of a kind before its capture: they compile its kernels, and libraries allocate their workspaces."""
 MAX_GRAPHS = 16
-"""Further kinds run as they are: every graph keeps its inputs and results."""
+"""More kinds than this run without a graph, since every graph keeps its inputs and results."""
 MAX_KINDS = 10_000
-"""Kinds that are counted until the counts start anew."""
+"""Kinds that are counted before the counts are cleared."""
 
 
 class Replay:
-    """`function(*tensors)` without gradients, as a graph for each kind of call that comes back.
+    """`function(*tensors)` without gradients, with a graph for each kind of call that recurs.
 
-    The function must not wait for the device, and what it changes must stay where it is: a replay writes to the same
-    memory. Its results are the graph's own, which the next replay writes over. Not `enabled`, it is the function.
+    The function must not wait for the device, and tensors that it changes must not move: a replay writes to the same
+    memory. Its results belong to the graph, and the next replay overwrites them. If not `enabled`, it just calls the
+    function.
     """
 
     def __init__(self, function: Callable[..., Any], enabled: bool) -> None:
@@ -30,7 +31,7 @@ class Replay:
         self._graphs: dict[Hashable, _Graph] = {}
 
     def __call__(self, *tensors: Tensor, kind: Hashable = None) -> Any:
-        """`kind` tells calls apart whose tensors have the same shapes."""
+        """`kind` distinguishes calls whose tensors have the same shapes."""
         if not self._enabled:
             return self._function(*tensors)
         key = kind, tuple(tensor.shape for tensor in tensors)
@@ -49,7 +50,7 @@ class _Graph:
     def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> None:
         self._inputs = [torch.empty_like(tensor) for tensor in tensors]
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: loaders pin memory.
+        # Other threads may allocate during the capture: loaders pin memory.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._results = function(*self._inputs)
 
@@ -61,7 +62,7 @@ class _Graph:
 
 @torch.no_grad()
 def copy_all(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each tensor to its place, with few launches: all of one type together."""
+    """Copy each source to its target, with one launch for each dtype."""
     by_type: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for place, tensor in zip(to, tensors, strict=True):
         places, values = by_type.setdefault((place.dtype, tensor.dtype), ([], []))

@@ -18,7 +18,7 @@ from train.tracking import METRICS_FILE, read_metrics
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind."""
+    """The files of a finished run."""
 
     seed: int
     results: dict[str, Any]
@@ -34,7 +34,7 @@ def read_run(run_dir: Path, seed: int) -> Run:
     training = [record for record in read_metrics(run_dir / METRICS_FILE) if record.split == "train"]
     predictions = read_predictions(run_dir / "predictions" / "test")
     results = json.loads((run_dir / "results.json").read_text())
-    # Of a run that was resumed, results.json tells the last part alone, in which there may have been no step.
+    # In a resumed run, results.json has the speed of its last part only, which may have had no step.
     for name in ("steps_per_s", "examples_per_s"):
         logged = [record.values[name] for record in training if name in record.values]
         if logged:
@@ -53,7 +53,7 @@ def read_run(run_dir: Path, seed: int) -> Run:
 
 
 def first_difference(a_runs: list[Run], b_runs: list[Run]) -> str:
-    """Where two arms first differ, in words; empty when losses and predictions are bitwise equal for every seed."""
+    """Where two arms first differ, in words; empty if losses and predictions are bitwise equal for every seed."""
     for a, b in zip(a_runs, b_runs, strict=True):
         if not np.array_equal(a.steps, b.steps):
             return f"seed {a.seed}: one logged at steps {a.steps.tolist()}, the other at {b.steps.tolist()}"

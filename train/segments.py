@@ -1,16 +1,16 @@
 """Metrics of a finished run by segment, and its gap to another: `python -m train.segments run_dir=RUN_DIR by=country`.
 
-`by=a,b` names columns of the files of a `data=events` run, features or not, those of joined tables included. Each id is
-a segment, but those behind the `most=10` with the most rows are one together; numeric features are cut into five ranges
-of about as many rows each. `by=events` is the number of events in the request's histories, of a run on any data: none
-is a segment. Without `by=` all rows are one.
+`by=a,b` names columns of the files of a `data=events` run, including those of joined tables; they need not be features.
+The `most=10` ids with the most rows are segments, and all others together are one; numeric features are cut into five
+ranges of about as many rows each. `by=events` is the number of events in the request's histories, for a run on any
+data; no events is a segment. Without `by=` all rows are one segment.
 
 `against=OTHER_RUN` names a run that was tested on the same rows, of any model: the gap of RUN_DIR to it has a 95 %
 bootstrap interval over users (`resamples=200`), for which both runs are resampled together.
 
-What is read are the predictions of the test split. `predictions=DIR` names those of `train.evaluate` in their place;
-further `key=value` arguments are the overrides of the configuration that it was given. Prints tables and writes them as
-JSON to `out=`, by default segments.json in RUN_DIR or DIR.
+It reads the predictions of the test split, or with `predictions=DIR` those that `train.evaluate` wrote; then add the
+`key=value` arguments that `train.evaluate` was given. Prints tables and writes them as JSON to `out=`, by default
+segments.json in RUN_DIR or DIR.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from train.overrides import split_options
 from train.tracking import format_table
 
 RANGES = 5  # that a numeric column is cut into
-EVENTS = "events"  # the column of the predictions that segments can be made of, too
+EVENTS = "events"  # a column of the predictions that segments can be made of, too
 Columns = Mapping[str, np.ndarray]
 
 
@@ -78,7 +78,7 @@ def gaps(predictions: Columns, others: Columns, rates: Mapping[str, float], resa
 
 
 Segment = tuple[str, np.ndarray]
-"""What its rows have in common, and which they are: mask [N]."""
+"""The name of a segment, and the mask [N] of its rows."""
 
 
 def segments(config: Config, columns: list[str], predictions: Columns, most: int) -> Iterator[tuple[str, Segment]]:
@@ -102,7 +102,7 @@ def segments(config: Config, columns: list[str], predictions: Columns, most: int
 
 
 def _places(rows: Rows, row: np.ndarray) -> np.ndarray:
-    """[N] where the rows of predictions are among `rows`."""
+    """[N] indices in `rows` of the rows of the predictions."""
     at = np.searchsorted(rows.table.number, row).clip(max=len(rows) - 1)
     if (rows.table.number[at] != row).any():
         raise ValueError(
@@ -129,7 +129,7 @@ def _lengths(events: np.ndarray) -> Iterator[Segment]:
 
 
 def _ranges(numbers: np.ndarray) -> Iterator[Segment]:
-    """Of numbers [N] that are not NaN. Equal ones are never apart, so that there may be fewer ranges."""
+    """Ranges of the numbers [N] that are not NaN. Equal numbers stay together, so there may be fewer ranges."""
     known = np.sort(numbers[~np.isnan(numbers)])
     middle = (np.searchsorted(known, numbers) + np.searchsorted(known, numbers, side="right")) / 2
     of_row = np.where(np.isnan(numbers), -1, middle * RANGES // max(len(known), 1))
@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         if not options[name].isdecimal() or not int(options[name]):
             raise ValueError(f"{name}={options[name]} must be a number of at least 1, e.g. {name}={defaults[name]}")
     run_dir = Path(options["run_dir"])
-    config = from_dict(_json(run_dir, "config.json")["config"], overrides)  # refuses what is no option and no key
+    config = from_dict(_json(run_dir, "config.json")["config"], overrides)  # refuses unknown arguments
     predictions = _read(Path(options["predictions"] or run_dir))
     rates = _json(run_dir, "results.json")["label_rates"]
     others = _read(Path(options["against"])) if options["against"] else None

@@ -30,7 +30,7 @@ SPEED_FILE = "speed.json"
 
 
 class SpeedRun(Trainer):
-    """A trainer whose `run` returns what `speed.json` holds: the trainer's rates, and what each rank needed."""
+    """A trainer whose `run` returns the content of `speed.json`: its rates, and each rank's memory and times."""
 
     def __init__(self, config: Config, world: World) -> None:
         if config.runtime.steps < 2 * WARMUP_STEPS:

@@ -32,7 +32,7 @@ GROUPS = {
     "reductions": "reduce|softmax|segment|join|sum_|combine",
     "elementwise": "elementwise|triton|activate|swiglu|quantize|round_tiles",
 }
-"""Kernels by what their name holds; the first that matches counts, "other" is the rest."""
+"""Groups of kernels by parts of their names; the first that matches counts, the rest is "other"."""
 
 
 class StepTracer:
@@ -55,7 +55,7 @@ class StepTracer:
 
     def step(self) -> None:
         if self._profile is not None:
-            # What the device has still to do of the steps before would be counted with those of the trace.
+            # Otherwise work of earlier steps that the device has not finished would be counted in the trace.
             if self._device.type == "cuda" and self._profile.step_num == self._last_untraced:
                 torch.cuda.synchronize(self._device)
             self._profile.step()
@@ -72,8 +72,8 @@ class StepTracer:
 
 
 def _breakdown(finished: profile) -> dict[str, float]:
-    """Milliseconds of GPU time a step by group of kernels, of all steps from the first kernel's start to the last one's
-    end, `wall`, and of what in it does no work: `idle`, and `communication alone`, which nothing else overlaps.
+    """Milliseconds a step: GPU time by group of kernels; `wall`, from the start of the first kernel to the end of the
+    last; `idle`, in which no kernel runs; and `communication alone`, in which nothing but NCCL runs.
     """
     kernels = [
         event

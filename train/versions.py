@@ -1,4 +1,4 @@
-"""What a run was made with: package versions and the commit of this repository."""
+"""What a run was made with: versions of packages and the commit of this repository."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Trainer:
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
         self.loss_sum = torch.zeros((), device=world.device)
-        self.good_steps = torch.zeros((), device=world.device)  # that are in the sum
-        self.logged_step = 0  # the last that is in the log
+        self.good_steps = torch.zeros((), device=world.device)  # counted in loss_sum
+        self.logged_step = 0  # the last step that has been logged
         self.skipped_steps = torch.zeros((), device=world.device)  # of the whole run
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
@@ -128,7 +128,7 @@ class Trainer:
             checkpoint.check_data(saved, self.source.fingerprint)
             checkpoint.check_config(saved, self.about["config"])
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
-            # Another number of ranks or another batch size takes other steps to the same end.
+            # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.balance.restore(self.progress.tokens_per_expert)
@@ -154,7 +154,7 @@ class Trainer:
         )
 
     def _check_schedule(self) -> None:
-        """What the length of the run and its splits leave without any effect."""
+        """Warn about settings that have no effect with the length of this run and its splits."""
         runtime, optimizer, steps = self.config.runtime, self.config.optimizer, self.total_steps
         if optimizer.accumulate > steps:
             raise ValueError(
@@ -216,7 +216,7 @@ class Trainer:
                 break
 
     def _stop(self) -> NoReturn:
-        """Leave the run to its next start, which has the rest of the steps and the results."""
+        """End here: the next start of the run takes the remaining steps and writes the results."""
         self.checkpoints.wait()
         if self.progress.step > self.logged_step:
             self._log()
@@ -257,7 +257,7 @@ class Trainer:
         group: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        """Add a step to what is logged, unless it was skipped; returns its `history_sums`."""
+        """Add a step to the sums that are logged, unless it was skipped; returns its `history_sums`."""
         skipped = found_inf.bool()
         self.loss_sum += torch.where(skipped, 0, loss)
         self.good_steps += 1 - found_inf
@@ -292,7 +292,7 @@ class Trainer:
         self.metrics.reset()
         self.throughput.reset()
         if bad and runtime.bad_batch == "stop":
-            self.checkpoints.wait()  # all ranks stop here, and the process groups with them
+            self.checkpoints.wait()  # before all ranks and the process groups stop
             raise RuntimeError(
                 f"{bad[0]}. No weight and no table holds a non-finite value; training went on until this log line "
                 "(runtime.log_every). runtime.bad_batch=skip does not stop."
@@ -307,7 +307,7 @@ class Trainer:
         return mean.item() / self.world.size
 
     def _peak_memory(self) -> float:
-        """Bytes, of the rank that has used most: shards are uneven."""
+        """Peak bytes of the rank that used most: shards are uneven."""
         peak = torch.tensor(peak_memory_bytes(self.world.device), dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -320,8 +320,8 @@ class Trainer:
         with self.throughput.paused(), self.whole_run.paused():
             self.pipeline.detach()
             values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
-            # The ids of the next batch, if there is one, have been exchanged: by itself it would begin to do so again
-            # and take what the lookup needs to know from that second exchange, which nobody waits for.
+            # The ids of the next batch, if there is one, have been exchanged already. By default `attach` would start a
+            # second exchange and use its result, for which nothing waits.
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
         self.progress.judge(values, self.metrics.base_rates, self.task_shares)
@@ -358,7 +358,7 @@ class Trainer:
         if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
         if self.world.is_first:
-            from train.plots import plot_run  # matplotlib, which takes half a second, and other ranks draw nothing
+            from train.plots import plot_run  # imports matplotlib, which takes half a second
 
             plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
             write_json(self.run_dir / "results.json", results)
@@ -367,7 +367,7 @@ class Trainer:
 
 
 def _timed(batches: Iterator[RequestBatch], clocks: tuple[Throughput, ...]) -> Iterator[RequestBatch]:
-    """The same batches, the wait for each charged to the clocks."""
+    """The same batches; the clocks count the wait for each."""
     while True:
         with ExitStack() as stack:
             for clock in clocks:
@@ -383,7 +383,7 @@ def _every(step: int, interval: int) -> bool:
 
 
 def _run_dir(config: Config, world: World) -> Path:
-    """`runtime.run_dir`, or a new one that rank 0 names: processes that start a second apart must agree."""
+    """`runtime.run_dir`, or a new one named by rank 0, since processes that start a second apart must agree."""
 
     def make() -> Path:
         if not config.runtime.run_dir:

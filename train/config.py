@@ -101,7 +101,7 @@ class DataConfig:
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
     max_history: int = 50  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
-    request_window: int = 60  # seconds: candidates of a user that start within it form one request
+    request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
     max_candidates: int = 8  # of one request
     id_map: str = "vocabulary"  # vocabulary: saved, built on the training split; hash: into hash_rows rows
     hash_rows: int = 100_000
@@ -109,9 +109,9 @@ class DataConfig:
     table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
     oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
-    max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out: more are a wrong column, mostly
-    negative_rate: float = 1.0  # share of the training candidates without a positive label that is trained on
-    pad_events: int = 0  # fill each event type of a training batch up to a multiple, with requests without candidates
+    max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out; more is an error
+    negative_rate: float = 1.0  # fraction of the training candidates without a positive label that is trained on
+    pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
 
 @dataclass
@@ -157,7 +157,7 @@ class EventsConfig(DataConfig):
     weight: str | None = None  # column of each row's weight in loss and metrics, at least 0; absent or empty: 1
     user: str | None = None  # column of the user id; absent: every row is a user of its own
     time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request
-    time_format: str = "s"  # s | ms since 1970 | a strptime pattern, e.g. "%y%m%d%H"; timestamps are read as such
+    time_format: str = "s"  # s | ms since 1970 | a strptime pattern, e.g. "%y%m%d%H"; timestamp columns need none
     request: str | None = None  # column of the request id; absent: rows of a user within request_window
     request_categorical: list[str] = field(default_factory=list)
     request_list: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ class SyntheticConfig(DataConfig):
     name: str = "synthetic"
     seed: int = 0  # another seed is another population, not another order
     num_requests: int = 1_000_000  # of the training split
-    eval_requests: int = 0  # of the valid and of the test split; 0: a tenth of the training split's
+    eval_requests: int = 0  # of the valid and of the test split each; 0: a tenth of the training split's
     num_users: int = 100_000
     num_items: int = 100_000
     num_categories: int = 100  # of items; memory of a batch holds requests x categories counts
@@ -211,27 +211,27 @@ class OptimizerConfig:
     sparse: str = "rowwise_adagrad"  # rowwise_adagrad | adam | sgd, fused into the backward of the tables
     sparse_lr: float = 0.02
     warmup_steps: int = 20
-    min_lr: float = 0.1  # of the cosine, as a fraction of lr
-    clip_norm: float = 10.0  # of the dense gradient; 0 turns it off
+    min_lr: float = 0.1  # at the end of the cosine, as a fraction of lr
+    clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
     accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
-    task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and in what is best; others count 1
+    task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and for the best checkpoint; others 1
 
 
 @dataclass
 class ParallelConfig:
     sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
     comm_precision: str = "fp32"  # fp32 | bf16: of looked-up rows and their gradients on the way between ranks
-    hbm_gib: float | None = None  # memory a rank that the planner may fill; default: the device's own
-    host_gib: float = 64.0  # the same of host memory, where tables lie that GPUs cannot hold
-    reserve: float = 0.15  # fraction of it left to the dense part and activations
+    hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
+    host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
+    reserve: float = 0.15  # fraction of GPU memory left to the dense part and activations
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0  # steps between checkpoints; 0: only at the end of an epoch
-    keep: int = 2  # newest ones kept; the best on validation is kept besides
+    every: int = 0  # steps between checkpoints; 0: only with validations
+    keep: int = 2  # newest checkpoints kept; the best on validation is kept, too
     load: str | None = None  # start from the weights of this checkpoint, or of a run's best one (no resumption)
-    load_optimizer: bool = False  # and from the moments of its optimisers
+    load_optimizer: bool = False  # with `load`: also the moments of its optimisers
     async_save: bool = True
 
 
@@ -259,12 +259,12 @@ class RuntimeConfig:
     steps: int = 0  # stop after this many steps; 0: the epochs decide
     eval_every: int = 0  # steps between validations; 0: at the end of each epoch
     eval_steps: int = 0  # batches of a validation; 0: all
-    early_stop: int = 0  # validations without a better NE before training stops; 0 never
+    early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = 20
     bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
-    compile: bool = False  # torch.compile the layers of the dense part, each by itself
-    cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes come back
+    compile: bool = False  # torch.compile the layers of the dense part one by one
+    cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes recur
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
     profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never

@@ -128,8 +128,9 @@ def empty_batch(spec: FeatureSpec) -> RequestBatch:
 def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> RequestBatch:
     """`batch` with the events of each type filled up to a multiple, so that sizes come back from batch to batch.
 
-    The events added are unknown ones, of requests without candidates behind the batch's own: no prediction and no loss
-    depends on them. As many requests are added as a multiple of events may need, so their number is a constant too.
+    The added events are unknown ids of added requests without candidates, which come after the batch's own: no
+    prediction and no loss depends on them. The number of added requests is what a whole multiple of events needs, so
+    it is a constant, too.
     """
     if not spec.histories:
         return batch
@@ -139,7 +140,7 @@ def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> Request
         return torch.cat([tensor, tensor.new_zeros(added, *tensor.shape[1:]) + value])
 
     def lists(features: KeyedJaggedTensor, more: Sequence[Tensor]) -> KeyedJaggedTensor:
-        """Each key with so many unknown ids for each of the added requests behind its own."""
+        """Each key with that many unknown ids for each of the added requests, after its own ids."""
         parts = [(features[key], counts) for key, counts in zip(features.keys(), more, strict=True)]
         pad = nn.functional.pad
         values = [pad(part.values(), (0, int(counts.sum())), value=UNKNOWN_ID) for part, counts in parts]

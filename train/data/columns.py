@@ -161,7 +161,7 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
     """(times [N] int64 milliseconds since 1970 in UTC, bad [N] bool: missing, unreadable or after the year 9999).
 
     Arrow timestamps and dates are read as such. `time_format` says what numbers and text are: s, ms, or a strptime
-    pattern, e.g. "%y%m%d%H", whose ".%f" behind a colon's seconds is read and dropped.
+    pattern, e.g. "%y%m%d%H", whose ".%f" after the seconds is read and dropped.
     """
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         bad = column.is_null().to_numpy()
@@ -169,7 +169,7 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
     if "%" in time_format:
         ids = read_ids(column)
         texts = ids.values
-        if ".%f" in time_format:  # which Arrow does not know
+        if ".%f" in time_format:  # which Arrow does not support
             texts, time_format = (
                 pc.replace_substring_regex(texts, r"(:\d\d)\.\d+", r"\1"),
                 time_format.replace(".%f", ""),

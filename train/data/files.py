@@ -1,4 +1,4 @@
-"""Reads parquet and CSV files into one Arrow table that knows the file and row of everything in it."""
+"""Reads parquet and CSV files into one Arrow table that remembers the file and row of each of its rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Table:
 
     columns: pa.Table
     files: list[str]
-    first_row: list[int]  # number of each file's first row when the rows of all files are counted on, from 0
+    first_row: list[int]  # number of each file's first row, if the rows of all files are numbered consecutively from 0
     number: np.ndarray  # [N] int64, that number of each row here; malformed rows that were skipped leave gaps
 
     def locate(self, index: int) -> str:

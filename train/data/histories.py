@@ -1,4 +1,4 @@
-"""Behaviour histories in their one prepared form: events in a row, and which stretch of them a request may see."""
+"""Behaviour histories in their prepared form: consecutive events, and which range of them a request may see."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from train.data.requests import Requests, earlier_events
 class History:
     """Events of one type, E in all; request r may see events starts[r]:ends[r], oldest first.
 
-    Events that are rows of the table themselves say so by `rows` and take their fields from the row columns; others
-    bring `fields` of E codes.
+    If events are rows of the table, `rows` are their numbers and their fields come from the row columns; otherwise
+    `fields` has E codes for each field.
     """
 
     times: np.ndarray  # [E] int64 seconds

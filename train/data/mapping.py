@@ -1,7 +1,7 @@
 """What a run knows of its data, kept beside its checkpoints: the row of every id and the scale of every number.
 
-A run on other files takes both over (`data.vocabulary_of`), so that it can go on with the weights. The files that the
-ids came from, and their cache, need not be there any more.
+A run on other files can take over both (`data.vocabulary_of`), so that it can continue with the weights. The files
+that the ids came from, and their cache, are no longer needed then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
     if (folder / ABOUT).exists():
         if json.loads((folder / ABOUT).read_text())["fingerprint"] == meta["fingerprint"]:
             return
-        shutil.rmtree(folder)  # of a start that never came to a checkpoint
+        shutil.rmtree(folder)  # left by a start that reached no checkpoint
     if (prepared / FOLDER).exists():
         shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
 Tasks: `like`, a rating of 4 or more, and `love`, a rating of 5. A request is a user at a moment, with the hour and day
 of the week (UTC) and, in 1M, gender, age and occupation; a candidate is a movie with its genres and five-year bucket
-of release. The history is one stream of all earlier ratings with the rating as an aligned field, rather than a stream
-of liked and one of disliked movies: attention can weigh a movie by its rating, the scale has ten steps where a sign
-has two, and the order of events stays whole.
+of release. The history is one stream of all earlier ratings with the rating as an aligned field, rather than one stream
+of liked and one of disliked movies: attention can weigh a movie by its rating, ten ratings say more than two signs, and
+the order of all events is kept.
 
 Numeric features are computed from ratings strictly before the request's second, whoever gave them: how many ratings the
 user has given and the movie has got (log(1 + n)), and their mean, drawn to the training mean by `PRIOR` pseudo-ratings.

@@ -1,4 +1,4 @@
-"""Numeric features as a model sees them, of prepared files as of a request that is to be scored."""
+"""Numeric features as a model gets them, the same for prepared files and for a request that is scored."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def signed_log(values: np.ndarray) -> np.ndarray:
 
 
 def scaled(values: np.ndarray, statistics: Mapping[str, float]) -> np.ndarray:
-    """float32 (values - mean) / std, by 1 where nothing varied; a missing value (NaN) becomes 0, which is the mean."""
+    """float32 (values - mean) / std, or std 1 where nothing varied; a missing value (NaN) becomes 0, the mean."""
     std = statistics["std"] if statistics["std"] > 0 else 1.0
     return np.nan_to_num((values - statistics["mean"]) / std, nan=0.0).astype(np.float32)

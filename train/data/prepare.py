@@ -48,7 +48,7 @@ def standardise(
     sample = values[training]
     sample = sample[~np.isnan(sample)]
     mean = float(sample.mean()) if sample.size else 0.0
-    # Of a column that holds one number the deviation is a rounding of the mean, and another number would become 1e16.
+    # The deviation of a constant column is a rounding error of the mean, and another number would become 1e16.
     std = float(sample.std()) if sample.size and sample.min() < sample.max() else 0.0
     used = earlier or {"mean": mean, "std": std}
     return scaled(values, used), used

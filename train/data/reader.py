@@ -55,10 +55,10 @@ class RequestReader:
     ) -> RequestBatch:
         """The request with its candidates, values by column; `histories` has the events of each type in any order.
 
-        Events have their `time` beside their fields, which is in seconds since 1970, as is the request's; the newest
-        that are older than it are taken, as many as in training. None is a missing value, an id that the run does not
-        know is unknown, lists are lists. Raises ValueError for columns and event types that are not there, for a list
-        where an id belongs and the other way round, and for what is no finite number.
+        Events have a `time` beside their fields, in seconds since 1970 like the request's; the newest events before the
+        request are taken, as many as in training. None is a missing value, an id that the run does not know is unknown,
+        list columns take Python lists. Raises ValueError for columns and event types that do not exist, for a list in
+        place of an id or the reverse, and for numbers that are not finite.
         """
         spec = self.spec
         return pack(

@@ -101,7 +101,7 @@ def earlier_events(
     first = np.append(0, np.cumsum(np.bincount(owner, minlength=owners)))
     key = owner * np.int64(span) + (second - base)
     asked = asked_owner * np.int64(span) + (asked_second - base)
-    # Sorted questions find their answers in neighbouring cache lines.
+    # Sorted queries find their results in neighbouring cache lines.
     order = np.argsort(asked)
     ends = np.empty(len(asked), np.int64)
     ends[order] = np.searchsorted(key, asked[order])

@@ -157,7 +157,7 @@ class Rows:
             self.bad |= bad
 
     def report(self, max_skipped: float) -> None:
-        """A warning for each kind of flaw that was skipped; ValueError where that are more than this share of the rows.
+        """A warning for each kind of flaw that was skipped; ValueError if more than this share of the rows was skipped.
 
         ValueError, too, when no row is left.
         """

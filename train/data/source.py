@@ -1,4 +1,4 @@
-"""What every source offers, and the source that reads prepared columns."""
+"""The interface of every source, and the source that reads prepared columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.data.files import locate
 class Source(Protocol):
     """Requests of three splits, "train", "valid" and "test", each numbered from 0.
 
-    `shuffled`: the requests of a split stand in random order already, so that a loader need not shuffle them.
+    `shuffled`: the requests of a split are in random order already, so that a loader need not shuffle them.
     """
 
     spec: FeatureSpec
@@ -26,7 +26,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for sources that give ids the same rows and scale numbers alike: weights of one fit the other."""
+        """Equal for two sources that give ids the same rows and scale numbers alike: weights of one fit the other."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
     def keep_mapping(self, run_dir: Path) -> None:
-        """Write what a run on other files has to know to go on with the weights, if it is to be known."""
+        """Write what a run on other files needs to continue with the weights, if the source has such a mapping."""
         ...
 
     @property

@@ -22,7 +22,7 @@ FORMAT = 7
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]
-"""Calls a function in the first of several processes, while the others wait, and raises in all what it raises."""
+"""Calls a function in the first of several processes while the others wait; its error is raised in all of them."""
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
@@ -56,7 +56,7 @@ def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
         prepare(partial)
         os.rename(partial, folder)
     except OSError as error:
-        if not folder.exists():  # else another job has prepared the same data meanwhile
+        if not folder.exists():  # otherwise another job has prepared the same data in the meantime
             free = shutil.disk_usage(folder.parent).free / 2**20
             raise OSError(
                 f"{folder} could not be prepared ({error}); {free:,.0f} MiB are free there, and data.cache_dir can "

@@ -1,4 +1,4 @@
-"""What a source holds, as a table at the start of a run: it shows joins, histories and times that are not as meant."""
+"""What a source holds, as a table at the start of a run: it shows joins, histories and times that are wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SAMPLE = 256
 def summarise(source: Source, dated: bool = True) -> str:
     """Requests and times of each split, label rates, and how much of a feature is known in the first and last split.
 
-    `dated` false: the source has no times, and none are told. Known are ids with a row of their own, and numbers other
-    than the mean, which missing ones become.
+    `dated` false: the source has no times, and none are printed. An id is known if it has a row of its own, a number if
+    it is not the mean, which missing numbers become.
     """
     counts = {split: source.num_requests(split) for split in SPLITS if source.num_requests(split)}
     samples = {split: source.batch(split, _spread(count)) for split, count in counts.items()}

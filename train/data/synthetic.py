@@ -67,8 +67,8 @@ class _Draw:
     candidate_dense: np.ndarray
     time: np.ndarray
     events: list[Events]
-    plain_logits: np.ndarray  # [C, tasks] what ids and numbers give
-    history_logits: np.ndarray  # [C, tasks] what histories add
+    plain_logits: np.ndarray  # [C, tasks] logits from ids and numbers
+    history_logits: np.ndarray  # [C, tasks] what histories add to the logits
     label_uniform: np.ndarray  # [C, tasks]
 
 
@@ -115,7 +115,7 @@ class SyntheticSource:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     extends = None
-    """No other source's: one with more users is another population."""
+    """None: a source with more users is another population."""
 
     oov_rows = 0
 

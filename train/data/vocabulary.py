@@ -95,7 +95,7 @@ class Vocabulary:
         return _translate(column, np.where(known, place + first_row(self.oov_rows), unknown))
 
     def digest(self) -> str:
-        """Another one whenever an id of some table would get another row."""
+        """Changes whenever an id of some table would get another row."""
         digest = hashlib.sha256(b"oov %d" % self.oov_rows if self.oov_rows else b"")
         for table in sorted(self.tables):
             lengths, content = _contents(self.tables[table]["value"].combine_chunks())

@@ -1,8 +1,8 @@
 """Bootstrap intervals of NE, AUC and GAUC: of one arm, and of the gap between two arms on the same rows.
 
-What is resampled is groups (users): rows of one user are not independent, and resampling them one by one would promise
-too narrow an interval. Without groups, rows are resampled. Intervals are percentiles of the resampled metric; the two
-arms of a gap share every resample, so what both find hard cancels out.
+Groups (users) are resampled: rows of one user are not independent, and resampling them one by one would give too
+narrow an interval. Without groups, rows are resampled. Intervals are percentiles of the resampled metric; the two arms
+of a gap share every resample, so rows that are hard for both cancel.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def metric_intervals(
     """Intervals of one task's `ne`, `auc` and, given groups, `gauc`.
 
     labels [N] in {0, 1, NaN = not observed}, logits [N], group [N] integers, weights [N] (default 1); `base_rate` as in
-    `normalized_entropy`. Resamples without meaning (of one class) are left out of the percentiles; what has no meaning
-    on the rows themselves is NaN throughout. The cost is `resamples` passes over the rows.
+    `normalized_entropy`. Resamples for which a metric is undefined (of one class) are left out of the percentiles; a
+    metric that is undefined on the rows themselves is NaN throughout. The cost is `resamples` passes over the rows.
     """
     rows = _Rows(labels, group, weights)
     arm = _Arm(rows, logits)

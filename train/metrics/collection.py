@@ -24,7 +24,7 @@ BUILT_IN = (
 
 
 def own_metrics(paths: Sequence[str]) -> dict[str, OwnMetric]:
-    """Functions by their own names. ValueError for a name that another metric has, and for what cannot be imported."""
+    """The named functions by their names. ValueError for a name that another metric has, and if an import fails."""
     found: dict[str, OwnMetric] = {}
     for path in paths:
         name = path.rpartition(".")[2]
@@ -139,7 +139,7 @@ class MetricSet:
             requests, total, *within = sums[:, NUM_SUMS:].unbind(dim=1)
             means = {name: value / total for name, value in zip(ranking_names(self.top_k), within, strict=True)}
             columns |= means | {"ranked_requests": requests}
-        # A NaN score falls into some bin all the same: the loss knows of it. Ranks of rows see it themselves.
+        # A NaN score falls into some bin all the same, so the loss decides. Exact AUC is NaN by itself then.
         columns["auc"] = torch.where(loss.isnan(), torch.nan, columns["auc"])
         result: dict[str, float] = {}
         for task, row in zip(self.tasks, torch.stack(list(columns.values()), dim=1).tolist(), strict=True):
@@ -200,7 +200,7 @@ def gather_rows(rows: Tensor) -> Tensor:
     counts = [torch.empty_like(count) for _ in range(world)]
     dist.all_gather(counts, count)
     sizes = [int(size) for size in counts]
-    # Not every backend gathers uneven shapes: all send the largest, and the filling is cut off again.
+    # Not every backend gathers uneven shapes: all ranks send as many rows as the largest, and the padding is removed.
     sent = rows.new_zeros(max(sizes), *rows.shape[1:])
     sent[: rows.shape[0]] = rows
     received = [torch.empty_like(sent) for _ in range(world)]

@@ -37,7 +37,7 @@ class ScoreHistogram:
 
 
 def bin_index(logits: Tensor, num_bins: int = NUM_BINS) -> Tensor:
-    """int64 bin of each logit. NaN lands in the middle, so that no index leaves the table; the loss tells of it."""
+    """int64 bin of each logit. NaN gets the middle bin, so that every index is in the table; the loss shows it."""
     position = (logits.double().nan_to_num(nan=0.0) + LOGIT_LIMIT) * (num_bins / (2 * LOGIT_LIMIT))
     return position.floor().clamp(0, num_bins - 1).long()
 

@@ -87,14 +87,14 @@ class Throughput:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Around fetching the next batch: its time is reported as a share of the window."""
+        """A context for fetching the next batch: its time is reported as a share of the window."""
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no training (validation, a checkpoint): its time is no part of the window."""
+        """A context for what is not training (validation, a checkpoint): its time is not counted."""
         start = self._now()
         yield
         self._paused += self._now() - start

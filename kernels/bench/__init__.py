@@ -1,8 +1,8 @@
 """Benchmarks of the kernels: `python -m kernels.bench FAMILY`, where kernels/FAMILY/bench.py defines `cases(device)`.
 
-A case makes one problem: inputs, contenders that solve it, and a check of their answers. A contender whose answer fails
-the check gets no time. Contenders are timed in turns, one call each per round with the L2 cache flushed before each, so
-that drift of the clocks meets all of them alike; the median and the 20th and 80th percentiles are kept.
+A case makes one problem: inputs, contenders that solve it, and a check of their results. A contender whose result fails
+the check is not timed. Contenders are timed in turns, one call each per round with the L2 cache flushed before each, so
+that clock drift affects all of them alike; the median and the 20th and 80th percentiles are kept.
 """
 
 from kernels.bench.case import Case, Problem, Runner, backends_of, check_equal, check_relative_error, runner_of

@@ -33,7 +33,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Options:
-    """Those of the command that are about timing."""
+    """The command's options for timing."""
 
     out: Path
     seconds: float
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(family: str, cases: list[Case], device: torch.device, options: Options) -> int:
-    """Run the cases, print a table, write the JSON file; 1 when any contender's answer was wrong, else 0."""
+    """Run the cases, print a table, write the JSON file. Returns 1 if any contender's result was wrong, else 0."""
     facts = environment(device)
     path = options.out / slug(facts["device"]) / f"{family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def run(family: str, cases: list[Case], device: torch.device, options: Options) 
 
 
 def _add(path: Path, family: str, facts: dict[str, Any], name: str, result: dict[str, Any]) -> None:
-    """Add a case to the file, in which numbers of another torch, compiler or driver do not belong beside it."""
+    """Add a case to the file. Results with another torch, compiler or driver are removed from it."""
     earlier = json.loads(path.read_text()) if path.exists() else {}
     cases = earlier["cases"] if earlier.get("environment") == facts else {}
     text = json.dumps({"family": family, "environment": facts, "cases": cases | {name: result}}, indent=1)
@@ -99,10 +99,10 @@ def _add(path: Path, family: str, facts: dict[str, Any], name: str, result: dict
 def measure(
     problem: Problem, device: torch.device, options: Options, turn: AbstractContextManager[None]
 ) -> dict[str, Any]:
-    """Check every contender, then, in its turn, time those that are right; a row of the result is a time or the reason
-    for none.
+    """Check every contender, then time those that are right, in turns. A row of the result has times, or the reason why
+    there are none.
 
-    Where one of them cannot be captured, none is: times with and without launch overhead do not belong side by side.
+    If one of them cannot be captured, none is: times with and without launch overhead must not be compared.
     """
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
@@ -128,7 +128,7 @@ def measure(
         memory[name] = {"input_mib": sum(tensor.nbytes for tensor in runner.inputs) / 2**20} if runner.inputs else {}
         steps[name] = runner.step
     with turn:
-        for name, step in steps.items():  # not of the first call, in which peers try configurations
+        for name, step in steps.items():  # not during the first call, in which some peers try configurations
             with torch.cuda.stream(stream):
                 memory[name]["peak_mib"] = peak_memory(step, device)
         timings, uncaptured = _time(steps, stream, *budget) if steps else ({}, {})
@@ -159,7 +159,7 @@ def _time(
     seconds: float,
     min_rounds: int,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(timings, by graphs if there is a stream and all can be captured, and why those that cannot cannot)."""
+    """(timings, reasons): with graphs if there is a stream and all can be captured; why those that cannot be cannot."""
     uncaptured: dict[str, str] = {}
     if stream is not None:
         rounds = graph_rounds(steps, stream)
@@ -174,7 +174,7 @@ def _time(
 def _capture_all(
     steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream, rounds: int
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """(replays of graphs of all steps, why those that cannot be captured cannot)."""
+    """(replays of graphs of all steps, reasons of those that cannot be captured)."""
     replays, uncaptured = {}, {}
     for name, step in steps.items():
         try:

@@ -1,4 +1,4 @@
-"""What a family's bench.py declares."""
+"""Cases, problems and contenders, as a family's bench.py defines them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Check = Callable[[tuple[Tensor, ...]], "str | None"]
 
 @dataclass(frozen=True)
 class Runner:
-    """`step` is what is timed; `outputs` turns its result into the tensors that are checked, outside the timing.
+    """`step` is timed; `outputs` turns its result into the tensors that are checked, outside the timing.
 
-    `inputs` are tensors whose memory belongs to the contender's, where contenders differ in that.
+    `inputs` are tensors whose memory counts as the contender's, where contenders differ in their inputs.
     """
 
     step: Callable[[], Any]
@@ -28,11 +28,11 @@ class Runner:
 
 @dataclass(frozen=True)
 class Problem:
-    """One set of inputs with everything that is known about it.
+    """A set of inputs, with contenders and what is needed to judge them.
 
     A contender is a function that does the untimed preparation and returns a Runner, or raises
     `kernels.dispatch.UnsupportedError` with the reason why it is not available here. The first available one is "ours".
-    `flops` and `bytes` are what the problem needs at least, whatever a contender executes.
+    `flops` and `bytes` are the minimum that the problem needs, whatever a contender executes.
     """
 
     contenders: dict[str, Callable[[], Runner]]
@@ -50,7 +50,7 @@ class Case:
 
 
 def runner_of(function: Callable[[], Tensor], inputs: Sequence[Tensor], cotangent: Tensor, backward: bool) -> Runner:
-    """Times `function`, or with `backward` the gradients of `inputs` alone, of a call that is made here."""
+    """A Runner of `function`, or with `backward` of only the gradients of `inputs` in a call that is made here."""
     if not backward:
         return Runner(function)
     out = function()

@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the code."""
+"""What a measurement depends on besides the code: versions, device, driver."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the code that runs: GEMSMITH_COMMIT where it is set (a copy without the history, an image), else
-    what git says, with "+dirty" when files differ from it; "none" without either.
+    """The commit of the code that runs: GEMSMITH_COMMIT if it is set (for a copy without the history, or an image),
+    otherwise git's, with "+dirty" when files differ from it; "none" without either.
     """
     if named := os.environ.get("GEMSMITH_COMMIT"):
         return named

@@ -1,7 +1,7 @@
 """`python -m kernels.bench.tables`: the rows of the README's and the documents' tables, made from the results.
 
-A row is found by its first cell, which is written by hand like all else of a page; the cells behind it are made from
-what is committed under `results`, so that no number is copied by hand.
+A row is found by its first cell, which is written by hand like the rest of a page. The other cells are made from the
+committed `results`, so that no number is copied by hand.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ PAGES = {
 
 
 def rewritten(text: str, rows: Iterator[Row]) -> str:
-    """`text` with the cells of `rows` behind their first ones. ValueError for a row that it has not, or not once."""
+    """`text` with the cells of `rows` after their first ones. ValueError unless it has each row exactly once."""
     lines = text.splitlines(keepends=True)
     for first, cells in rows:
         places = [i for i, line in enumerate(lines) if line.startswith(f"| {first} |")]

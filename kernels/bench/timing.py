@@ -16,15 +16,15 @@ import torch
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 WARM_UP_ROUNDS = 3
 MAX_ROUNDS = 200
-GRAPH_ROUNDS = 10  # at most
+GRAPH_ROUNDS = 10  # upper limit
 GRAPH_MS = 20.0
 
 
 @contextlib.contextmanager
 def turn_of(folder: Path) -> Iterator[None]:
-    """One at a time of the processes whose results go to `folder`, so that they can compile at the same time.
+    """A context that only one of the processes with results in `folder` enters at a time; they compile concurrently.
 
-    The first call of each contender, which compiles it and is checked, waits for no turn.
+    The first call of each contender, which compiles it and is checked, does not wait for its turn.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -47,7 +47,7 @@ class Timing:
 def interleaved(
     steps: dict[str, Callable[[], Any]], device: torch.device, seconds: float, min_rounds: int
 ) -> dict[str, Timing]:
-    """Time each step once per round, for about `seconds` a step in all but at least `min_rounds` rounds."""
+    """Time each step once per round, for about `seconds` a step in total and at least `min_rounds` rounds."""
     flush = _flush_buffer(FLUSH_BYTES[device.type], device)
     time_once = _time_cuda if device.type == "cuda" else _time_cpu
 
@@ -65,12 +65,12 @@ def interleaved(
 
 
 def _flush_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """What is read to empty the caches. Read and not written, or the next kernel pays for writing it back."""
+    """Memory that is read to empty the caches. If it were written, the next kernel would pay for writing it back."""
     return torch.zeros(size // 4, device=device)
 
 
 def _time_cuda(step: Callable[[], Any], flush: torch.Tensor) -> Callable[[], float]:
-    # Read later: waiting here would let the queue run dry and time the launch instead of the kernel.
+    # Events are read later: waiting here would empty the queue, and launches would be timed instead of kernels.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.sum()
     start.record()
@@ -98,7 +98,7 @@ def _summary(milliseconds: list[float]) -> Timing:
 
 
 def peak_memory(step: Callable[[], Any], device: torch.device) -> float | None:
-    """MiB that `step` takes at its peak beyond what there was before, its result counted in; None on the CPU."""
+    """MiB that `step` takes at its peak beyond what was allocated before, including its result; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -109,7 +109,7 @@ def peak_memory(step: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def graph_rounds(steps: dict[str, Callable[[], Any]], stream: torch.cuda.Stream) -> int:
-    """As many as the slowest step does in GRAPH_MS: what a launch costs is lost in the time of a long step anyway."""
+    """How many rounds a graph has: as many as the slowest step does in GRAPH_MS."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     slowest = GRAPH_MS / GRAPH_ROUNDS
     with torch.cuda.stream(stream):
@@ -141,7 +141,7 @@ def captured(step: Callable[[], Any], stream: torch.cuda.Stream, rounds: int) ->
             step()
 
     def replay(used: tuple[Any, ...] = (flush, step)) -> None:
-        """Replay; `used` keeps alive the memory that the graph knows by address."""
+        """Replay the graph; `used` keeps the memory alive that the graph reads and writes."""
         graph.replay()
 
     return replay
@@ -155,7 +155,7 @@ def interleaved_graphs(
     min_rounds: int,
     rounds: int,
 ) -> dict[str, Timing]:
-    """`interleaved` of graphs of `rounds` made by `captured`, less the time of a graph of nothing but the flushes."""
+    """`interleaved` for graphs of `rounds` made by `captured`, minus the time of a graph of only the flushes."""
     timings = interleaved({"": captured(lambda: None, stream, rounds), **steps}, device, seconds, min_rounds)
     flushes = timings.pop("").median
     return {

@@ -1,7 +1,7 @@
-"""GPU operators with a plain PyTorch specification each, and the dispatcher that picks who serves a call.
+"""GPU operators, each with a plain PyTorch specification, and the dispatcher that picks the backend for a call.
 
-Nothing here knows a model. A family is a folder: public functions in `__init__`, the specification in `reference`,
-faster backends beside it. Importing this package registers every backend and needs neither a GPU nor Triton.
+Nothing here depends on a model. A family is a folder: public functions in `__init__`, the specification in `reference`,
+faster backends in further files. Importing this package registers every backend and needs neither a GPU nor Triton.
 """
 
 from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8, tokens

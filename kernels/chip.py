@@ -1,4 +1,4 @@
-"""What a chip has that kernels choose their tiles by; CPUs, where Triton interprets, have everything."""
+"""Properties of a chip by which kernels choose their tiles; a CPU, where Triton interprets, counts as having all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shared_limit(device: torch.device) -> int:
 def multiplies_registers(device: torch.device) -> bool:
     """Whether tensor cores take their operands from registers, as on sm_8x and sm_12x, and not from shared memory.
 
-    Threads then hold operands beside the sums, which tiles made for sm_90 leave no registers for.
+    Threads then hold operands as well as sums; tiles made for sm_90 leave no registers for both.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (8, 12)
 

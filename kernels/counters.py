@@ -1,4 +1,4 @@
-"""Counters on a GPU that a kernel finds at 0 and leaves at 0, so that nothing has to clear them before it."""
+"""Counters on a GPU that are 0 before and after each kernel, so that no extra launch has to clear them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _of_graphs: dict[tuple[int, int], tuple[Tensor, itertools.count[int]]] = {}
 
 
 def counter(device: torch.device, size: int = 1) -> Tensor:
-    """At least `size` int32, at first 0, for a kernel that is launched on the current stream next and leaves zeros.
+    """At least `size` int32 zeros for the kernel that is launched next on the current stream and leaves them at 0.
 
-    Kernels of a stream follow one another and share them. Graphs may be replayed beside each other, so each kernel that
-    is captured has its own; if none have been cleared for it beforehand, that is a part of the graph. Compiled code has
-    new ones each time: what is allocated while Inductor warms up for its CUDA graphs must not outlive the call.
+    Kernels of a stream run one after the other and share their counters. Graphs may be replayed concurrently, so each
+    captured kernel has its own; if none were cleared beforehand, clearing them becomes part of the graph. Compiled code
+    gets new ones each time: memory allocated while Inductor warms up for its CUDA graphs must not outlive the call.
     """
     width = max(1 << (size - 1).bit_length(), _LINE)
     if torch.cuda.is_current_stream_capturing():

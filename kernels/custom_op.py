@@ -1,9 +1,9 @@
 """Operators of `torch.library` that cost the host little to call.
 
 `torch.compile`, `opcheck`, dispatch modes and function transforms see an operator as `torch.library.custom_op` would
-make it. A call that none of these watches goes straight to the function, or to an autograd function around it where a
-gradient is wanted: the dispatcher's way goes through Python several times. Profilers then show the kernels
-and no operator.
+make it. If none of these is active, a call goes straight to the function, or to an autograd function around it where a
+gradient is needed, because PyTorch's dispatcher would pass through Python several times. Profilers then show the
+kernels, but not the operator.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.nn import Parameter
 from kernels.remember import forgetting
 
 _libraries: dict[str, torch.library.Library] = {}
-#: Operator -> the module that defines it, e.g. "gemsmith::jagged_concat". Most modules are imported when first needed,
-#: so whoever loads a program that another process wrote has to import those of the operators it calls.
+#: Operator, e.g. "gemsmith::jagged_concat" -> the module that defines it. Most modules are imported when first needed,
+#: so a process that loads a program written by another one must import the modules of the operators that it calls.
 defined_in: dict[str, str] = {}
-# By the kind of an argument in a schema: its type, and what makes one of another number.
+# For each kind of argument in a schema: its Python type, and a conversion of other numbers to it.
 _CONVERSIONS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "FloatType": (float, float),
     "IntType": (int, operator.index),
@@ -46,13 +46,13 @@ class Operator:
             schema = torch.library.infer_schema(function, mutates_args=())
         defined_in[name] = function.__module__
         self._library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # Compilers that gave a caller up would look into the functions that it calls. What they compile writes a tensor
+        # A compiler that gave up on a caller would compile the functions that it calls. Such code writes a tensor
         # over one that is no longer read, in the same Python object and without counting it.
         below = torch._disable_dynamo(forgetting(on_its_device(function)))
         self._library.impl(self._name, below, "CompositeExplicitAutograd")
         #: What `torch.library.opcheck` takes.
         self.definition = getattr(getattr(torch.ops, namespace), self._name).default
-        # The dispatcher would convert them: a kernel takes the integer 1 as a constant, and no number of NumPy's.
+        # PyTorch's dispatcher would convert them: Triton takes the integer 1 as a constant, and no NumPy numbers.
         self._numbers = [
             (place, _CONVERSIONS[kind])
             for place, argument in enumerate(self.definition._schema.arguments)
@@ -75,7 +75,7 @@ class Operator:
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)` as of `torch.library`."""
-        # Without the look at functorch's wrappers, of which an unwatched call has none.
+        # Without the check for functorch's wrappers, which such a call does not have.
         self._apply = super(Function, _differentiable(self._function, backward, setup_context)).apply
         self._watched_apply = _differentiable(self._below_autograd, backward, setup_context).apply
 
@@ -112,9 +112,9 @@ def custom_op(name: str, *, schema: str | None = None) -> Callable[[Callable[...
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for which the GPU of its first tensor is the current one, as for PyTorch's operators.
+    """`function`, called with the GPU of its first tensor as the current one, as PyTorch's operators are.
 
-    Triton launches on the current one, wherever tensors are.
+    Triton launches on the current GPU, wherever tensors are.
     """
 
     @wraps(function)
@@ -149,12 +149,12 @@ def _differentiable(
 
 
 def _differentiates(arguments: tuple[Any, ...]) -> bool:
-    """Whether a derivative may be asked for. In forward mode, of which there is none, autograd's function says so."""
+    """Whether a derivative may be needed. Forward mode has none: autograd's function raises the error for it."""
     return (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)) or forward_ad._current_level >= 0
 
 
 def watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher has work: for a compiler, a mode, a trace, a transform, a subclass or a lazy tensor."""
+    """Whether PyTorch's dispatcher is needed: by a compiler, mode, trace, transform, subclass or lazy tensor."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():

@@ -1,10 +1,10 @@
-"""Which backend serves an operator: a registry, a choice by device, capability, dtype and shape, and an explanation.
+"""Which backend serves an operator: a registry, the choice by device, capability, dtype and shape, its explanation.
 
 A backend registers a function under (operator, name) with a priority and a verifier. The verifier gets the facts of a
 call (device type, compute capability, dtype, and what the operator adds, e.g. a head dimension) as keywords and
 returns None when it can serve them or one sentence saying why not. The highest priority that can serve is chosen.
 
-A backend is asked for by name in three ways; the first that says anything about the operator wins:
+A backend can be asked for by name in three ways; the first one that names the operator, or all operators, wins:
 
 1. the `backend` argument of a public function;
 2. the environment variable GEMSMITH_KERNELS, which is read before the first call of a kind;
@@ -84,7 +84,7 @@ def operators() -> dict[str, list[str]]:
 
 
 def force(spec: str) -> None:
-    """Ask for backends by name (see the module docstring); an empty spec takes earlier requests back."""
+    """Ask for backends by name (see the module docstring); an empty spec cancels earlier requests."""
     requests = _parse(spec)
     _forced.clear()
     _forced.update(requests)
@@ -103,7 +103,7 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     key = (op, backend, like.device, like.dtype, *facts.items())
     try:
         function = _chosen.get(key)
-    except TypeError:  # a size of a graph that is traced below Dynamo, which has no hash
+    except TypeError:  # a symbolic size, traced below Dynamo, has no hash
         if not any(isinstance(fact, torch.SymInt) for fact in facts.values()):
             raise
         fixed = {name: int(fact) if isinstance(fact, torch.SymInt) else fact for name, fact in facts.items()}
@@ -116,8 +116,8 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
 
 
 def choose_in_eager(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Callable[..., Any]:
-    """As `choose`, but in compiled code the reference, if nobody asked for another: for operators of one pass, of which
-    a compiler makes as much, together with their neighbours."""
+    """Like `choose`, but in compiled code the reference unless another backend is asked for: for operators of one pass,
+    which a compiler can fuse with their neighbours."""
     if torch.compiler.is_compiling() and requested(op, backend) is None:
         backend = "reference"
     return choose(op, backend, like, **facts)
@@ -131,8 +131,8 @@ def serving(op: str, like: Tensor, **facts: Hashable) -> str:
 def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, **facts: Hashable) -> str:
     """Text that says which backend serves `op` for these facts and why each other one does not.
 
-    Give a tensor as `like`, or `device`, `capability` (None on the CPU) and `dtype` as facts, so that a machine
-    that is not here can be asked about: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`. ValueError for
+    Give a tensor as `like`, or `device`, `capability` (None on the CPU) and `dtype` as facts, also of a machine that
+    you do not have: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`. ValueError for
     an unknown operator, and for one whose backends look at facts that are not given.
     """
     if like is not None:
@@ -181,7 +181,7 @@ def needs_triton(device: str, capability: Hashable, *allowed: tuple[int, int]) -
         return f"needs a CUDA device, the tensors are on {device}"
     elif not isinstance(capability, tuple) or capability < (8, 0):
         return f"needs sm_80 or newer, the device has capability {capability}"
-    # What is compiled for a chip needs it anyway, and looking would end a graph of the compiler.
+    # Code compiled for a GPU needs Triton anyway, and the check would break the compiler's graph.
     found = torch.compiler.is_compiling() or importlib.util.find_spec("triton")
     return None if found else "needs Triton, which is not installed"
 
@@ -277,8 +277,8 @@ def autocast_operands(**operands: Tensor | None) -> tuple[Any, ...]:
     """The operands as autocast would hand them to PyTorch's own matrix products: unchanged outside its regions.
 
     Custom operators and autograd functions are not on autocast's list, so public functions call this themselves. None
-    stays None. ValueError unless all others have one dtype then: a backend is chosen by that of one of them, and a
-    kernel that copies bytes would take those of another dtype for its own.
+    stays None. ValueError unless all others then have one dtype: a backend is chosen by the dtype of one of them, and a
+    kernel that copies bytes would misread another dtype.
     """
     given = [operand for operand in operands.values() if operand is not None]
     dtype = autocast_dtype(given[0])

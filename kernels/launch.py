@@ -1,4 +1,4 @@
-"""Launching a kernel again without looking at all of its arguments again."""
+"""Launching a kernel again without Triton's look at all of its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _thread = threading.local()
 
 
 class Launcher:
-    """Launches a `@triton.jit` or `@gluon.jit` kernel, and remembers under a key what it compiled to.
+    """Launches a `@triton.jit` or `@gluon.jit` kernel, and keeps the compiled kernel under a key.
 
     At each launch Triton looks for the compiled kernel by the types and values of all arguments, descriptors and their
     layouts included, and compares every global that the kernel reads. Here the caller says in `key` what the
@@ -23,7 +23,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
-        from triton import knobs  # `processors` is for all
+        from triton import knobs  # imported here: `processors` needs no Triton
 
         self.kernel = kernel
         self._options = options
@@ -33,7 +33,7 @@ class Launcher:
     def __call__(self, grid: tuple[int, int, int], key: Hashable, *arguments: Any, **options: Any) -> None:
         """Launch with all arguments of the kernel in their order, on the current device and stream.
 
-        `options` of this launch, such as num_warps, are decided by the key, too.
+        `options` of this launch, such as num_warps, must be implied by the key, too.
         """
         if not hasattr(_thread, "bound"):
             _bind()
@@ -41,22 +41,22 @@ class Launcher:
         # The key names the device of the tensors, which need not be the current one.
         if compiled is None or device != torch._C._cuda_getDevice():
             compiled = self.kernel[grid](*arguments, **self._options, **options)
-            if compiled is not None:  # as it is in Triton's interpreter
+            if compiled is not None:  # None in Triton's interpreter
                 self._compiled[key] = torch._C._cuda_getDevice(), compiled
             return
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
-        # Chains of hooks, unless somebody has put a function or None in their place.
+        # Each is a chain of hooks, unless someone has replaced it by a function or None.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[grid](*arguments)
         else:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            # No metadata of the launch and no hooks, which would be called even if nobody had set one.
+            # No metadata of the launch, and no hooks: empty chains would be called, too.
             nothing = (None, None, None)
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *nothing, *arguments)
 
 
 def _bind() -> None:
-    """Have CUDA bind its context to this thread, as any operator of PyTorch's does on a GPU.
+    """Bind the CUDA context to this thread, as any PyTorch operator on a GPU does.
 
     Descriptors cannot be made without one, and a launch may be the first work of a thread, such as autograd's.
     """
@@ -66,12 +66,12 @@ def _bind() -> None:
 
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:
-    """Whether each tensor starts at a multiple of 16 bytes, which a kernel is compiled for."""
+    """Whether each tensor starts at a multiple of 16 bytes: kernels are compiled for either case."""
     return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
 def kinds(numbers: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
-    """What kernels are compiled for of integers, for keys: strides that differ in every batch are of few kinds."""
+    """What compilation depends on of integers, for keys: strides that differ in every batch are of few kinds."""
     return tuple([(number == 1, number % 16 == 0, number < 2**31) for number in numbers])
 
 

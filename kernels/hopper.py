@@ -1,4 +1,4 @@
-"""What the Gluon kernels of several families share."""
+"""Code that the Gluon kernels of several families share."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
 }
 
-# Of a block or warpgroup: its name up to Triton 3.6, and from 3.7 on.
+# The barrier of a block or warpgroup, by its name up to Triton 3.6 and from 3.7 on.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class UncheckedDescriptor(TensorDescriptor):
-    """A TMA descriptor of a tensor that is known to be addressable, which is not looked at again at each launch."""
+    """A TMA descriptor of a tensor that is known to be addressable, without Triton's checks at each launch."""
 
     def __post_init__(self) -> None:
         pass
 
 
-# Layouts in shared memory are one object for all calls, because one takes as long to make as three descriptors.
+# Layouts are made once and kept, because making one takes as long as making three descriptors.
 @cache
 def operand_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """That of a block which matrix instructions read, with the widest swizzle that its columns allow."""
+    """The layout of a block that matrix instructions read, with the widest swizzle that its columns allow."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])
 
 
 @cache
 def swizzled_layout(swizzle: int, element_bytes: int, rank: int) -> gl.NVMMASharedLayout:
-    """That of a block whose lines are swizzled over so many bytes, 0 for not at all."""
+    """The layout of a block whose lines are swizzled over this many bytes, 0 for no swizzle."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * element_bytes, rank=rank)
 
 
@@ -66,8 +66,8 @@ def _threads():
 def take_turn(C: gl.constexpr):
     """Wait until the other one of two warpgroups, 0 and 1, passes the turn on to warpgroup C.
 
-    Before the first turn 1 passes it on, and behind the last 0 takes it. Turns are barriers of threads in hardware, the
-    last two of 16: Triton counts its own from 0. The way through shared memory, an mbarrier, is longer.
+    Warpgroup 1 must pass the turn before the first one, and 0 must take it after the last. Turns are named barriers of
+    the hardware, the last two of 16 (Triton uses its own from 0 on). An mbarrier in shared memory would take longer.
     """
     gl.inline_asm_elementwise(_at_turn_barrier("sync", C), "=r,r", [_threads()], gl.int32, False, 1)
 
@@ -82,7 +82,7 @@ def pass_turn(C: gl.constexpr):
 def let_next_start():
     """Let a kernel that was launched with `launch_pdl` start where this one leaves room, once all its programs run.
 
-    It must not touch what this one writes, and its end must wait for this one's, for kernels after it.
+    It must not touch memory that this one writes, and it must not end before this one, for the kernels after it.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1

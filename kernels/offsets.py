@@ -1,6 +1,6 @@
-"""Offsets that are computed from other ones, made once for all layers that share these.
+"""Offsets that are computed from other offsets, once for all layers that share those.
 
-What is remembered of offsets (`kernels.remember`) then is remembered of the computed ones, too.
+So what `kernels.remember` keeps for offsets, such as lists of tiles, is also kept for the computed ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kernels.remember import remembered
 
 
 def derived(make: Callable[[], Tensor], key: Hashable, *sources: Tensor) -> Tensor:
-    """`make()`, a new tensor that depends on `key` and the tensors of offsets or indices alone.
+    """`make()`, a new tensor that depends only on `key` and these offsets or indices, or what it returned last time.
 
-    Made anew where a compiler, a mode or a transform is to see how, and in inference mode, whose tensors no later
-    backward may keep. Nobody may write to the result.
+    It is made again where a compiler, a mode or a transform must see how, and in inference mode, whose tensors no later
+    backward may save. The result must not be written to.
     """
     if watched(sources) or torch.is_inference_mode_enabled():
         return make()

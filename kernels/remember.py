@@ -1,4 +1,4 @@
-"""What depends on offsets alone, made once for all layers that share these offsets."""
+"""Tables that depend only on offsets, made once for all layers that share these offsets."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class _Kept(NamedTuple):
 
 
 def _versions(offsets: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Of what there still is."""
+    """The versions of those tensors that still exist."""
     return tuple([x._version for x in offsets if x is not None])
 
 
-# By the identity of the first offsets: a reference to them, and their tables by key. An entry goes with its offsets.
+# By the identity of the first offsets: a weak reference to them, and their tables by key. An entry dies with them.
 _tables: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, _Kept]]] = {}
 _thread = threading.local()
 
@@ -38,12 +38,12 @@ _thread = threading.local()
 def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Table:
     """`make()`, or what it returned for this key and these very tensors, if none was written to since.
 
-    PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of one's own, by
-    some collectives (`all_to_all_single` into offsets) or by a CUDA graph that is replayed: who writes so to offsets
-    that were in use has to call `torch.autograd.graph.increment_version` on them. Tables are not shared between
-    streams. While a CUDA graph is captured none is taken and none kept: replays have to make theirs anew.
+    PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of your own, by some
+    collectives (`all_to_all_single` into offsets) or by a replayed CUDA graph: after such a write to offsets that were
+    in use, call `torch.autograd.graph.increment_version` on them. Tables are not shared between streams. While a CUDA
+    graph is captured, none is reused and none kept: replays have to make their own.
     """
-    # No writes to inference tensors are counted, nor all of those that compiled code does.
+    # Writes to inference tensors are not counted, nor are all writes of compiled code.
     if any(x.is_inference() for x in offsets) or forgets():
         return make()
     first = offsets[0]
@@ -57,11 +57,11 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     if entry is None or entry[0]() is not first:
         entry = _tables[number] = weakref.ref(first, lambda gone: _forget(number, gone)), {}
     tables = entry[1]
-    # Some kernels take so many offsets, and others more.
+    # Kernels differ in how many offsets they take.
     place = key, stream, len(offsets)
     kept = tables.get(place)
     if kept is None or not kept.is_of(offsets):
-        # Keys differ from batch to batch: what offsets that live on had before would never be asked for again.
+        # Keys differ from batch to batch: earlier tables of offsets that live on would never be used again.
         for old, other in list(tables.items()):
             if not other.is_of((first, *(ref() for ref in other.others))):
                 tables.pop(old, None)
@@ -76,7 +76,7 @@ def forgets() -> bool:
 
 
 def forgetting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, in which nothing is remembered: for callers that write to tensors without counting it."""
+    """`function`, in which nothing is remembered: for callers whose writes to tensors are not counted."""
 
     @wraps(function)
     def call(*arguments: Any) -> Any:

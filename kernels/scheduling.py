@@ -2,12 +2,12 @@
 
 A persistent kernel over rows of unequal length needs a list of the tiles that exist, and an order in which every
 program gets the same amount of work. Tiles are sorted by their number of blocks, the most first, and dealt to the
-programs like cards there and back: round r gives position r * P + p to program p when r is even and to program
-P - 1 - p when it is odd. Within equal work, tiles of a row stay neighbours, so that they share its blocks in L2.
+programs like cards, in alternating directions: round r gives position r * P + p to program p when r is even and to
+program P - 1 - p when it is odd. Within equal work, tiles of a row stay neighbours and share its blocks in L2.
 
 A tile is a run of `block_main` positions of one row of the main side; a block is a run of `block_other` positions of
 the same row of the other side. Attention forward has queries on the main side and keys on the other, the gradient of
-keys and values the reverse. The list depends on offsets and masks alone: layers that share these share it.
+keys and values the reverse. The list depends only on offsets and masks: layers that share these share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from kernels.launch import Launcher, aligned
 from kernels.remember import remembered
 
-# Columns of the list: where the tile starts in the main values, how many positions of it exist, its first position
+# Columns of the list: where the tile starts in the main values, how many of its positions exist, its first position
 # within the row, where the row starts in the other values and how long it is there, the first block with any visible
 # pair and how many blocks from there on have one, and the row.
 MAIN_BEGIN = tl.constexpr(0)
@@ -127,7 +127,7 @@ def _lengths(offsets, rows, num_rows):
 
 @triton.jit
 def _tiles(main_length, other_length, BLOCK_MAIN: tl.constexpr, SHORT: tl.constexpr):
-    """How many tiles of a row are listed."""
+    """How many tiles a row has in the list."""
     tiles = (main_length + BLOCK_MAIN - 1) // BLOCK_MAIN
     if SHORT:
         tiles = tl.where((main_length <= SHORT) & (other_length <= SHORT), 0, tiles)
@@ -175,8 +175,8 @@ def _whole_rows_kernel(
 ):
     """The list without a window, where all tiles of a row have equally many blocks: each program places those of ROWS.
 
-    They come behind the tiles of rows with more blocks, and of earlier rows with as many. A short list takes the time
-    that its instructions take to arrive, so there are few.
+    They come after the tiles of rows with more blocks, and of earlier rows with as many. A short list takes as long as
+    loading the kernel's instructions, so there are few.
     """
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     main_begin, main_length = _lengths(main_offsets, own, num_rows)
@@ -237,8 +237,8 @@ def _schedule_kernel(
 ):
     """The list with a window: a counting sort without atomics.
 
-    Program (bin, part) places the tiles of one bin and one part of the rows. They come behind all tiles of higher bins
-    and those of the same bin in earlier parts, which it counts by itself.
+    Program (bin, part) places the tiles of one bin and one part of the rows. They come after all tiles of higher bins
+    and those of the same bin in earlier parts, which each program counts itself.
     """
     own = tl.program_id(0)
     last = tl.num_programs(0) - 1
@@ -290,7 +290,7 @@ def _schedule_kernel(
         place += chosen.to(tl.int32)
 
 
-# With assertions, but without those that look for overflow.
+# With assertions, except those for overflow.
 _launch_whole_rows = Launcher(_whole_rows_kernel, num_warps=1, debug=True, sanitize_overflow=False)
 _launch_schedule = Launcher(_schedule_kernel, num_warps=4, debug=True, sanitize_overflow=False)
 

@@ -1,7 +1,7 @@
 """What kernel tests need: poisoned outputs, comparison with a float64 oracle, and compiling for a chip that is absent.
 
-A tolerance here is an argument, not a number: it names the roundings between inputs and result and the length of the
-sums, and the allowed error follows. See `Tolerance`.
+A tolerance is not a chosen number: it states the roundings between inputs and result and the length of the sums, from
+which the allowed error follows. See `Tolerance`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ E8M0_NAN = 255
 def poisoned_empty() -> Iterator[None]:
     """Memory that Python code allocates without filling holds NaN inside this context.
 
-    A kernel that leaves part of its output unwritten then fails for certain, instead of passing whenever the allocator
-    hands it zeros. Floating tensors get NaN and uint8 ones 255, which is NaN as an E8M0 scale.
+    A kernel that leaves part of its output unwritten then always fails, instead of passing whenever the allocator
+    returns zeros. Floating tensors get NaN and uint8 ones 255, which is NaN as an E8M0 scale.
     """
 
-    # The first operator that is called imports it, and it lists PyTorch's functions then.
+    # The first operator that is called imports this module, which then lists PyTorch's functions.
     import torch._dynamo
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -140,7 +140,7 @@ def check_gradients(
     generator = torch.Generator().manual_seed(0)
     cotangent = torch.randn(actual.shape, generator=generator).to(actual)
     gradients = torch.autograd.grad(actual, [own[name] for name in names], cotangent)
-    # An oracle of few rows may not touch an input at all, which says that its gradient is zero.
+    # An oracle of few rows may not use an input at all: its gradient is then zero.
     expected = expected + sum(0.0 * exact[name].sum() for name in names)
     expected_gradients = torch.autograd.grad(expected, [exact[name] for name in names], cotangent.double())
     for name, gradient, expected_gradient in zip(names, gradients, expected_gradients, strict=True):

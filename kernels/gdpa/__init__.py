@@ -1,8 +1,8 @@
 """Generalised dot-product attention (GDPA): an activation in place of the softmax of attention, on jagged rows.
 
-Nothing is normalised over a row: no maximum, no sum, no statistics to save. With keys and values made per sample it is
-a personalised feed-forward network, with learned queries a pooling, with keys and values of the same tokens a
-self-attention. The equations are in the README of this folder, the modules in `modules.gdpa`.
+Nothing is normalised over a row: no maximum, no sum, no statistics to save. If keys and values are made for each
+sample, it is a personalised feed-forward network; with learned queries it is pooling; with queries, keys and values of
+the same tokens it is self-attention. The equations are in the README of this folder, the modules in `modules.gdpa`.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def gdpa(
 
     - `activation`: one of ACTIVATIONS, or one per head.
     - `score_scale` acts before the activation and `out_scale` after it. Peers differ in both, so the first has no
-      default. Neither may depend on a batch's lengths, or results would depend on what else is in the batch.
+      default. Neither may depend on a batch's lengths, or results would depend on the rest of the batch.
     - `window`, w or (left, right): query i sees key j, both counted within their row, when i - left <= j <= i + right;
-      None or -1 is no limit on that side. Pairs out of sight contribute nothing.
+      None or -1 is no limit on that side. Pairs outside contribute nothing.
     - `k_offsets` None: k and v are dense, [B, Lk, Hkv, d] and [B, Lk, Hkv, dv].
     - `q_offsets` None: the queries q [S, H, d] are those of every row; the result is [B * S, H, dv], row by row, and
       the gradient of q is the sum over rows. q is copied once per row, which is as much memory as the result.
-    - `kv_index` [B], int32 or int64: row b of the queries reads row kv_index[b] of the keys and values, which may be as
-      many or as few as they like. It must not decrease: candidates of a request are neighbours. Their queries then are
-      one run of queries, which is how they are computed, and which max_q must hold: all queries of one key row. With a
-      window this is refused, because positions would count from the start of that run.
+    - `kv_index` [B], int32 or int64: row b of the queries reads row kv_index[b] of the keys and values, of which there
+      may be any number. It must not decrease, so that candidates of a request are neighbours. All queries of a key row
+      are then computed as one row, and max_q bounds their number. A window is refused with it, because positions would
+      count from the start of that longer row.
 
     A row without keys gives zeros. ValueError for shapes, dtypes or names that do not fit and, on the CPU, for offsets,
-    lengths and indices out of bounds; on a GPU, where looking would be a sync, those are device assertions.
+    lengths and indices out of bounds; on a GPU, where checking would be a sync, those are device assertions.
     """
     _check_shapes(q, k, v, q_offsets, k_offsets)
     reach = check_window(window)
@@ -67,7 +67,7 @@ def gdpa(
         raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     activations = _per_head(activation, q.shape[1])
-    unchecked = []  # lengths that are not equal by construction
+    unchecked = []  # unless all rows are equally long by construction
     if k_offsets is None:
         k_offsets = _uniform_offsets(k.shape[0], k.shape[1], max_k, "max_k", k.device, q_offsets)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -148,7 +148,7 @@ def _uniform_offsets(
 
 
 def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
-    """[num_key_rows + 1] offsets of the queries that read each key row, which `kv_index` leaves in their order."""
+    """[num_key_rows + 1] offsets of the queries that read each key row; `kv_index` keeps them in order."""
 
     def make() -> Tensor:
         rows = torch.arange(num_key_rows + 1, device=kv_index.device, dtype=kv_index.dtype)

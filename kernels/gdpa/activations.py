@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The position of a name is what operators pass for it.
+# Operators get the index of a name in this tuple.
 ACTIVATIONS = (
     "gelu",
     "gelu_tanh",
@@ -28,13 +28,13 @@ LEAKY_SLOPE = 0.01
 
 # gelu_poly(x) = x (1/2 + c Q(c^2)) with c = x clamped to [-LIMIT, LIMIT]. Q is the polynomial with the smallest maximal
 # error of x (1/2 + x Q(x^2)) against the erf form within the limits, under two conditions: x Q(x^2) is 1/2 and flat at
-# LIMIT. They make the factor exactly 0 or 1 beyond, where any other value would be an error that grows with |x|, and
-# the derivative continuous. Errors over all x: 5.4e-4 of the value, 5.0e-3 of the derivative.
+# LIMIT. These make the factor exactly 0 or 1 beyond LIMIT, where any other value would be an error that grows with
+# |x|, and make the derivative continuous. Errors over all x: 5.4e-4 of the value, 5.0e-3 of the derivative.
 GELU_POLY_LIMIT = 3.7
 GELU_POLY = (0.396311275, -0.0623936251, 0.00777617247, -0.000605931268, 2.60650563e-05, -4.6846057e-07)
 
 # The erf form within 2.6e-5 as x (1/2 + 1/2 tanh(x T(min(x^2, LIMIT)))), for chips whose tanh is one instruction.
-# Beyond LIMIT the tanh is 1 in every dtype that is computed with it, and T would turn negative.
+# Beyond LIMIT the tanh is 1 in every dtype in which it is computed; without the minimum T would turn negative.
 GELU_AS_TANH_LIMIT = 16.0
 GELU_AS_TANH = (0.797505339, 0.0370079516, -0.000351889451)
 
@@ -65,7 +65,7 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 def derivative(name: str, x: Tensor) -> Tensor:
-    """act'(x), elementwise; where there is none, the value that PyTorch's autograd takes."""
+    """act'(x), elementwise; where it does not exist, the value that PyTorch's autograd takes."""
     match name:
         case "gelu":
             normal = torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)

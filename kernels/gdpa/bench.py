@@ -32,7 +32,7 @@ HEADS, HEAD_DIM = 4, 128
 ROWS, LENGTHS = {"cuda": 1152, "cpu": 6}, {"cuda": (256, 512, 1024, 2048), "cpu": (16, 32)}
 ONE_LENGTH = 1024
 SHORT_KEYS = {"cuda": 256, "cpu": 8}
-# Values of the first, which the results of all are held to: they differ by less than the rounding of bfloat16.
+# The first one's values are the check for all: they differ by less than the rounding of bfloat16.
 GELU_FORMS = ("gelu_tanh", "gelu_poly", "gelu")
 
 # bfloat16 results carry about 2^-9 of rounding and so do the activations in them; a wrong mask costs 0.1 and up.
@@ -72,7 +72,7 @@ def full(rows: int, maximum: int) -> Tensor:
 
 
 def uniform(rows: int, maximum: int) -> Tensor:
-    """Uniform in 1..maximum, so half of it in the mean."""
+    """Uniform in 1..maximum: half of it on average."""
     return torch.randint(1, maximum + 1, (rows,), generator=torch.Generator().manual_seed(0))
 
 
@@ -117,7 +117,7 @@ def _problem(
     def random(total: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(total, HEADS, head_dim, device=device, generator=generator) * scale).to(dtype)
 
-    # Scores of unit variance, as behind a QK norm: the peer has no scale before the activation.
+    # Scores of unit variance, as after a QK norm: the peer has no scale before the activation.
     q, k, v, cotangent = random(total_q, head_dim**-0.5), random(total_k), random(total_k), random(total_q)
     inputs = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
 

@@ -1,13 +1,13 @@
-"""What each part of the Hopper forward of GDPA brings: the same kernel with one more of them in every line.
+"""What each part of the Hopper forward of GDPA brings: every line adds one part to the kernel of the line before.
 
     a program per tile    one grid entry per tile and head: nothing overlaps from one tile to the next
     persistent            a program per processor takes tiles in the order of rows, the next one's loads under way
-    sorted and dealt      the tiles with the most keys first, there and back (`kernels.scheduling`)
+    sorted and dealt      the tiles with the most keys first, dealt as in `kernels.scheduling`
     keys shared by tiles  neighbouring tiles of a row on one program, which keeps short keys where they are
     polynomial GELU       no transcendental function, in place of the tanh form
 
-The backend is the fourth one where `max_k` keys fit into shared memory, and the third elsewhere. Lists of tiles are
-made outside the timing here, in all lines alike.
+The backend is the fourth line where `max_k` keys fit into shared memory, otherwise the third. In all lines, lists of
+tiles are made outside the timing.
 """
 
 from __future__ import annotations

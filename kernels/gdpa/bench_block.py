@@ -19,7 +19,7 @@ from kernels.gdpa.norms import add_norms, layer_norm
 
 # Rows, longest row, keys, heads and their features.
 GPU_SHAPE, CPU_SHAPE = (768, 1024, 128, 4, 128), (4, 16, 8, 2, 8)
-# bfloat16 results, and two norms and an attention of roundings before them.
+# bfloat16 results, after the roundings of two norms and an attention.
 LIMIT = 1.5e-2
 
 Attend = Callable[..., Tensor]

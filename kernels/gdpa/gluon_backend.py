@@ -34,5 +34,5 @@ def _supports(
 gluon_gdpa = dispatch.register("gdpa", "gluon", supports=_supports, priority=20)(
     gdpa_operator("gluon", _forward, _backward)
 )
-# The schedule of its forward looks at all lengths anyway.
+# The forward's schedule checks all lengths anyway.
 gluon_gdpa.checks_lengths = True  # type: ignore[attr-defined]

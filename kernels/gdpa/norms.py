@@ -1,8 +1,8 @@
 """The norms around GDPA in a block, query + RMSNorm(attention(LN(query)) + LN(query)), as one operator before attention
-and one behind it: specifications and registration.
+and one after it: specifications and registration.
 
-Both norms span the last dimension and have no learned parameters. The operator behind computes LN(query) again, which
-costs less than reading it.
+Both norms span the last dimension and have no learned parameters. The operator after attention recomputes LN(query),
+which costs less than reading it.
 """
 
 from __future__ import annotations

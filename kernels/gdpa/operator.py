@@ -1,7 +1,7 @@
 """`gdpa` as a `torch.library` operator around a forward and a backward kernel.
 
-`gdpa_operator(name, forward, backward)` is where a backend plugs in: it gets an operator that `torch.compile` and
-`opcheck` see through and that saves nothing but its inputs, because no statistics of rows exist.
+A backend plugs in through `gdpa_operator(name, forward, backward)`, which makes an operator that `torch.compile` and
+`opcheck` see through. It saves only its inputs, because there are no statistics of rows.
 
     forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window) -> out
     backward(grad_out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
@@ -90,8 +90,8 @@ def _arguments(
     left: int,
     right: int,
 ) -> tuple[Any, ...]:
-    """Arguments of a kernel behind v."""
+    """The arguments of a kernel after v."""
     activations = tuple(ACTIVATIONS[identifier] for identifier in identifiers)
-    # Kernels read neighbouring offsets; a view of every k-th one is as good an argument.
+    # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
     offsets = q_offsets.contiguous(), k_offsets.contiguous()
     return *offsets, max_q, max_k, activations, score_scale, out_scale, (left, right)

@@ -1,4 +1,4 @@
-"""`gdpa` as it is written without kernels for it: pad, run the reference under torch.compile, take out."""
+"""`gdpa` as one would write it without kernels: pad, run the reference under torch.compile, remove the padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(reference.attend, dynamic=False)
 
 
-# Never by itself: it is what the other backends are measured against in training.
+# Only by name: the other backends are compared with it in training.
 @dispatch.register("gdpa", "padded", supports=_supports, priority=-1)
 def gdpa(
     q: Tensor,
@@ -38,7 +38,7 @@ def gdpa(
     out_scale: float,
     window: tuple[int, int],
 ) -> Tensor:
-    # Whatever converts fastest.
+    # By the fastest backend for conversions.
     from kernels.jagged import jagged_to_padded, padded_to_jagged
 
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])

@@ -43,7 +43,7 @@ def attend(
     out_scale: float,
     window: tuple[int, int],
 ) -> Tensor:
-    """q [B, H, Lq, d], k [B, H, Lk, d], v [B, H, Lk, dv] -> [B, H, Lq, dv]; rows are filled up with zeros."""
+    """q [B, H, Lq, d], k [B, H, Lk, d], v [B, H, Lk, dv] -> [B, H, Lq, dv]; rows are padded with zeros."""
     i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
     left, right = window
     # Padding needs no mask: its scores are 0 and so are the activations of 0.

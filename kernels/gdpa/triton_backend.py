@@ -36,7 +36,7 @@ def _supports(
     return None
 
 
-# Above the reference because it holds no scores in memory.
+# Preferred to the reference because it keeps no scores in memory.
 triton_gdpa = dispatch.register("gdpa", "triton", supports=_supports, priority=10)(
     gdpa_operator("triton", _forward, _backward)
 )

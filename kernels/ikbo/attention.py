@@ -1,8 +1,8 @@
 """Public functions of attention from candidates to what their request shares; see the README of this folder.
 
-Seen from a request, the query rows of all its candidates are one run of queries over one run of keys. So its keys and
-values are read once, at their own size, by the kernels of `kernels.jagged` and `kernels.gdpa`; their gradients are sums
-over all those queries, which the same kernels accumulate in float32 and in a fixed order.
+The query rows of all candidates of a request are contiguous and attend to the same contiguous keys. The kernels of
+`kernels.jagged` and `kernels.gdpa` therefore read the request's keys and values once, without a copy. Their gradients
+are sums over all those queries, which the same kernels accumulate in float32 and in a fixed order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def target_attention(
     offsets = candidate_offsets if isinstance(candidate_offsets, Tensor) else nested_offsets(*candidate_offsets)
     num_candidates, num_seeds = q.shape[:2]
     check_offsets(num_candidates, offsets)
-    if offsets.device.type == "cpu":  # elsewhere the check of max_q below is one, and one is enough
+    if offsets.device.type == "cpu":  # on other devices the check of max_q below is enough
         check_lengths(offsets, max_candidates, "max_candidates")
     rows, row_offsets, max_q = q.flatten(0, 1), scaled_offsets(offsets, num_seeds), max_candidates * num_seeds
     check_weights(activation, score_scale, out_scale)
@@ -97,7 +97,7 @@ def target_attention(
 
 
 def check_weights(activation: str | Sequence[str] | None, score_scale: float | None, out_scale: float) -> None:
-    """ValueError for scales that do not go with a softmax, or with activations."""
+    """ValueError for scales that a softmax, or an activation, does not take."""
     if activation is None and out_scale != 1.0:
         raise ValueError(f"out_scale={out_scale} is for activations; a softmax's weights sum to one: use 1.0")
     if activation is not None and score_scale is None:
@@ -120,7 +120,7 @@ def joint_attention(
     """Softmax attention of several groups of queries over the same keys, such as a user's own queries and those of
     its candidates: [sum of sizes, H, d] -> [sum of sizes, H, dv].
 
-    The groups lie one behind the other in q: group g has sizes[g] rows, of which rows q_offsets[g][r]:q_offsets[g][r +
+    The groups come one after the other in q: group g has sizes[g] rows, of which rows q_offsets[g][r]:q_offsets[g][r +
     1] belong to request r and see the keys k_offsets[r]:k_offsets[r + 1] of k [N, Hkv, d] and v [N, Hkv, dv]. Each
     query sees all of them. No request has more than max_q[g] queries of group g or max_k keys. Results are those of
     one `jagged_attention` a group; the rest is as there. Projections that write their part of q in place are
@@ -183,7 +183,7 @@ def _reference(
     scale: float,
     sizes: list[int],
 ) -> Tensor:
-    """The specification: every group by itself."""
+    """The specification: every group separately."""
     groups = zip(q.split(sizes), q_offsets, max_q, strict=True)
     return torch.cat(
         [

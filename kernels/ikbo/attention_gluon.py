@@ -1,8 +1,8 @@
 """`joint_attention` on Hopper: the Gluon kernels of jagged attention behind one operator.
 
-Which queries meet which keys is a list of tiles, on either side. That of the forward names the keys of a request once
-for every group; that of the backward, which writes the gradients of a run of keys from one place, names the queries of
-every group for each tile of keys.
+A list of tiles says which queries meet which keys. The forward's list names the keys of a request once for every group.
+In the backward one program writes the gradients of a tile of keys, so its list names the queries of every group for
+each tile.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
-    if grad is None:  # of a function that gives its input none
+    if grad is None:  # none arrives
         return (None,) * 8
     q, k, v, k_offsets, *q_offsets, out, lse = ctx.saved_tensors
     gradients = _differentiate(grad, out, lse, q, k, v, q_offsets, k_offsets, *ctx.constants)
@@ -114,9 +114,9 @@ def _supports(*, few_queries: bool, one_tile: bool, **facts: Hashable) -> str | 
 
 @dispatch.register("joint_attention", "gluon", supports=_supports, priority=10)
 def _gluon(*arguments: Any) -> Tensor:
-    *call, _ = arguments  # where groups end, their offsets say
+    *call, _ = arguments  # offsets say where groups end
     return _attend(*call)[0]
 
 
-# The list of groups looks at all lengths anyway.
+# Making the list of groups checks all lengths anyway.
 _gluon.checks_lengths = True  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 The shapes are those of the published benchmark of FBGEMM's kernels: 2048 candidates, 64 a user, 64 query rows each, 2
 heads of 128; `odd` gives half of the users one more, `seeds32` halves the query rows. `joint` adds the user's own
-queries, one a key; `tree` deals the candidates out over 4 vendors a user, with a quarter of its keys each.
+queries, one a key; `tree` spreads the candidates over 4 vendors a user, each with a quarter as many keys.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _target(seeds: int, odd: bool, direction: str, length: int, device: torch.de
         return runner_of(broadcast, inputs, grad, backward)
 
     contenders = backends_of("jagged_attention", prepare)
-    del contenders["padded"]  # which would pad the queries of all candidates of a request
+    del contenders["padded"]  # it would pad the queries of all candidates of a request
     if device.type == "cuda":
         contenders |= {"cudnn, candidates folded": prepare_folded, "cudnn, keys broadcast": prepare_broadcast}
     elements = (3 if backward else 2) * total * seeds + (4 if backward else 2) * users * length
@@ -143,7 +143,7 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
         return runner_of(lambda: attend(*inputs, backend=backend), inputs, grad, backward)
 
     def prepare_two_launches() -> Runner:
-        """One call a group that leaves its results apart, which spares the copy that joins them."""
+        """One call a group. Results stay separate, which saves the copy that would join them."""
         q, k, v = inputs
         own, target = (part.detach().requires_grad_(backward) for part in q.split(sizes))
         grads = grad.split(sizes)
@@ -166,7 +166,7 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
     queries = sum(sizes)
     elements = (3 if backward else 2) * queries + (4 if backward else 2) * users * length
     return Problem(
-        # The one that joins them first, whatever the default is.
+        # The contender that joins them, whatever the default is.
         contenders={"gluon": partial(prepare, "gluon"), "two launches": prepare_two_launches}
         | {"separate": partial(prepare, "reference")},
         check=check_relative_error(_wide(partial(attend, backend="reference"), inputs, grad, backward), LIMIT),

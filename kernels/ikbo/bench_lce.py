@@ -2,7 +2,7 @@
 
 The shapes are those of the published benchmark of IKBO: M = 433, N = 256, 1184 tokens of a request and 872 of a
 candidate, both padded to multiples of 8 outside the timing, float16; candidates over several numbers of candidates per
-request. `lce_stages` goes from the broadcast to the kernels step by step, with the 1178 and 866 tokens there were.
+request. `lce_stages` goes from the broadcast to the kernels step by step, with the original 1178 and 866 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPU_SIZES = [(512, 70), (1024, 70), (2048, 70), (3072, 70), *((1024, ratio) for 
 CPU_SIZES = [(6, 3)]
 BACKWARD = {(1024, 70), (1024, 10), (6, 3)}
 
-# Results of half precision carry 2^-11 of rounding, and the requests' part of some backends once more.
+# Results of half precision carry 2^-11 of rounding, and with some backends so does the requests' part.
 LIMIT = 2e-3
 
 
@@ -162,7 +162,7 @@ def _expected(inputs: _Inputs, backward: bool) -> tuple[Tensor, ...]:
 
 
 def _float8(shape: Shape, device: torch.device) -> Problem:
-    """Operands that are float8 already, against the same in 16 bits and against quantising the inputs first."""
+    """Operands that are float8 already, against 16-bit operands and against quantising the inputs first."""
     inputs = _inputs(shape, device, backward=False)
     candidate, request, w_candidate, w_request = inputs.leaves
     weights = float8_weight(w_candidate), float8_weight(w_request)

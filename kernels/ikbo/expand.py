@@ -1,4 +1,4 @@
-"""The broadcast itself, for what must have a row a candidate: deterministic, and one operator for `torch.export`."""
+"""The copy itself, where a row for each candidate is needed: deterministic, and one operator for `torch.export`."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ def linear_compression(
     A tree of more levels, such as user, vendor, ad, gives `request`, `w_request` and `candidate_offsets` as sequences
     of equal length, at most 3, in the order of `nested_offsets`, outermost first, here [user, vendor]: offsets[i] say
     which rows of request[i + 1] belong to each row of request[i], and the last ones which candidates. Empty sequences
-    leave the product of the candidates alone.
+    leave only the product of the candidates.
 
-    Differentiable in all four (groups of) operands; gradients of a row are sums over what is below it, accumulated in
-    at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
+    Differentiable in all four (groups of) operands; the gradient of a row is a sum over the rows below it, accumulated
+    in at least float32 in a fixed order. Under autocast operands are cast as autocast would cast those of a matmul.
 
     ValueError for shapes or dtypes that do not fit and, on the CPU, for offsets that do not run from 0 to the number
     of rows below.

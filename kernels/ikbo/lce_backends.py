@@ -75,7 +75,7 @@ def _gluon_supports(
     return hopper_sizes(num_out, width, least_depth)
 
 
-# By name: it loses to torch's products everywhere.
+# Only by name: it is slower than torch's products everywhere.
 dispatch.register("linear_compression", "triton", supports=_triton_supports, priority=-1)(
     compression_operator("triton", _triton_forward, _triton_backward)
 )

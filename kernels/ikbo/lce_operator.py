@@ -1,14 +1,14 @@
 """`linear_compression` as operators of `torch.library` around a forward and a backward.
 
-`compression_operator(name, forward, backward)` is where a backend plugs in:
+A backend plugs in through `compression_operator(name, forward, backward)`:
 
     forward(candidate, w_candidate, requests, w_requests, offsets) -> out
     backward(grad_out, candidate, w_candidate, requests, w_requests, offsets, needs)
-        -> (d_request_0, d_w_request_0, ..., d_candidate, d_w_candidate), None where `needs` says that nobody needs it
+        -> (d_request_0, d_w_request_0, ..., d_candidate, d_w_candidate), None where `needs` says that it is not needed
 
 candidate [C, Kc, N], w_candidate [M, Kc] and, a list with an entry per level, outermost first, requests [R, Kr, N],
-w_requests [M, Kr] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written everywhere: rows that
-nothing belongs to get zero gradients. `gradients_with` makes a backward of two products.
+w_requests [M, Kr] and contiguous offsets [R + 1]. Any strides, one dtype. Results are written everywhere: rows without
+rows below them get zero gradients. `gradients_with` makes a backward of two products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compression_operator(
     name: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.register`, made of the two functions."""
-    # The number of arguments of an operator is fixed, so each number of levels has one of its own.
+    # The number of arguments of an operator is fixed, so there is an operator for each number of levels.
     operators = [_operator(f"lce_{name}_{levels}", levels, forward, backward) for levels in range(MAX_LEVELS + 1)]
 
     def call(
@@ -94,7 +94,7 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
 
     results = ", ".join(["Tensor"] * (2 + 2 * levels))
 
-    # An operator returns tensors: an empty one stands for a gradient that nobody needs.
+    # An operator must return tensors: an empty one replaces a gradient that is not needed.
     @custom_op(f"gemsmith::{name}_backward", schema=f"(bool[] needs, Tensor grad, {arguments}) -> ({results})")
     def compress_backward(needs: Sequence[bool], grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
         gradients = backward(grad, *_by_kind(operands), needs)
@@ -116,7 +116,7 @@ def _operator(name: str, levels: int, forward: Callable[..., Tensor], backward: 
 
     compress.register_autograd(differentiate, setup_context=save)
 
-    # `FlopCounterMode` takes operators that it cannot see into for free.
+    # Without this, `FlopCounterMode` would count nothing for the operator.
     @register_flop_formula(compress.definition.overloadpacket)
     def count(*shapes: Sequence[int], **_: Any) -> int:
         return 2 * shapes[-1][0] * sum(math.prod(x) for x in shapes[0::3])
@@ -142,5 +142,5 @@ def _by_kind(operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], 
     """(candidate, w_candidate, requests, w_requests, offsets) of the operator's arguments."""
     *requests, candidate = operands[0::3]
     *w_requests, w_candidate = operands[1::3]
-    # Backends read neighbouring offsets; a view of every k-th one is as good an argument.
+    # Backends read consecutive offsets, but an argument may be a view of every k-th one.
     return candidate, w_candidate, requests, w_requests, [x.contiguous() for x in operands[2::3]]

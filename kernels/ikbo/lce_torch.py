@@ -19,18 +19,18 @@ ALIGNMENT = 16  # bytes
 
 
 def room(matrix: Tensor, alignment: int) -> Tensor:
-    """The matrix if it is contiguous in its last dimension with rows at multiples of so many bytes, or room for it."""
+    """The matrix if its last dimension is contiguous and rows start at multiples of `alignment` bytes, or a buffer for it."""
     step = alignment // matrix.element_size()
     rows, columns = matrix.shape
     row_step = matrix.stride(0)
     if matrix.stride(1) == 1 and row_step >= columns and row_step % step == 0 and matrix.data_ptr() % alignment == 0:
         return matrix
-    # One element more than a view needs would do as well; whole rows keep the address arithmetic plain.
+    # Allocating less than whole rows would do, but whole rows keep the address arithmetic simple.
     return matrix.new_empty(rows, -(-columns // step) * step)[:, :columns]
 
 
 def aligned_rows(matrix: Tensor, alignment: int = ALIGNMENT) -> Tensor:
-    """The matrix, or a copy, with a contiguous last dimension and rows that start at multiples of so many bytes."""
+    """The matrix, or a copy, with a contiguous last dimension and rows that start at multiples of `alignment` bytes."""
     target = room(matrix, alignment)
     return matrix if target is matrix else target.copy_(matrix)
 
@@ -51,7 +51,7 @@ def forward(
     out = batched(weights[0], xs[0])
     for x, weight, level_offsets in zip(xs[1:], weights[1:], offsets, strict=True):
         rows = out.index_select(0, row_of(level_offsets, x.shape[0]))
-        # In place: the broadcast rows are read once, by the product, which adds to them in its accumulators.
+        # In place: the product reads the broadcast rows once, into its accumulators.
         out = rows.baddbmm_(aligned_rows(weight).expand(x.shape[0], -1, -1), x)
     return out
 

@@ -1,4 +1,4 @@
-"""Attention of the leaves of a tree to what every level above them has; see `kernels.ikbo`."""
+"""Attention of the leaves of a tree to the keys of every level above them; see `kernels.ikbo`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tree_attention(
     candidate without any key gets zeros.
 
     One softmax spans the keys of all levels. With `activation` nothing is normalised, so the result is the sum over
-    levels, in float32, of what each adds; `backend` is one of GDPA's then. Everything else is as in `target_attention`.
+    levels, in float32; `backend` is then one of GDPA's. Everything else is as in `target_attention`.
     """
     check_weights(activation, score_scale, out_scale)
     levels = len(candidate_offsets)
@@ -74,7 +74,7 @@ def tree_attention(
         leaves = nested_offsets(*candidate_offsets[level:])
         check_offsets(num_candidates, leaves)
         check_offsets(keys.shape[0], k_offsets[level])
-        if leaves.device.type == "cpu":  # elsewhere every backend checks them, and once is enough
+        if leaves.device.type == "cpu":  # on other devices every backend checks them
             check_lengths(leaves, max_candidates[level], f"max_candidates[{level}]")
             check_lengths(k_offsets[level], max_k[level], f"max_k[{level}]")
         if leaves.shape != k_offsets[level].shape:
@@ -133,7 +133,7 @@ def _reference(
     max_k: list[int],
     scale: float,
 ) -> Tensor:
-    """The specification: all scores of a query side by side, level after level."""
+    """The specification: all scores of a query concatenated, level after level."""
     total, num_heads = q.shape[:2]
     wide = torch.promote_types(q.dtype, torch.float32)
     for query_rows, key_rows, most, length in zip(q_offsets, k_offsets, max_q, max_k, strict=True):
@@ -161,12 +161,12 @@ def _reference(
 
 
 def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
-    """Kernels read neighbouring offsets; a view of every k-th one is as good an argument."""
+    """Contiguous offsets: kernels read consecutive ones, but an argument may be a view of every k-th."""
     return [[offsets.contiguous() for offsets in own] for own in lists]
 
 
-# Of `kernels.custom_op`s autograd sees no tensors inside lists. As there, nothing is remembered of offsets, which
-# compiled code may write over without counting it.
+# A `kernels.custom_op` would hide tensors inside lists from autograd. As in one, nothing is remembered for offsets,
+# which compiled code may overwrite without counting the write.
 @torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
 @on_its_device
 def _attend(
@@ -179,7 +179,7 @@ def _attend(
     max_k: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse [H, N]): attention to each level by itself, weighted by the levels' shares of all weights."""
+    """(out, lse [H, N]): attention to each level separately, averaged with the levels' shares of all weights."""
     from kernels.ikbo.triton_levels import join_levels
     from kernels.jagged.gluon_attention_forward import attention_forward
 
@@ -214,7 +214,7 @@ def _differentiate(
     from kernels.ikbo.triton_levels import sum_of
     from kernels.jagged.gluon_attention_backward import attention_backward
 
-    # With the statistics of all levels, a level's weights are its part of the softmax, and so are its gradients.
+    # With the statistics of all levels, a level's weights are its part of the softmax, and its gradients are, too.
     results = [
         forgetting(attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
         for keys, values, *level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
@@ -240,7 +240,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     nothing = [None] * ctx.levels
-    if grad is None:  # of a function that gives its input none
+    if grad is None:  # none arrives
         return None, nothing, nothing, nothing, nothing, None, None, None
     out, lse, q, *tensors = ctx.saved_tensors
     lists = [list(tensors[i : i + ctx.levels]) for i in range(0, len(tensors), ctx.levels)]

@@ -43,8 +43,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x + change, `rms_norm` of that, rows of it) for x and change [N, D]; without a change, of x itself.
 
-    `rows` [...] int64 names each of 0 .. N - 1 at most once, which is not looked at; -1 stands for a row of zeros. The
-    third result is [..., D], and empty without `rows`. ValueError for shapes and dtypes that do not fit.
+    `rows` [...] int64 must name each of 0 .. N - 1 at most once, which is not checked; -1 stands for a row of zeros.
+    The third result is [..., D], and empty without `rows`. ValueError for shapes and dtypes that do not fit.
     """
     if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):
         raise ValueError(
@@ -64,7 +64,7 @@ def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Ten
     """values[order] of values [N, ...], for an `order` [N] int64 that holds each of 0 .. N - 1 once.
 
     The gradient goes back the same way, without the sums that selecting rows more than once would need. ValueError for
-    another shape or dtype of `order`; that each row is in it once is not looked at.
+    another shape or dtype of `order`; it is not checked that each row is in it once.
     """
     if order.shape != values.shape[:1] or order.dtype != torch.int64:
         raise ValueError(
@@ -93,8 +93,8 @@ def rotate(
 
     cos and sin are [N, d / 2], of any floating dtype, or, with `positions` [N] int64 or int32, tables [P, d / 2] of
     which token i has row positions[i]. Computed in at least float32; the result has the dtype of x. x may be a view of
-    a fused projection and is read where it is. ValueError for shapes that do not fit; that positions are within
-    0 .. P - 1 is not looked at.
+    a fused projection, which is read without a copy. ValueError for shapes that do not fit; it is not checked that
+    positions are within 0 .. P - 1.
     """
     _check_angles(x, cos, sin, positions, "x [N, H, d]")
     return dispatch.choose_in_eager("rotate", backend, x, **_facts(x, cos, sin))(x, cos, sin, positions)
@@ -103,7 +103,7 @@ def rotate(
 def rotate_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v), each [N, H, d], of a fused projection [N, 3, H, d], q and k as by `rotate`.
+    """(q, k, v), each [N, H, d], of a fused projection [N, 3, H, d]; q and k are rotated as by `rotate`.
 
     v is a view. The three gradients are written into one tensor like the projection.
     """
@@ -115,7 +115,7 @@ def rotate_qkv(
 
 
 def unbind(x: Tensor) -> tuple[Tensor, ...]:
-    """x.unbind(1) of a fused projection x [N, K, ...]; gradients that lie together as in x are not copied to do so."""
+    """x.unbind(1) of a fused projection x [N, K, ...]. Gradients that already lie together as in x are not copied."""
     if torch.compiler.is_compiling():
         return x.unbind(1)
     return cast("tuple[Tensor, ...]", Unbind.apply(x))

@@ -1,4 +1,4 @@
-"""What follows a linear layer's product, bias, activation and a factor: specification and registration."""
+"""Bias, activation and a factor after a linear layer's product: specification and registration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import dispatch
 from kernels.custom_op import custom_op
 
 ACTIVATIONS = {"none": lambda u: u, "silu": F.silu}
-MAX_WIDTH = 2048  # of a row, which a program keeps in registers several times
+MAX_WIDTH = 2048  # columns of a row, of which a program keeps several copies in registers
 
 
 @dispatch.register("activate", "reference")

@@ -13,7 +13,7 @@ from kernels import dispatch
 from kernels.custom_op import custom_op
 
 EPSILON = 1e-5
-MAX_WIDTH = 8192  # of a row, which one program keeps in registers
+MAX_WIDTH = 8192  # columns of a row, which one program keeps in registers
 
 
 @dispatch.register("rms_norm", "reference")

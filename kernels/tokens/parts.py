@@ -1,4 +1,4 @@
-"""The parts of a fused projection, whose gradients need not be put together where they lie together."""
+"""The parts of a fused projection, whose gradients need no copy where they already lie together."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Unbind(torch.autograd.Function):
 
 
 def whole(parts: tuple[Tensor, ...]) -> Tensor | None:
-    """The tensor [N, K, ...] that K parts [N, ...] are all of, in their order, or None if there is none."""
+    """The tensor [N, K, ...] whose K parts [N, ...] these are, in order, or None if they are not parts of one."""
     together = parts[0]._base
     if together is None or together.shape != (len(parts[0]), len(parts), *parts[0].shape[1:]):
         return None
     for own, part in zip(together.unbind(1), parts, strict=True):
         same = part._base is together and part.storage_offset() == own.storage_offset()
-        # One that can be differentiated again is not the memory that it is in alone.
+        # A gradient that can be differentiated again is more than its memory.
         if not same or part.stride() != own.stride() or part.requires_grad:
             return None
     return together

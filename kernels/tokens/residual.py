@@ -17,7 +17,7 @@ from kernels.tokens import norm
 @dispatch.register("add_rms_norm", "reference")
 def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     total = x if change is None else x + change
-    # Behind the last row there is one of zeros, which is row -1.
+    # A row of zeros after the last one is row -1.
     picked = total[:0] if rows is None else pad(total, (0, 0, 0, 1))[rows]
     return total, norm.rms_norm(total, total.dtype), picked
 
@@ -66,7 +66,7 @@ def _backward(
     total, rows = ctx.saved_tensors
     if d_normed is None:
         d_normed = torch.zeros_like(total)
-    # The sum is no output without a change, and no row is picked without rows.
+    # Without a change the sum is not an output, and without `rows` none is picked.
     d = _add_rms_norm_backward(
         d_total if ctx.has_change else None, d_normed, None if rows is None else d_picked, total, rows
     )

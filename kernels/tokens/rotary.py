@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from kernels import dispatch
 from kernels.custom_op import custom_op
 
-MAX_WIDTH = 8192  # of a head, of which one program keeps whole tokens in registers
+MAX_WIDTH = 8192  # features of a head; a program keeps whole tokens in registers
 
 
 @dispatch.register("rotate", "reference")
@@ -67,7 +67,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    # A rotation's transpose turns back; it is the operator itself, so that second derivatives exist.
+    # The transpose of a rotation is the rotation back. It is this operator again, so that second derivatives exist.
     return _rotate(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None, None
 
 
@@ -98,7 +98,7 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: T
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Not an operator, as v is a view of what it is given."""
+    """Not an operator of torch.library, since v is a view of the input."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Bias, activation and factor behind a linear layer's product in Triton.
+"""Bias, activation and factor after a linear layer's product in Triton.
 
-Backward, the gradient of the bias, a sum over all rows, is added up where its terms are made: each program keeps the
-sums of its rows, and a short second step adds those of all programs.
+In the backward the gradient of the bias, a sum over all rows, is added up in the same pass: each program keeps the sums
+of its rows, and a short second step adds those of all programs.
 """
 
 from __future__ import annotations

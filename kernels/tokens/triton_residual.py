@@ -1,7 +1,7 @@
 """A residual sum, its norm and chosen rows of it in Triton: the sum is made where it is normalised.
 
-Backward, what comes for the sum is added where the gradient of the norm is made, and what comes for chosen rows to the
-few of them afterwards, in place: no gradient of the size of all tokens is written for it.
+In the backward, the incoming gradient of the sum is added in the pass that makes the gradient of the norm, and that of
+the chosen rows afterwards, in place, to these few rows: no gradient of the size of all tokens is written for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RMSNorm, rotation and another order in Triton: heads of tokens whole in registers, tensors read where they are.
+"""RMSNorm, rotation and another order in Triton: whole heads of tokens in registers, strided tensors without a copy.
 
 With n = s x and s = 1 / sqrt(mean(x^2) + epsilon): dx = s (dn - n mean(n dn)). A rotation's gradient is the rotation by
 the negative angles.
@@ -16,7 +16,7 @@ from kernels.launch import Launcher, aligned
 from kernels.tokens.norm import EPSILON
 
 _EPSILON = tl.constexpr(EPSILON)
-_VALUES = 4096  # of a program, in as many heads as that gives
+_VALUES = 4096  # of a program; how many heads these are depends on their width
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _heads(num_heads, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(int64 places of rows [first, first + ROWS), which lie one behind the other; whether they exist)."""
+    """(int64 indices of the elements of rows [first, first + ROWS), which are contiguous; whether they exist)."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     return (row.to(tl.int64) * WIDTH)[:, None] + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -71,7 +71,7 @@ def rotate_kernel(
     INVERSE: tl.constexpr, TABLE: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH is half of a head: features i and i + WIDTH are turned together. With a TABLE angles are by positions."""
+    """WIDTH is half of a head: features i and i + WIDTH are rotated together. A TABLE has angles by position."""
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
@@ -145,7 +145,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool, out: Tensor | None = None
 ) -> Tensor:
-    """x [N, H, d] turned by its tokens' angles, or back; into `out`, a part of a larger tensor, or contiguous.
+    """x [N, H, d] rotated by its tokens' angles, or back; into `out`, a part of a larger tensor, or contiguous.
 
     cos and sin are [N, d / 2], or tables [P, d / 2] for positions [N].
     """
@@ -159,7 +159,7 @@ def rotate(
 
 
 def copy_heads(x: Tensor, out: Tensor) -> None:
-    """Write x [N, H, d] into `out`, a part of a larger tensor, in whole lines, as PyTorch's copy does not."""
+    """Write x [N, H, d] into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch's copy."""
     _over_heads(_launch_copy, x.shape[2], x, (out,), strides=out.stride()[:2])
 
 
@@ -191,8 +191,8 @@ def _over_heads(
 ) -> None:
     """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
 
-    `before` and `others` are the tensors that come before and behind x among the arguments, contiguous but for one
-    whose strides of tokens and heads are given.
+    `before` and `others` are the tensors before and after x among the arguments, all contiguous except one whose
+    strides of tokens and heads are given.
     """
     if not x.numel():
         return

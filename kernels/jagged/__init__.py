@@ -1,13 +1,13 @@
 """Operators on jagged tensors: (values [N, ...], offsets [B + 1]), row b is values[offsets[b]:offsets[b + 1]].
 
-Offsets are int32 or int64 on the device of the values, start at 0, do not decrease, and end at N. No operator asks
-the device for a number (the one exception says so), so every size that is not a shape is an argument: maxima are
-configured constants that no row exceeds, never the maximum of a batch. Half-precision sums are accumulated in float32.
+Offsets are int32 or int64 on the device of the values, start at 0, do not decrease, and end at N. No operator waits for
+the device (the one exception says so), so sizes that cannot be read from a shape are arguments: maxima are configured
+constants that no row exceeds, never the maximum of a batch. Half-precision sums are accumulated in float32.
 `backend` forces one backend by name; see `kernels.dispatch`.
 
 A ValueError names shapes and dtypes that do not fit and, on the CPU, offsets that do not run from 0 to N, rows longer
-than their maximum, and negative row numbers, starts and lengths. On a GPU, where looking would be a wait, row lengths
-are device assertions and the others are not looked at.
+than their maximum, and negative row numbers, starts and lengths. On a GPU such checks would have to wait for the
+device: row lengths are device assertions, and the rest is not checked.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def jagged_to_padded(
 ) -> Tensor:
     """[N, ...] -> [B, max_length, ...]: rows start at position 0 and `fill` follows them.
 
-    Of a row longer than max_length the first or the last max_length values are kept, as `keep` says.
+    If a row is longer than max_length, `keep` says whether its first or its last max_length values are kept.
     """
     if keep not in ("first", "last"):
         raise ValueError(f"keep must be 'first' or 'last', got {keep!r}")
@@ -196,7 +196,7 @@ def jagged_attention(
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv] -> [Nq, H, dv]; H is a multiple of Hkv, and head h reads key head
     h // (H / Hkv). Scores are multiplied by `scale` (default 1 / sqrt(d)). Query i sees key j, both counted within
-    their row, when all of these hold that are asked for:
+    their row, when all of the following hold that are set:
 
     - `causal`: j <= i;
     - `window`, w or (left, right): i - left <= j <= i + right, None or -1 on a side for no limit;
@@ -239,7 +239,7 @@ def jagged_attention(
         biased="bias" in features,
         positive_scale=scale > 0,
         few_queries=max_q < 64,
-        query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; not the size of a batch of many
+        query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; many count as 64
     )
     if not getattr(attend, "checks_lengths", False):
         check_lengths(q_offsets, max_q, "max_q")
@@ -257,7 +257,7 @@ def _bias(
     k_times: Tensor | None,
     bucket_width: float,
 ) -> Bias:
-    """Checked biases; tables are widened, because their entries are sums over a whole batch when differentiated."""
+    """Checked biases. Tables are converted to float32, because their gradients are sums over a whole batch."""
     num_heads = q.shape[1]
     if position is not None and (position.dim() != 2 or len(position) != num_heads or position.shape[1] % 2 == 0):
         raise ValueError(f"position_bias must be [{num_heads}, 2 P + 1], got {tuple(position.shape)}")

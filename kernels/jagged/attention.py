@@ -1,7 +1,7 @@
 """`jagged_attention` as a `torch.library` operator around a forward and a backward kernel, and the Triton backend.
 
-`attention_operator(name, forward, backward)` is where a backend plugs in: it gets an operator that `torch.compile` and
-`opcheck` see through and that saves q, k, v, out and lse, so that memory is linear in the number of values.
+A backend plugs in through `attention_operator(name, forward, backward)`, which makes an operator that `torch.compile`
+and `opcheck` see through. It saves q, k, v, out and lse, so that memory is linear in the number of values.
 
     forward(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (out, lse)
     backward(grad_out, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (dq, dk, dv)
@@ -9,8 +9,8 @@
 Shapes are those of `kernels.jagged.jagged_attention`; out is contiguous, `window` is (left, right) with -1 for no
 limit, and lse [H, Nq] float32 is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query
 that sees none. q, k and v have one dtype and any strides, grad_out too. A backend that serves block-local attention or
-biases also takes `block_size` and `bias`, and returns the gradients of the two tables behind dv if there is a bias, of
-no size for one that is None.
+biases also takes `block_size` and `bias`. If there is a bias, it returns the gradients of the two tables after dv, an
+empty tensor for a table that is None.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, Sym
 
 
 def contiguous_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of q, k and v."""
+    """Empty tensors for the gradients of q, k and v."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of q, k and v, those of k and v side by side as in [Nk, 2, Hkv, d] if they are alike.
+    """Empty tensors for the gradients of q, k and v; if k and v are alike, theirs are parts of one [Nk, 2, Hkv, d].
 
     That is the gradient of a projection that made both, see `kernels.tokens.unbind`.
     """
@@ -55,8 +55,8 @@ def attention_operator(
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above.
 
-    Without `features` it takes neither `block_size` nor `bias`, which spares the host a third of the arguments.
-    `gradients` makes what the backward kernel writes to.
+    Without `features` it takes neither `block_size` nor `bias`, which saves the host a third of the arguments.
+    `gradients` makes the tensors that the backward kernel writes to.
     """
     schema = f"{_TENSORS}{_TABLES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
     results = ", ".join(["Tensor"] * (5 if features else 3))
@@ -93,7 +93,7 @@ def attention_operator(
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.constants = inputs[saved:]
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # of lse, that is: zeros for nobody
+        ctx.set_materialize_grads(False)  # lse has no gradient: zeros would be made for nothing
         ctx.save_for_backward(*inputs[:saved], *output)
 
     def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,8 +132,8 @@ def attention_operator(
 def _plain(
     q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int, scale: float, causal: bool, left: int, right: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments of a kernel behind v, and those of features that are in use."""
-    # Kernels read neighbouring offsets; a view of every k-th one is as good an argument.
+    """Positional arguments of a kernel after v, and those of features that are in use."""
+    # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
     offsets = q_offsets.contiguous(), k_offsets.contiguous()
     return (*offsets, max_q, max_k, scale, causal, (left, right)), {}
 
@@ -192,7 +192,7 @@ triton_attention = dispatch.register("jagged_attention", "triton", supports=_tri
 )
 
 
-# Query rows of a key head, those of all heads that share it, which a tile of the kernels for few of them holds.
+# Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
 MAX_DECODE_ROWS = 32
 
 
@@ -220,7 +220,7 @@ def _decode_supports(
     return None
 
 
-# A tile of any other holds 64 queries or more of one head.
+# A tile of the other kernels holds 64 queries or more of one head.
 decode_attention = dispatch.register("jagged_attention", "decode", supports=_decode_supports, priority=30)(
     attention_operator("decode", _decode_forward, _decode_backward, features=False, gradients=gradients_beside)
 )

@@ -32,8 +32,8 @@ def position_index(i: Tensor, j: Tensor, size: int) -> Tensor:
 def time_bucket_edges(num_buckets: int, width: float, device: torch.device) -> Tensor:
     """[num_buckets + 1] int32: bucket b holds the gaps of at least edges[b] and less than edges[b + 1] seconds.
 
-    edges[b] = ceil(exp(b width)), but 0 for b = 0 and out of reach for the end of the last bucket. Whole numbers make a
-    bucket the same on every device, which the rounding of a logarithm would not.
+    edges[b] = ceil(exp(b width)), except 0 for b = 0 and a value that no gap reaches at the end. With whole numbers a
+    bucket is the same on every device, which it would not be with a rounded logarithm.
     """
     steps = torch.arange(num_buckets + 1, device=device, dtype=torch.float64)
     edges = (steps * width).exp().ceil().clamp(max=LONGEST_GAP + 1)

@@ -1,4 +1,4 @@
-"""`jagged_attention` as it is written without kernels for it: pad, attend with a mask under torch.compile, take out."""
+"""`jagged_attention` as written without kernels: pad, attend with a mask under torch.compile, remove the padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _supports(*, device: str, masked: bool, block_local: bool, biased: bool, **_
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """[B, L, H, d] each, lengths [B] of the keys."""
     j = torch.arange(k.shape[1], device=k.device)
-    # A row without keys looks at its padding, whose values are zeros.
+    # A row without keys attends to its padding, whose values are zeros.
     seen = (j < lengths.clamp(min=1)[:, None])[:, None, None]
     out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
     return out.transpose(1, 2)
@@ -34,7 +34,7 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_attend, dynamic=False)
 
 
-# Never by itself: it is what the other backends are measured against in training.
+# Only by name: the other backends are compared with it in training.
 @dispatch.register("jagged_attention", "padded", supports=_supports, priority=-1)
 def jagged_attention(
     q: Tensor,
@@ -48,11 +48,11 @@ def jagged_attention(
     causal: bool,
     window: tuple[int, int],
 ) -> Tensor:
-    # Whatever converts fastest; the package that chooses it imports this file.
+    # By the fastest backend for conversions; imported here, as that package imports this file.
     from kernels.jagged import jagged_to_padded, padded_to_jagged
 
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels want the rows of a mask to start at multiples of 16 bytes
+    max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels need rows of a mask to start at multiples of 16 bytes
     padded = (
         jagged_to_padded(values, offsets, length)
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))

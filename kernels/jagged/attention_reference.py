@@ -28,8 +28,8 @@ def jagged_attention(
 ) -> Tensor:
     """`window` is (left, right) with -1 for no limit; the rest as in the public function."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    # A softmax over no keys is 0 / 0. A query that sees none looks at one more key behind all others, which is zero
-    # like its value: the result is exactly zero and so are its gradients.
+    # A softmax over no keys is 0 / 0. A query that sees none attends to an additional key after all others, which is
+    # zero like its value: the result is exactly zero, and so are its gradients.
     nowhere = max_k
     q_padded, k_padded, v_padded = (
         jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
@@ -56,7 +56,7 @@ def jagged_attention(
 def _padded_bias(
     bias: Bias, i: Tensor, j: Tensor, q_offsets: Tensor, k_offsets: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:
-    """[1 or B, H, num_queries, num_keys], what is added to the scores of padded rows."""
+    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows."""
     terms = []
     if bias.position is not None:
         index = position_index(i, j, bias.position.shape[1])

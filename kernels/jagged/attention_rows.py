@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels.launch import Launcher, aligned
 
-# Columns of both tables: where a row's queries and keys start and how many there are, where it begins on the axis of
-# query tiles; of a tile its number within the row, and the tiles of queries of the row's later runs; of a row the tiles
-# of queries and of keys of those before it.
+# Columns of both tables: where a row's queries and keys start, how many there are, and where it begins on the axis of
+# query tiles. For a tile also its number within the row and the query tiles of the row's later runs; for a row also the
+# query and key tiles of the rows before it.
 Q_START = tl.constexpr(0)
 Q_LENGTH = tl.constexpr(1)
 K_START = tl.constexpr(2)
@@ -34,7 +34,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit
 def _tiles(length, SIZE: tl.constexpr):
-    """Nothing takes a tile, too."""
+    """Number of tiles; an empty row has one, too."""
     return tl.maximum((length.to(tl.int32) + SIZE - 1) // SIZE, 1)
 
 
@@ -51,7 +51,7 @@ def _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr):
 
 @triton.jit
 def _key_tiles(q_length, k_length, SHORT: tl.constexpr):
-    """None of a row that is left out."""
+    """Number of key tiles of a row; 0 if it is left out."""
     tiles = _tiles(k_length, KEY_TILE)
     if SHORT:
         tiles = tl.where((q_length <= SHORT) & (k_length <= SHORT), 0, tiles)
@@ -60,8 +60,8 @@ def _key_tiles(q_length, k_length, SHORT: tl.constexpr):
 
 @triton.jit
 def _work(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS: tl.constexpr, SHORT: tl.constexpr):
-    """What rows are sorted by: those without queries or keys still have outputs to write; behind them come those that
-    are left out, and padding. In float32, which a comparison takes one instruction for."""
+    """The sorting key of rows. Rows without queries or keys still have outputs to write; after them come rows that are
+    left out, and padding. float32, because its comparison is a single instruction."""
     q, k = _lengths(q_offsets_ptr, k_offsets_ptr, rows, num_rows, RUNS)
     work = (q + TILE).to(tl.float32) * (k + TILE).to(tl.float32)
     if SHORT:
@@ -111,9 +111,9 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 
     """int32 [B * runs, COLUMNS] without NUMBER: the rows with the most scores first, ties in their own order.
 
     q_offsets are [runs * (B + 1)], those of each run of queries of all rows in turn. Row r has an entry for each of its
-    runs; Q_TILES_BEFORE is there if that is one. Rows of at most `short` queries and keys come last. Ranks come from
-    comparing all pairs of rows, which spares the many launches of a sort. Pairs are summed at the end, by few
-    instructions: the kernel is short against their way from memory.
+    runs; Q_TILES_BEFORE is set if there is one run. Rows of at most `short` queries and keys come last. Ranks come from
+    comparing all pairs of rows, which avoids the many launches of a sort. Pairs are summed at the end, in few
+    instructions, because loading a kernel's instructions takes longer than running them here.
     """
     num_rows = k_offsets.shape[0] - 1
     table = torch.empty(num_rows * runs, COLUMNS.value, dtype=torch.int32, device=q_offsets.device)
@@ -126,7 +126,7 @@ def row_table(q_offsets: Tensor, k_offsets: Tensor, runs: int = 1, short: int = 
 
 @triton.jit
 def _store_tile(table_ptr, place, fields, number, chosen):
-    """`fields` are what the table of rows has of the tile's row, from Q_START to FIRST_TILE."""
+    """`fields` are the columns Q_START to FIRST_TILE of the tile's row in the table of rows."""
     entry = table_ptr + place.to(tl.int64) * COLUMNS
     for column in tl.static_range(NUMBER):
         tl.store(entry + column, fields[column], chosen)
@@ -184,7 +184,7 @@ def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr, SH
     wave = tl.load(entry + Q_TILES_BEFORE) // TOGETHER
     k_before = tl.load(entry + K_TILES_BEFORE)
     own_tiles = _key_tiles(q_length, k_length, SHORT)
-    # A row has a tile of queries at least, so that its wave is among its neighbours.
+    # A row has at least one tile of queries here, so that its wave is that of its neighbours.
     others = row - TOGETHER + tl.arange(0, 2 * TOGETHER)
     inside = (others >= 0) & (others < num_rows)
     member = inside & (tl.load(rows_ptr + others * COLUMNS + Q_TILES_BEFORE, inside, 0) // TOGETHER == wave)
@@ -201,9 +201,9 @@ def _wave_table_kernel(rows_ptr, table_ptr, num_rows, TOGETHER: tl.constexpr, SH
 
 
 def wave_table(q_offsets: Tensor, k_offsets: Tensor, num_keys: int, together: int, short: int = 0) -> Tensor:
-    """As `tile_table`, but rows are taken as many at a time as have `together` (a power of two) tiles of queries.
+    """Like `tile_table`, but so many rows are taken at a time that they have `together` (a power of two) query tiles.
 
-    Tile j of a row waits for what its tile j - 1 does step by step, so that of short rows more have to be under way.
+    Tile j of a row waits for its tile j - 1 at every step, so more rows must be in progress where rows are short.
     """
     rows = row_table(q_offsets, k_offsets, short=short)
     num_rows = rows.shape[0]
@@ -216,11 +216,12 @@ def tile_table(
     q_offsets: Tensor, k_offsets: Tensor, num_keys: int, members: int, runs: int = 1, short: int = 0
 ) -> Tensor:
     """int32 [1 + capacity * runs, COLUMNS] up to LATER: element [0, 0] is the number of key tiles; those of tile t and
-    run g of the row's queries are in row 1 + t * runs + g, LATER only of several runs.
+    run g of the row's queries are in row 1 + t * runs + g, LATER only if there are several runs.
 
     The rows of `row_table` are taken `members` (a power of two) at a time: first the first key tile of each, then the
-    second, and so on, so that tile j of a row comes some time after its tile j - 1, and not too long. A row without
-    keys has one tile. Of one run, rows of at most `short` queries and keys are left out: another kernel takes them.
+    second, and so on, so that tile j of a row comes some time after its tile j - 1, but not too long after it. A row
+    without keys has one tile. With one run, rows of at most `short` queries and keys are left out: another kernel takes
+    them.
     """
     rows = row_table(q_offsets, k_offsets, runs, short)
     num_rows = k_offsets.shape[0] - 1
@@ -254,7 +255,7 @@ def _attention_statistics_kernel(
 ):
     row = tl.program_id(0)
     tile = tl.program_id(1)
-    # In 64 bits: a head's stride may be that of all rows.
+    # In 64 bits: the stride of a head may span all rows.
     head = tl.program_id(2).to(tl.int64)
     start = tl.load(offsets_ptr + row).to(tl.int64)
     length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
@@ -289,8 +290,8 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor]:
     """(lse in base 2 and delta = sum over d of out * grad_out, float32 [2, H, tiles * TILE]; zeros, int32 [H, tiles]).
 
-    Places behind a row's end hold lse = +inf and delta = 0, so that scores there exponentiate to zero. Nothing
-    is written for rows of at most `short` queries and keys, which need `k_offsets`.
+    Entries beyond a row's end are lse = +inf and delta = 0, so that the exponential of scores there is zero. Nothing is
+    written for rows of at most `short` queries and keys; to find them, `k_offsets` is needed.
     """
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1

@@ -106,7 +106,7 @@ def _attention(direction: str, rows: int, maximum: int, mean: float, dim: int, d
     pairs = lengths.double().square().sum().item()
     tensors = 8 if backward else 4  # q, k, v, out, and backward their gradients
     backends = backends_of("jagged_attention", prepare)
-    del backends["padded"]  # which pads inside the timing; here that is done beforehand
+    del backends["padded"]  # it pads inside the timing; here that is done before it
     del backends["decode"]  # for few queries: see bench_pooling
     contenders = backends | {"sdpa on padded": prepare_padded}
     if mean == 1.0 and device.type == "cuda":  # with a mask it is another kernel; `sweep_*` has it on ragged rows

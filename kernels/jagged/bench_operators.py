@@ -1,9 +1,9 @@
 """Benchmark cases of the jagged operators other than attention, at the shape of the jagged flash attention paper.
 
-A backward case times the backward alone, of a forward that ran once. The peers are FBGEMM's, where it is installed:
-its Triton kernels for products and softmax, its C++ operators for these and conversions; and PyTorch on padded tensors.
-Beside them stands PyTorch's negation of a tensor that reads and writes, half and half, as many bytes as the operator
-must move: what the chip does in so short a time.
+A backward case times only the backward of a forward that ran once. The peers are FBGEMM, where it is installed (its
+Triton kernels for products and softmax, its C++ operators for these and conversions), and PyTorch on padded tensors.
+For comparison there is PyTorch's negation of a tensor, which reads half as many bytes as the operator must move and
+writes the other half: what the chip's memory allows in so short a time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Operator:
     inputs: Sequence[Tensor]
     ours: Callable[..., Tensor]
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
-    forward_peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)  # with no backward that works
-    op: str = ""  # of `kernels.dispatch`, where that has another name than the case
+    forward_peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)  # whose backward does not work
+    op: str = ""  # name in `kernels.dispatch`, if it is not that of the case
     flops: float = 0.0
     kept: float = 0.0  # elements that the forward keeps for the backward besides inputs and output
     saved: Sequence[int] = ()  # indices of the inputs that the backward needs, -1 for the output
@@ -74,7 +74,7 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _mover(kind: str, size: float, device: torch.device) -> tuple[Callable[[], Any], Tensor]:
-    """(what reads one half of `size` bytes and writes the other, or only reads or writes all of them; its result)."""
+    """(a function that reads half of `size` bytes and writes the other, or only reads or writes all; its result)."""
     source = torch.arange(int(size) // (8 if kind in ("copy", "negate") else 4), device=device).float()
     target = torch.empty_like(source)
     moves: dict[str, tuple[Callable[[], Any], Tensor]] = {
@@ -87,7 +87,7 @@ def _mover(kind: str, size: float, device: torch.device) -> tuple[Callable[[], A
 
 
 def _moving(kind: str, size: int, device: torch.device) -> Problem:
-    """What moving bytes takes in practice."""
+    """Contenders that only move as many bytes."""
     step, expected = _mover(kind, size, device)
     return Problem({"torch": lambda: Runner(step)}, check_relative_error((expected,), 1e-5), 0.0, float(size))
 

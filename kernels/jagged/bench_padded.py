@@ -1,6 +1,6 @@
 """The peer "torch padded" of the jagged operators' benchmark: the same mathematics on padded tensors.
 
-Padding the inputs and cutting the results back is left out of the timing, so the peer is what a model pays that keeps
+Padding the inputs and removing the padding of results is not timed, so this is the cost in a model that keeps
 everything padded: the work and the memory of padding, but no conversions.
 """
 
@@ -60,7 +60,7 @@ class Layouts:
         if layout == "square":
             rows, length = self.offsets.shape[0] - 1, self.maximum
             flat = tensor.new_full((rows * length * length,), fill).index_copy(0, self.square_index, tensor)
-            # Rows of nothing but -inf would be NaN in a softmax.
+            # The softmax of a row of only -inf would be NaN.
             return flat.view(rows, length, length).masked_fill(~self.real[:, :, None], 0.0)
         return tensor.clone()
 

@@ -1,4 +1,4 @@
-"""Benchmark cases of attention with a few queries a row, those of a pooling, over keys of uneven rows."""
+"""Benchmark cases of attention with a few queries a row, as in pooling, over rows of unequal numbers of keys."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kernels.remember import remembered
 
 
 def check_offsets(total: int, offsets: Tensor) -> None:
-    """ValueError unless offsets run from 0 to `total`. On a GPU looking would be a sync, so only the CPU looks."""
+    """ValueError unless offsets run from 0 to `total`. Checked on the CPU only: on a GPU it would be a sync."""
     if not _readable(offsets):
         return
     if offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype not in (torch.int32, torch.int64):

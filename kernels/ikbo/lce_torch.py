@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes
 
 
 def room(matrix: Tensor, alignment: int) -> Tensor:
-    """The matrix if its last dimension is contiguous and rows start at multiples of `alignment` bytes, or a buffer for it."""
+    """The matrix if rows are contiguous and start at multiples of `alignment` bytes, otherwise a buffer for it."""
     step = alignment // matrix.element_size()
     rows, columns = matrix.shape
     row_step = matrix.stride(0)

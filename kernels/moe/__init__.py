@@ -35,7 +35,7 @@ def experts(
         gate_up: [E, 2F, D], W_gate in rows 0:F and W_up in rows F:2F; down: [E, D, F].
         recipe: of the products, one of `kernels.mxfp8.RECIPES`.
     Returns:
-        [N, D] in autocast's dtype in its regions, else in that of x. Gradients for all but `selected_experts`.
+        [N, D] in autocast's dtype under autocast, otherwise in that of x. Gradients for all but `selected_experts`.
     Raises:
         ValueError: unknown recipe, or shapes that don't fit together.
     """
@@ -57,7 +57,7 @@ def experts(
         )
     out_dtype = dispatch.autocast_dtype(x)
     facts = {
-        # Without a recipe operands have the dtype of the result.
+        # Without a recipe, operands have the dtype of the result.
         "operands": {torch.bfloat16: "bf16"}.get(out_dtype, str(out_dtype)) if recipe == "none" else recipe,
         "out_dtype": out_dtype,
         "dim": dim,

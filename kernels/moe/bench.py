@@ -1,9 +1,9 @@
 """Benchmark cases of the routed experts: `python -m kernels.bench moe`.
 
-A layer is a router and its experts. Ours is held against the same layer in BF16 out of PyTorch parts, compiled: sort,
-`torch._grouped_mm`, SwiGLU, `index_add_`. Both score with the same compiled router, but for the choice of the largest
-scores, which is part of ours; what is chosen follows from a bias that outweighs the scores, so that contenders of other
-roundings agree on it, at a random load.
+A layer is a router and its experts. Ours is compared with the same layer in BF16 made of PyTorch's parts, compiled:
+sort, `torch._grouped_mm`, SwiGLU, `index_add_`. Both score with the same compiled router, except for the choice of the
+largest scores, which is part of ours. The choice follows a random bias that outweighs the scores, so that contenders
+with other roundings choose alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
 
 PHASES = ("fwd", "fwd_bwd")
 
-# Three quantised products in a row leave 22 dB; one limit for all, the tests hold bfloat16 to a closer one.
+# Three quantised products in a row leave 22 dB. One limit for all; the tests have a closer one for bfloat16.
 LIMIT = 8e-2
 
 Layer = Callable[..., Tensor]
@@ -59,8 +59,8 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
     x = _random(device, rows, features).bfloat16()
 
     def one_pass(form: int) -> Runner:
-        """With scales as Hopper's products read them, as matrices, or in the tiles that tcgen05 instructions read."""
-        dispatch.choose("mxfp8_quantize", "gluon", x, axis=-1)  # or it says why not
+        """Quantise with scales as Hopper's products read them, as matrices, or in the tiles of tcgen05 instructions."""
+        dispatch.choose("mxfp8_quantize", "gluon", x, axis=-1)  # otherwise the reason
         from kernels.mxfp8.gluon_quantize import quantize_both
 
         def matrix(codes: Tensor, scales: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def route(
 
 
 def torch_layer(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, *, bias: Tensor, top_k: int) -> Tensor:
-    """The layer in bfloat16 out of PyTorch's parts."""
+    """The layer in bfloat16, made of PyTorch's parts."""
     selected_experts, weights = route(x, gate, bias, top_k)
     flat = selected_experts.flatten()
     order = flat.argsort(stable=True)
@@ -136,7 +136,7 @@ def exact_layer(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, *, bias:
 
 @functools.cache
 def _compiled(function: Layer) -> Layer:
-    """Once for all cases of a shape, and for that shape alone."""
+    """Compiled once for all cases of a shape, and for that shape only."""
     return torch.compile(function, dynamic=False)
 
 
@@ -179,7 +179,7 @@ def _layer(phase: str, n: int, d: int, f: int, e: int, top_k: int, device: torch
         return runner(partial(_compiled(torch_layer), bias=bias, top_k=top_k))
 
     def judged(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Without the gate's gradient: what is left of weights that sum to 1, in which errors don't cancel."""
+        """Without the gate's gradient: with weights that sum to 1 it is a remainder in which errors do not cancel."""
         return tuple(tensor for index, tensor in enumerate(outputs) if index != 2)
 
     expected = judged(runner(partial(exact_layer, bias=bias, top_k=top_k), torch.float32).step())

@@ -1,8 +1,8 @@
 """`python -m kernels.moe.breakdown FILE.json [--case GLOB]`: where the time of an expert layer goes, by kind of kernel.
 
-Forward and backward of the layers of `bench.py`, ours in each recipe and PyTorch's parts compiled, under the profiler:
-device time of each kernel, added up by what it is for, and the peak of the layer's memory, are added to the file.
-With `--draw FIGURE.png` matplotlib draws stacked bars of what is in the file.
+Runs forward and backward of the layers of `bench.py`, ours in each recipe and PyTorch's parts compiled, under the
+profiler, and adds the device time of each kind of kernel and the layer's peak memory to the file. With
+`--draw FIGURE.png` matplotlib draws stacked bars of what is in the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES = (
     ("sigmoid", "SwiGLU"),
     ("silu", "SwiGLU"),
     ("index_add", "combine"),
-    ("indexfunc", "combine"),  # what index_add launches
+    ("indexfunc", "combine"),  # launched by index_add
     ("index_put", "combine"),
     ("fused_index", "gather and quantise"),
     ("sort", "places"),
@@ -51,7 +51,7 @@ NAMES = (
     ("fill", "other"),
     ("topk", "places"),
     ("top_k", "places"),
-    ("transpose_kernel", "products"),  # which prepares their scales
+    ("transpose_kernel", "products"),  # it prepares their scales
 )
 
 
@@ -79,7 +79,7 @@ def measure(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 def run(path: Path, pattern: str) -> None:
-    """Measure the cases that match and add them to the file, in turns with processes that do so for others."""
+    """Measure the cases that match and add them to the file, taking turns with processes that measure other cases."""
     from kernels.bench.environment import commit, environment
     from kernels.moe.bench import PHASES, cases
 
@@ -96,7 +96,7 @@ def run(path: Path, pattern: str) -> None:
         with turn_of(path.resolve().parent):
             arms = {name: measure(step) for name, step in steps.items()}
             earlier = json.loads(path.read_text()) if path.exists() else {}
-            # Measured with other code or versions, they do not belong beside these.
+            # Earlier results with other code or versions are dropped.
             layers = earlier["layers"] if facts.items() <= earlier.items() else {}
             layers[case.name.removeprefix(prefix)] = arms
             path.write_text(json.dumps({**facts, "layers": layers}, indent=1) + "\n")

@@ -8,10 +8,10 @@
     out = weighted sums of o's rows                    dx = sums of the rows of dh W_gate_up
 
 Kept for the backward: h in bfloat16 and the rows of x, quantised along the rows' axis or bfloat16. The weights are
-quantised anew for the input gradients; but one pass over a W_down with groups of 128 quantises it for both products, as
-what is kept of it is given back before the backward needs most memory. o is not kept: a row's weight is applied to y
-in the backward, where its gradient <dout W_down, y> falls out of the same pass. What else the backward makes, it makes
-as late and drops as early as it can; dh takes the memory of h, unless h is needed again.
+quantised anew for the input gradients, except W_down with groups of 128: one pass quantises it for both products, since
+what is kept of it is freed before the backward's peak. o is not kept: a row's weight is applied to y in the backward,
+where its gradient <dout W_down, y> comes out of the same pass. All else is made as late and freed as early as possible;
+dh takes the memory of h, unless h is needed again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _quantizes_both(weight: Tensor, group: int) -> bool:
 
 
 def _both(weight: Tensor, group: int) -> tuple[Operand, *tuple[Tensor, ...]]:
-    """weight [E, N, K] as the forward takes it, and the three tensors of it that the input gradient takes, or empty."""
+    """weight [E, N, K] as the forward takes it, and the three tensors that the input gradient takes, or empty ones."""
     if not _quantizes_both(weight, group):
         return _operand(weight, group, False), *(weight.new_empty(0) for _ in range(3))
     from kernels.mxfp8 import gluon_weights
@@ -151,7 +151,7 @@ def _differentiate(
     needs: list[bool],
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `_backward`. With `overwrite` the first of `kept` may be written over, and codes given back."""
+    """See `_backward`. With `overwrite` the first of `kept` may be overwritten, and codes freed."""
     from kernels.moe import triton_route
     from kernels.moe.gluon_gather import gather
     from kernels.moe.gluon_swiglu import swiglu_backward
@@ -163,7 +163,7 @@ def _differentiate(
     _, selections, ends, _ = permutation
     dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
     needs_x, needs_weights, needs_gate_up, needs_down = needs
-    # Of the weight gradient of W_down, from dout's rows and the weighted result.
+    # The weight gradient of W_down, from dout's rows and the weighted y.
     swapped = swaps(group, grad.shape[1], hidden.shape[1] // 2)
     d_out_form = form_of(group, swapped) if group and needs_down else None
     d_out, d_out_scales, *d_out_t = gather(grad, permutation, group, d_out_form)
@@ -218,7 +218,7 @@ def _backward(
     dtype: torch.dtype,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx in `dtype`, dweights, dgate_up, ddown), empty those that `needs` says nobody needs."""
+    """(dx in `dtype`, dweights, dgate_up, ddown), empty where `needs` says that it is not needed."""
     return _differentiate(grad, weights, gate_up, down, kept, group, dtype, needs, False)
 
 
@@ -238,13 +238,13 @@ def _save(ctx, inputs, output):
     assert keep, "differentiated although it was told that no gradient is needed"
     ctx.save_for_backward(weights, gate_up, down, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    # Or each of them would come with zeros of its size.
+    # Otherwise each would get a gradient of zeros.
     ctx.set_materialize_grads(False)
     ctx.group, ctx.dtype = group, x.dtype
 
 
 def _gradients(ctx, grad, *_):
-    if grad is None:  # of a function that gives its input none
+    if grad is None:  # none arrives
         return (None,) * 8
     weights, gate_up, down, *kept = ctx.saved_tensors
     needs_x, _, *needs_others = ctx.needs_input_grad[:5]
@@ -253,7 +253,7 @@ def _gradients(ctx, grad, *_):
     if watched(arguments) or torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph():
         grads = _backward(*arguments)
     else:
-        # Autograd lets go of what was kept when this returns.
+        # Autograd frees what was saved when this returns.
         grads = _differentiate(*arguments, overwrite=True)
     dx, *others = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dx, None, *others, None, None, None

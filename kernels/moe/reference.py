@@ -1,14 +1,14 @@
-"""Routed SwiGLU experts in plain PyTorch: what a fused backend is held to.
+"""Routed SwiGLU experts in plain PyTorch: the specification of a fused backend.
 
 N tokens of width D, k experts each, E experts of hidden width F. A selection s = n * k + j is the j-th expert of token
-n. `experts` works on the selections sorted by expert, one behind another:
+n. `experts` works on the selections sorted by expert, one after another:
 
     h = x W_gate_up^T,   y = silu(h[:F]) * h[F:],   o = y W_down^T,   out_n = sum_j weights[n, j] o[row of (n, j)]
 
 in which the two products are those of `kernels.mxfp8.grouped_mm` with the same recipe. A fused backend may give every
 expert whole multiples of 128 rows (`permutation`), so that no quantised group holds rows of two experts, and may move
 the weights: d weights[n, j] = <dout_n W_down, y>, and W_down's gradient takes weights[n, j] * y in place of
-weights[n, j] * dout_n, which is the same product of other roundings.
+weights[n, j] * dout_n, which is the same product up to rounding.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kernels.mxfp8 import grouped_mm
 ROWS = 128
 """Experts begin at multiples of this many rows in a `Permutation`: the longest group of elements with one scale."""
 NEIGHBOURS = 4
-"""Tiles of ROWS rows that stay together in the order of a `Permutation`, so that what is written is in long pieces."""
+"""Tiles of ROWS rows that stay together in the order of a `Permutation`, so that writes are long."""
 
 
 class Permutation(NamedTuple):
-    """Rows in expert order, each expert's padded to a multiple of ROWS; what lies behind the last end is undefined."""
+    """Rows in expert order, each expert's padded to a multiple of ROWS; rows after the last end are undefined."""
 
     rows: Tensor  # [N, k] int32: the row of each selection
     selections: Tensor  # [capacity] int32: the selection at each row, -1 for padding
     ends: Tensor  # [E] int32: cumulative ends of the padded groups
-    # [capacity / ROWS] int32: tiles of ROWS rows, NEIGHBOURS at a time, in the order of the first tokens of these. Who
-    # gathers in this order finds tokens that several experts want in the cache.
+    # [capacity / ROWS] int32: tiles of ROWS rows, NEIGHBOURS at a time, in the order of their first tokens. Gathering
+    # in this order finds tokens that several experts take in the cache.
     order: Tensor
 
 
 def capacity_of(num_selections: int, num_experts: int) -> int:
-    """Rows that any division of the selections into groups fits into once each is padded to a multiple of ROWS."""
-    # min would bind a traced graph to batches with more selections than experts.
+    """The number of rows that suffices for any division of the selections into groups padded to multiples of ROWS."""
+    # `min` would specialise a traced graph to batches with more selections than experts.
     return (num_selections + torch.sym_min(num_experts, num_selections) * (ROWS - 1)) // ROWS * ROWS
 
 
@@ -60,10 +60,10 @@ def permutation(selected_experts: Tensor, num_experts: int) -> Permutation:
 
 
 def _tile_order(tokens: Tensor, end: Tensor) -> Tensor:
-    """Of tokens [capacity] at the rows, of which those from `end` on are undefined."""
+    """The order of tiles for tokens [capacity] at the rows; those from `end` on are undefined."""
     count = tokens.shape[0] // ROWS
     first = torch.arange(0, count, NEIGHBOURS, device=tokens.device)
-    # What lies behind the end comes last, and the last tiles, if they are fewer, very last.
+    # Tiles after the end come last, and a group of fewer than NEIGHBOURS tiles at the very end.
     live = (first * ROWS < end) & (first + NEIGHBOURS <= count)
     order = tokens[first * ROWS].masked_fill(~live, torch.iinfo(torch.int64).max).argsort(stable=True)
     tiles = first[order, None] + torch.arange(NEIGHBOURS, device=tokens.device)

@@ -2,8 +2,8 @@
 
 Recipes: "none" multiplies in the operands' own dtype, "bf16" rounds them to bfloat16, "mxfp8" quantises the operands
 of all three products (forward, input gradient, weight gradient), "mxfp8_g128" does so with scales that 128 elements
-share (128 x 128 of a weight). All of them accumulate in float32 and return the autocast dtype in an autocast region and
-the dtype of x elsewhere; gradients have the dtype of what they belong to. A ValueError names shapes that do not fit and
+share (128 x 128 of a weight). All of them accumulate in float32 and return autocast's dtype under autocast, otherwise
+the dtype of x; gradients have the dtype of their tensor. A ValueError names shapes that do not fit and
 recipes that are unknown.
 """
 
@@ -49,7 +49,7 @@ def quantize(
 ) -> MXTensor:
     """MXFP8 of x (any floating dtype, any shape) with blocks of 32 along `axis`; not differentiable.
 
-    With block_size 128 four neighbours share a scale, and with `square` 128 x 128 elements of the last two axes.
+    With block_size 128, four neighbouring blocks share a scale, with `square` 128 x 128 elements of the last two axes.
     ValueError for integers, scalars, other sizes, and squares of anything but matrices in blocks of 128.
     """
     if not x.is_floating_point() or x.dim() == 0:
@@ -64,7 +64,7 @@ def quantize(
             f"square needs block_size=128 and one of the last two axes of a matrix, got block_size={block_size}, "
             f"axis {axis} of {tuple(x.shape)}"
         )
-    # Axes from the end, which is what a kernel is chosen by.
+    # Kernels are chosen by axes counted from the end.
     choice = dispatch.choose("mxfp8_quantize", backend, x, axis=axis - x.dim())
     return choice(x.detach(), axis, block_size, square)
 

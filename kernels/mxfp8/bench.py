@@ -60,7 +60,7 @@ def _quantize(axis: int, rows: int, features: int, device: torch.device) -> Prob
 
 def _grouped_mm(recipe: str, m: int, n: int, k: int, experts: int, device: torch.device) -> Problem:
     x, weight = _random(device, m, k), _random(device, experts, n, k)
-    # Uneven on purpose: the first expert gets nothing, the others share what is left in growing parts.
+    # Uneven on purpose: the first expert gets nothing, the others growing shares.
     parts = torch.arange(experts, device=device)
     offsets = (parts.cumsum(0) * m // parts.sum()).int()
 

@@ -1,4 +1,4 @@
-"""Benchmark cases of the grouped products alone, at the shapes of the expert layers that `kernels.moe.bench` times.
+"""Benchmark cases of the grouped products, at the shapes of the expert layers that `kernels.moe.bench` times.
 
 Operands are quantised beforehand, with scales in the form in which the fused experts' quantiser writes them, and rows
 are padded to groups of multiples of 128, for every contender. MXFP8 results are compared with the product of the
@@ -20,7 +20,7 @@ from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 # Routed rows, model width D, hidden width F, experts.
 GPU_LAYERS, CPU_LAYERS = [(65536, 1024, 2048, 32), (131072, 7168, 2048, 8), (131072, 512, 1024, 16)], [(256, 64, 32, 4)]
 RECIPES = {"bf16": 0, **mxfp8.QUANTIZED}
-# One rounding of bfloat16; and 27 dB, of which two operands of four significant bits leave 28.5.
+# One rounding of bfloat16; and 27 dB, where two operands of four significant bits have 28.5.
 BF16_LIMIT, MXFP8_LIMIT = 1e-2, 10 ** (-27 / 20)
 
 
@@ -28,7 +28,7 @@ def cases(device: torch.device) -> list[Case]:
     layers = GPU_LAYERS if device.type == "cuda" else CPU_LAYERS
     found = []
     for rows, width, hidden, experts in layers:
-        # Gate and up are one matrix. Output features, features that are summed over.
+        # Output features, features that are summed over. Gate and up are one matrix.
         products = {
             "up": (_product, 2 * hidden, width, False),
             "down": (_product, width, hidden, False),

@@ -1,7 +1,7 @@
 """Grouped products of operands that are quantised already, or bfloat16: what a fused layer is made of.
 
 Rows are in expert order; expert e owns rows ends[e - 1]:ends[e], and every group begins at a multiple of 128 rows. Rows
-behind the last end are undefined, in operands and in results, and are not read. An `Operand` is a bfloat16 tensor or a
+after the last end are undefined, in operands and in results, and are not read. An `Operand` is a bfloat16 tensor or a
 `Quantized` with blocks along its last axis, which is the axis that is summed over.
 
 Codes of both orientations of a matrix [M, C] may share a tensor, its pairs: e4m3 [M, 2C], which has the bytes of the
@@ -16,9 +16,9 @@ Scales of codes [..., lines, K] come in one of these forms:
     BYTES    float8_e8m0fnu [K / 128, lines]: the scale that a group of 128 shares
     VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity
 
-Tables are what products for Hopper read, a row of one for each step along K. Those with groups of 128 read BYTES of
-their first operand and VALUES of the second. Those with scales every 32 read WORDS of one operand; the other is
-dequantised beforehand (`Rounded`): weights when they are quantised, of a weight gradient the narrower (`swaps`).
+Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K. With groups of 128 they read
+BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS of one operand, and the other one is
+dequantised beforehand (`Rounded`): weights when they are quantised, in a weight gradient the narrower one (`swaps`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """How many rows of blocks there are, in a matrix that is no batch."""
+        """The number of rows of blocks, in a matrix without a batch dimension."""
         return self.scales.shape[1 if in_table(self.scales) else 0]
 
 
@@ -76,7 +76,7 @@ Operand = Tensor | Quantized | Rounded
 
 
 def form_of(group: int, second: bool) -> int:
-    """Of the scales of the first or second operand of a product with groups of `group` elements."""
+    """The form of the scales of the first or second operand of a product with groups of `group` elements."""
     if group == BLOCK:
         return MATRIX if second else WORDS
     return VALUES if second else BYTES
@@ -157,7 +157,7 @@ def matrix_scales(operand: Quantized) -> Tensor:
 
 
 def _values(operand: Quantized | Rounded) -> Tensor:
-    """Exact in bfloat16, which tensor cores multiply; float32 elsewhere."""
+    """The operand's values: in bfloat16 on a GPU, which holds them exactly, otherwise in float32."""
     if isinstance(operand, Rounded):
         return operand.values.unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
     dtype = torch.bfloat16 if operand.codes.device.type == "cuda" else torch.float32

@@ -72,7 +72,7 @@ def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _differentiate_mm(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, ends = ctx.saved_tensors
     dx = dw = None
-    dy = dy.contiguous()  # the gradient of a sum is one element, seen many times
+    dy = dy.contiguous()  # the gradient of a sum is one element with strides of 0
     if ctx.needs_input_grad[0]:
         dx = _grouped_mm(dy, weight.mT, ends)
     if ctx.needs_input_grad[1]:

@@ -31,7 +31,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def refuse_second_derivatives() -> None:
-    """RuntimeError in a backward that is recorded: what reads codes as bytes would be missing in its own derivative."""
+    """RuntimeError in a backward that is itself recorded: its derivative would lack what goes through codes."""
     if torch.is_grad_enabled():
         raise RuntimeError("MXFP8 products have no second derivative: use create_graph=False, or recipe 'none'")
 

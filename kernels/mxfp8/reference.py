@@ -1,4 +1,4 @@
-"""MXFP8: what it is, and the specification that every backend here is held to.
+"""MXFP8: the format, and the specification of every backend here.
 
 **The format** (OCP Microscaling Formats v1.0). 32 consecutive elements share one scale. An element is E4M3: sign, 4
 exponent bits, 3 mantissa bits, largest value 448, smallest normal 2^-6, smallest subnormal 2^-9, no infinity, NaN is
@@ -13,8 +13,8 @@ magnitude of the block. With amax = m * 2^e and 1 <= m < 2, and since 448 = 1.75
 
 which is read off the bits of a float32: no logarithm, and no division whose rounding could move an exact boundary.
 Nothing saturates. Rounding down, as the OCP text suggests, would clip up to an eighth of a block's range and is known
-to make long trainings diverge. S is clamped to 2^-127 from below; amax of a block of zeros is no case of its own: its
-scale byte is 0 and its codes are 0. A block that holds a NaN or an infinity gets scale byte 255 and NaN codes and
+to make long trainings diverge. S is at least 2^-127; a block of zeros is not a special case: its scale byte is 0 and
+its codes are 0. A block that holds a NaN or an infinity gets scale byte 255 and NaN codes and
 dequantises to 32 NaNs, so that a broken value is seen and not clipped.
 
 **The reduction axis.** A matrix product can only use scales that are constant along the blocks of its reduction axis,
@@ -59,7 +59,7 @@ SPREAD = 10  # powers of two between the row maxima that may share a scale of a 
 SCALE_NAN = 255
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
-# On the CPU also where the default device is another while this is imported.
+# On the CPU even if the default device is another one during the import.
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
@@ -88,7 +88,7 @@ def quantize(x: Tensor, axis: int, group: int = BLOCK, square: bool = False) -> 
     blocks = _blocks(x.float(), axis)
     amax = blocks.abs().amax(axis + 1)
     if group != BLOCK:
-        # The other one of the last two axes.
+        # The other of the last two axes.
         amax = _group_maxima(amax, axis, group, 2 * x.dim() - 3 - axis if square else None)
     scales = scale_bytes(amax)
     # 2^(127 - b) is the E8M0 byte 254 - b, and NaN's 255 maps to itself modulo 256. The product is exact, and at most
@@ -131,14 +131,14 @@ def _decode(codes: Tensor) -> Tensor:
 
 
 def _power_of_two(scales: Tensor) -> Tensor:
-    """2^(b - 127) in float32, made of its bits: compilers do not know E8M0 everywhere."""
+    """2^(b - 127) in float32, from its bits: not all compilers support E8M0."""
     exponents = scales.int()
     bits = (exponents << 23).masked_fill(exponents == 0, 1 << 22).masked_fill(exponents == SCALE_NAN, 0x7FC00000)
     return bits.view(torch.float32)
 
 
 def _blocks(x: Tensor, axis: int, size: int = BLOCK) -> Tensor:
-    """[..., K, ...] -> [..., ceil(K / size), size, ...], zeros behind the end."""
+    """[..., K, ...] -> [..., ceil(K / size), size, ...], zeros after the end."""
     missing = -x.shape[axis] % size
     after = x.dim() - 1 - axis
     return pad(x, (0, 0) * after + (0, missing)).unflatten(axis, (-1, size))

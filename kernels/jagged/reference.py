@@ -1,11 +1,11 @@
 """The specification of the jagged operators, in plain PyTorch.
 
 A jagged tensor is (values [N, ...], offsets [B + 1]): row b is values[offsets[b]:offsets[b + 1]], offsets[0] is 0 and
-offsets[B] is N. Every function runs on the CPU and on a GPU, in any floating dtype, is differentiable, and never asks
-the device for a number: sizes come from shapes and from constants of the caller. The price is padded scratch memory in
-`jagged_dense_bmm`; avoiding that is what other backends are for.
+offsets[B] is N. Every function runs on the CPU and on a GPU, in any floating dtype, is differentiable, and never waits
+for the device: sizes come from shapes and from constants of the caller. The price is padded scratch memory in
+`jagged_dense_bmm`, which other backends avoid.
 
-Letters: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths of a head.
+Shapes: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths of a head.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def place_in_row(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32, in which half-precision sums and functions are computed, or in the wider dtype that it has."""
+    """x in float32, in which half-precision sums and functions are computed, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scatter_rows(values: Tensor, kept: Tensor, index: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """[size, ...] filled with `fill`, row index[i] replaced by values[i] where kept[i].
 
-    Kept indices are unique. Rows that are not kept go to one extra row that is cut off: a mask by index, which
-    unlike a boolean mask has a shape that the host knows.
+    Kept indices are unique. Rows that are not kept go to one extra row that is cut off: unlike a boolean mask, this has
+    a shape that the host knows.
     """
     out = values.new_full((size + 1, *values.shape[1:]), fill)
     return out.index_copy_(0, torch.where(kept, index, size), values)[:size]
@@ -65,7 +65,7 @@ def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _SegmentMax(torch.autograd.Function):
-    """PyTorch's own backward shares the gradient among ties only where it is positive."""
+    """PyTorch's own backward shares a gradient among ties only if that gradient is positive."""
 
     @staticmethod
     def forward(ctx, values: Tensor, offsets: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     row, position = place_in_row(offsets, total)
     inside = position < max_length
     values = padded.flatten(0, 1).index_select(0, torch.where(inside, row * max_length + position, 0))
-    # No torch.where with a zero, which would make floats of ids.
+    # Not torch.where with a zero, which would turn ids into floats.
     return values.masked_fill(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
@@ -115,7 +115,7 @@ def jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offse
     num_a, num_b = a_values.shape[0], b_values.shape[0]
     a_target = torch.arange(num_a, device=a_offsets.device) + b_offsets.long()[row_of(a_offsets, num_a)]
     b_target = torch.arange(num_b, device=b_offsets.device) + a_offsets.long()[row_of(b_offsets, num_b) + 1]
-    # index_copy wants unique targets: together they are a permutation of the output's rows.
+    # index_copy needs unique targets: both together are a permutation of the output's rows.
     values = torch.cat([a_values, b_values])
     return torch.empty_like(values).index_copy_(0, torch.cat([a_target, b_target]), values), a_offsets + b_offsets
 

@@ -226,6 +226,6 @@ def _linear_stream(
 
 
 def _keeps(activation: str, *operands: Tensor | None) -> bool:
-    """Whether a backward will need what the activation was applied to."""
+    """Whether a backward will need the input of the activation."""
     differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
     return differentiable and activation not in ("none", "relu")

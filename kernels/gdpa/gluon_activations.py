@@ -3,8 +3,8 @@
 The forms around a tanh are written for h = x / 2, because x (1 + tanh u) / 2 = h + h tanh u is then one instruction
 after the tanh. The hardware's tanh has a relative error of 5e-4, which suits products of half-precision operands.
 
-The forward's GELUs are bfloat16 all the way when their operands are: the scores, the polynomial and the tanh are
-rounded, not the activation alone, which makes its error 1.9 times the one of rounding once.
+With bfloat16 operands the forward's GELUs are computed in bfloat16: the scores, the polynomial and the tanh are
+rounded, not only the activation, which makes its error 1.9 times that of rounding once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TANH_3 = gl.constexpr(0.2854192650904)
 
 
 def head_kinds(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(the different names, which of them each head has): constants of a kernel; no heads if there is one name."""
+    """(the different names, which of them each head has): constants of a kernel, without heads if there is one name."""
     kinds = tuple(dict.fromkeys(names))
     return kinds, tuple(kinds.index(name) for name in names) if len(kinds) > 1 else ()
 
@@ -69,7 +69,7 @@ def _value_and_slope(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr):
             step = step * c_square + (7 - 2 * back) * _POLY[3 - back]
         phi = 0.5 + c * factor
         y = x * phi
-        dy = phi + c * step  # the step is zero at the limit, beyond which the polynomial is flat
+        dy = phi + c * step  # the step is zero at the limit; beyond it the polynomial is flat
     elif ACTIVATION == "silu":
         t = _tanh(h)
         y = h + h * t
@@ -103,14 +103,14 @@ def value_and_slope(s, scale, kind, KINDS: gl.constexpr):
         y = s
         dy = s
         for other in gl.static_range(len(KINDS)):
-            if kind == other:  # of y, which is still s then: two copies would not fit into the registers
+            if kind == other:  # s becomes y in place: two copies would not fit into the registers
                 y, dy = _value_and_slope(y, scale, KINDS, other)
     return y, dy
 
 
 @gluon.jit
 def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr, dtype: gl.constexpr):
-    """act(scale s) / `_factor` of KINDS[KIND], with every constant moved where it costs nothing."""
+    """act(scale s) / `_factor` of KINDS[KIND], with constants moved to where they cost nothing."""
     ACTIVATION: gl.constexpr = KINDS[KIND]
     half = 0.5 * scale
     if ACTIVATION == "gelu":
@@ -127,7 +127,7 @@ def _unscaled(s, scale, KINDS: gl.constexpr, KIND: gl.constexpr, dtype: gl.const
         y = s + s * t
     else:
         y, _dy = _value_and_slope(s, scale, KINDS, KIND)
-    if dtype == gl.float16:  # scores that have not been scaled may not fit
+    if dtype == gl.float16:  # unscaled scores may be out of range
         y = y * _factor(scale, KINDS, KIND)
     return y
 
@@ -172,10 +172,10 @@ _PACKED_GELU = gl.constexpr("""{
 
 @gluon.jit
 def activated(s, scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
-    """act(scale s) / `unscaled_factor` of KINDS[kind], computed at this place of the program and no later.
+    """act(scale s) / `unscaled_factor` of KINDS[kind], computed at this point of the program and no later.
 
-    In `dtype` where that is computed with fewer instructions than float32, and otherwise in float32, in the range of
-    `dtype`, for `rounded`.
+    In `dtype` where that takes fewer instructions than float32; otherwise in float32, within the range of `dtype`, for
+    `rounded`.
     """
     half = 0.5 * scale
     third = half * half * half
@@ -217,7 +217,7 @@ def activated(s, scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def unscaled_factor(scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
-    """What `activated` has to be multiplied by."""
+    """The factor by which `activated` must be multiplied."""
     factor = scale * 0.0 + 1.0
     if dtype == gl.bfloat16:
         for other in gl.static_range(len(KINDS)):
@@ -227,16 +227,16 @@ def unscaled_factor(scale, kind, KINDS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def _pinned(x):
-    """x, float32, computed at this place of the program and no later.
+    """x, float32, computed at this point of the program and no later.
 
-    Nothing else keeps a compiler from moving arithmetic behind a wait for products that it could overlap with.
+    Otherwise a compiler may move arithmetic behind a wait for products with which it could overlap.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, False, 1)
 
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """x.to(dtype), two neighbours to a register at once, and computed at this place; x itself if it is `dtype`."""
+    """x.to(dtype), two neighbours to a register, computed at this point; x itself if it already has `dtype`."""
     y = x
     if dtype != x.dtype:
         if dtype == gl.bfloat16:

@@ -1,18 +1,19 @@
 """Backward of GDPA for Hopper: warp-specialised, asynchronous, deterministic, five products (Gluon).
 
-Work comes in tiles of 128 keys of one key head. One warp of a block loads tiles by TMA and another one keeps the order
-of what is added to dq (`gluon_backward_loader`), so that no load waits for another block. Two warpgroups own 64 of a
-tile's keys each, with their dk and dv, and half of the columns of dq (`gluon_backward_consumer`). As in the attention
-backward, `kernels.jagged.gluon_attention_backward`, tiles are dealt out one by one, those of a row on several
-multiprocessors at about the same time. They add to dq in a float32 scratch, in an order that flags keep, so that runs
-give equal bits; the last of them loads what the others left and writes dq. A block takes its tiles in ascending order
-and waits only for tiles before its own, and there are no more blocks than multiprocessors: none waits for ever as long
-as all get to run.
+Work is divided into tiles of 128 keys of one key head. One warp of a program loads tiles by TMA and another one keeps
+the order of additions to dq (`gluon_backward_loader`), so that no load waits for another program. Two warpgroups own 64
+of a tile's keys each, with their dk and dv, and half of the columns of dq (`gluon_backward_consumer`). As in the
+attention backward, `kernels.jagged.gluon_attention_backward`, tiles are taken one by one, those of a row by several
+multiprocessors at about the same time. They add to dq in float32 scratch, in an order kept by flags, so that runs give
+equal bits; the last one loads the sum of the others and writes dq. A program takes its tiles in ascending order and
+waits only for tiles before its own, and there are no more programs than multiprocessors: none waits for ever as long as
+all of them run.
 
-Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough are likely to.
+Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough rows are likely to be so
+short.
 
-What the last key tile needs of dq takes too long to come to wait for it in registers. The second warp brings it to
-shared memory a step ahead, to the place of the next tile's values, which come only when the tile ends.
+Loading the sum of dq that the last key tile needs takes too long to wait for it in registers. The second warp copies it
+to shared memory a step ahead, into the buffer of the next tile's values, which are loaded only when the tile ends.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from kernels.remember import remembered
 
 QUERIES = 64
 KEYS = 128
-# Tokens times heads of the rows that are worked on at a time; each takes 1 kB of L2 at 128 features. Twice as many do
-# not fit into it, and with half as many the key tiles of a row wait for each other.
+# Tokens times heads of the rows in progress at a time; each takes 1 kB of L2 at 128 features. Twice as many do not fit
+# into L2, and with half as many the key tiles of a row wait for each other.
 TOKENS_IN_FLIGHT = 32768
-# Queries of the mean row up to which rows that are not equally long are served by a kernel of their own.
+# Mean number of queries up to which rows of unequal length are served by a kernel of their own.
 UNEVEN_MEAN = 320
 # Three warpgroups of 128 threads, the last of which has two warps, share 512 x 128 registers: 232 for each of the first
 # two, and 40.
@@ -66,8 +67,9 @@ def backward(
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = act_h(score_scale * q k^T) * out_scale @ v.
 
     q and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d in HEAD_DIMS, H a multiple of Hkv
-    and any strides but those of the last dimension. The rest is as in `gluon_forward.forward`; no row is longer than
-    max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
+    and any strides except that of the last dimension, which is 1. The rest is as in `gluon_forward.forward`; no row is
+    longer than max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches the gradients of
+    neighbouring rows.
 
     The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
     within one tile of keys.
@@ -103,12 +105,12 @@ def backward(
         (num_heads * tiles if max_k > KEYS else 1) * QUERIES * head_dim, dtype=torch.float32, device=q.device
     )
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step) = (head_descriptor(x, QUERIES) for x in (q, v, grad_out))
-    # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
+    # Each half of the columns of keys is an operand, which must not divide a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     inputs = (q_desc, k_desc, v_desc, g_desc)
     sums_desc = lines_descriptor(scratch, head_dim)
     kinds, kinds_of_heads = head_kinds(activations)
-    # Advice to L2 pays for rows of at most two key tiles with four steps each, and costs a little with eight steps.
+    # Eviction hints to L2 pay for rows of at most two key tiles with four steps each, and cost a little with eight.
     pairs = max_k <= 2 * KEYS and max_q <= 2 * KEYS
     uneven = short_and_uneven(num_queries, q_offsets.shape[0] - 1, max_q)
     constants = (
@@ -126,7 +128,7 @@ def backward(
 
 
 def short_and_uneven(num_queries: int, num_rows: int, max_q: int) -> bool:
-    """Whether key tiles have few steps, and many of them few keys: rows are taken to have as many keys as queries."""
+    """Whether key tiles have few steps, and many of them few keys, assuming that rows have as many keys as queries."""
     mean = num_queries / max(num_rows, 1)
     return mean <= UNEVEN_MEAN and mean <= 0.75 * max_q
 

@@ -46,12 +46,13 @@ PAIRS = 4
 
 
 def _packed_gelu_tanh() -> str:
-    """PTX of PAIRS pairs of scores and three constants to values and slopes in bfloat16, two to a register.
+    """PTX that turns PAIRS pairs of scores, with three constants, into values and slopes in bfloat16, two to a
+    register.
 
-    All but the tanh t is done in pairs. Both 1 + t, of which the value is made, and 1 - t^2 are made of t before it is
-    rounded: they are small where |x| is large, and would be off by as much as they are. Step by step for all pairs,
-    because the compiler leaves the order as it is when registers are scarce: one pair after the other, each would wait
-    for the tanh of its own.
+    All but the tanh t is computed in pairs. 1 + t, for the value, and 1 - t^2 are computed before t is rounded: where
+    |x| is large they are small, and the rounding of t would be as large as they are. Each step is done for all pairs
+    before the next, because the compiler keeps the order when registers are scarce: pair after pair, each would wait
+    for its own tanh.
     """
     scores = 2 * PAIRS
     linear, cubic, slope = (f"${scores + 2 * PAIRS * (n + 1)}" for n in range(3))
@@ -118,13 +119,13 @@ def unscaled_value_and_slope(s, scale, kind, KINDS: gl.constexpr, dtype: gl.cons
         )
     elif len(KINDS) == 1:
         y, dy = _unscaled(s, scale, KINDS, 0)
-        if dtype == gl.float16:  # scores that have not been scaled may not fit
+        if dtype == gl.float16:  # unscaled scores may be out of range
             y = y * _factors(scale, KINDS, 0)[0]
     else:
         y = s
         dy = s
         for other in gl.static_range(len(KINDS)):
-            if kind == other:  # of y, which is still s then: two copies would not fit into the registers
+            if kind == other:  # s becomes y in place: two copies would not fit into the registers
                 value, slope = _factors(scale, KINDS, other)
                 y, dy = _unscaled(y, scale, KINDS, other)
                 y = y * value
@@ -134,9 +135,10 @@ def unscaled_value_and_slope(s, scale, kind, KINDS: gl.constexpr, dtype: gl.cons
 
 @gluon.jit
 def unscaled_factors(scale, KINDS: gl.constexpr, dtype: gl.constexpr):
-    """What values and slopes of `unscaled_value_and_slope` have to be multiplied by.
+    """The factors by which values and slopes of `unscaled_value_and_slope` must be multiplied.
 
-    Heads that share keys may differ in their activation, and add to the same sums: then there is nothing left to do.
+    1 if heads differ in their activation: heads that share keys add to the same sums, so the factors were applied
+    before.
     """
     value = scale * 0.0 + 1.0
     slope = scale * 0.0 + 1.0
@@ -151,7 +153,7 @@ def unscaled_factors(scale, KINDS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rounded_product(x, y, dtype: gl.constexpr):
-    """x * y rounded to `dtype`, of x in that dtype and y in float32, in the fewest instructions that `dtype` allows."""
+    """x * y rounded to `dtype`, for x of that dtype and y in float32, in the fewest instructions possible."""
     if dtype == gl.bfloat16:
         z = gl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, rounded(y, dtype)], gl.bfloat16, True, 2

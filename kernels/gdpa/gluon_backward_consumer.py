@@ -4,19 +4,19 @@ Names: q, k, v and g (the gradient of the output) are tiles in shared memory, s 
 gradient of the scores; products are taken on the transposed scores, [64 keys, 64 queries], so that p and ds are left
 operands in registers for dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and columns
 [C d / 2, (C + 1) d / 2) of dq. As in `kernels.jagged.gluon_backward_consumer` dq, which takes the ds of both
-warpgroups, is made one step late, and the scores of a step at the end of the one before, over the borders of key tiles
-and rows.
+warpgroups, is computed one step late, and the scores of a step at the end of the step before, across key tiles and
+rows.
 
 Registers decide the speed: 128 of a thread's 232 are sums of dk and dv, and at most three more blocks of 32 are alive
-at a time. Local memory is no place for the rest, because shared memory leaves too little of the first cache: a value
-that is spilled takes as long to come back as one from memory. So there is one loop over steps, whose numbers are read
-from shared memory where they are used, see `gluon_backward_items`. And dp is asked for after the activations: in flight
-before, it would leave them so few registers that they would be made one after the other, each waiting for its tanh.
+at a time. Nothing may spill, because shared memory leaves too little of the L1 cache: loading a spilled value takes as
+long as loading from memory. So there is one loop over steps, whose parameters are read from shared memory where they
+are used, see `gluon_backward_items`. And dp is issued after the activations: in flight before, it would leave them so
+few registers that they would be computed one after the other, each waiting for its tanh.
 
-dk and dv leave from registers: the place of the tile's values is that of sums of dq by then. Gradients are stored so
-that L2 forgets them first: nobody reads them soon, but queries, their gradients and sums of dq.
+dk and dv are stored from registers: the buffer of the tile's values holds sums of dq by then. Gradients are stored so
+that L2 evicts them first: they are not read soon, unlike queries, their gradients and sums of dq.
 
-Nothing of a row is summed, so a step needs its own tiles alone. But the slope of an activation at 0 is not 0: pairs
+Nothing is summed over a row, so a step needs only its own tiles. But the slope of an activation at 0 is not 0: pairs
 that do not exist are masked in the scores, for p, and again in dp, for ds.
 """
 
@@ -59,7 +59,7 @@ from kernels.jagged.gluon_backward_steps import STAGES
 def _existing(x, keys, queries, offset, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """x, 0 beyond the first `keys` rows and `queries` columns and outside the window. Most tiles have nothing to mask.
 
-    `offset` is the position of the first key less that of the first query.
+    `offset` is the position of the first key minus that of the first query.
     """
     partial = (keys < 64) | (queries < 64)
     if RIGHT:
@@ -67,7 +67,7 @@ def _existing(x, keys, queries, offset, left, right, LEFT: gl.constexpr, RIGHT: 
     if LEFT:
         partial |= offset - 63 < -left
     if partial:
-        # Nothing of what follows can be computed before the branch, where all tiles would pay for it.
+        # Prevents the compiler from computing what follows before the branch, where all tiles would pay for it.
         keys = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [keys], gl.int32, False, 1)
         queries = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [queries], gl.int32, False, 1)
         row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)), 1)
@@ -85,7 +85,9 @@ QUADS = 2
 
 
 def _turn_quads() -> str:
-    """PTX that turns QUADS times four words of each thread of a quad: word i of thread j becomes word j of thread i."""
+    """PTX that transposes QUADS times four words within a quad of threads: word i of thread j becomes word j of thread
+    i.
+    """
     groups = range(QUADS)
     lines = [
         ".reg .b32 lane; .reg .pred p, q;",
@@ -138,7 +140,7 @@ def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     words = words.reshape([64, WORDS // 16, 4, 4]).permute((0, 1, 3, 2)).reshape([64, WORDS])
     LAYOUT: gl.constexpr = words.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    # Not known before, or it and what follows from it would be computed once and spilled.
+    # Unknown to the compiler before: otherwise it, and what depends on it, would be computed once and spilled.
     row += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [rows], gl.int32, False, 1)
     column = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     pointer = pointer.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -148,7 +150,7 @@ def _store_rows(x, pointer, rows, STRIDE: gl.constexpr):
 
 @gluon.jit
 def _store_to_stay(place, flat):
-    """flat to `place`, from where L2 is to write it to memory last."""
+    """Store flat to `place`, to be evicted from L2 last."""
     FOURS: gl.constexpr = flat.shape[0] // 4
     even, odd = flat.reshape([FOURS, 2, 2]).split()
     a, c = even.split()
@@ -163,12 +165,12 @@ def _store_to_stay(place, flat):
 
 @gluon.jit
 def _put_dq(dq, place, pointer, rows, scale, first, last, STRIDE: gl.constexpr, PAIRS: gl.constexpr):
-    """dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
+    """Write dq of one key tile to the scratch, or with the last key tile the sum of all to `pointer`.
 
-    If no row has more than two key tiles (PAIRS), the other one comes so soon that L2 can be asked to keep what is
+    If no row has more than two key tiles (PAIRS), the second one comes so soon that L2 can be asked to keep what is
     stored until then.
 
-    The caller sees to it that the key tiles of a row take turns, in their order.
+    The caller must ensure that the key tiles of a row take turns, in their order.
     """
     if last:
         _store_rows(dq * scale, pointer, rows, STRIDE)
@@ -197,9 +199,9 @@ def _row_of(pointer, control, C: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def _begin_dq(controls, step, dq_turn, v_s, slot, D: gl.constexpr, UNEVEN: gl.constexpr, C: gl.constexpr):
-    """What earlier key tiles left of columns C of dq of a step, if it is the last to add to them, or zeros.
+    """The sum of earlier key tiles in columns C of dq of a step, if this tile is the last to add to them, or zeros.
 
-    It lies in the place `slot` of values.
+    It is in buffer `slot` of the values.
     """
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
     dq = gl.zeros((64, D // 2), gl.float32, HALF)
@@ -218,14 +220,14 @@ def _end_dq(
     dq, controls, step, dq_turn, scratch_ptr, dq_ptr, scale, D: gl.constexpr, HEADS: gl.constexpr, PAIRS: gl.constexpr,
     UNEVEN: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Columns C of dq of a step to where they belong; there is nothing before the first step."""
+    """Write columns C of dq of a step to where they belong; nothing for the step before the first."""
     control = read_control(controls, step)
     kind = field(control, KIND)
     rows = gl.where(step < 0, 0, field(control, QUERIES_LEFT))
     out = dq_ptr + (field(control, QUERY).to(gl.int64) * (HEADS * D) + (field(control, HEAD) * D + C * (D // 2)))
     first = kind & FIRST != 0
     last = (kind & LAST != 0) | (step < 0)
-    if UNEVEN:  # those that start from a sum have had their turn
+    if UNEVEN:  # tiles that start from a sum have had their turn
         mbarrier.wait(dq_turn.index(step & 1), step // 2 & 1, pred=(step >= 0) & (kind & (FIRST | LAST) != LAST))
     _put_dq(dq, _place_of(control, scratch_ptr, D, C), out, rows, scale, first, last, HEADS * D, PAIRS)
 
@@ -248,7 +250,7 @@ def differentiate(
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq.
 
-    If rows are UNEVEN, the second one has nothing to do but dq in a tile of no more than 64 keys, and key tiles but the
+    If rows are UNEVEN, the second warpgroup computes only dq in a tile of at most 64 keys, and key tiles except the
     last wait for their turn only when they add to dq. Both cost a little where all rows are long.
     """
     k_s, v_s, q_s, g_s, ds_s, controls = buffers
@@ -311,7 +313,7 @@ def differentiate(
             offset = field(control, OFFSET) + C * 64
             s = _existing(s, keys, queries, offset, left, right, LEFT, RIGHT)
             y, slope = unscaled_value_and_slope(s, score_scale, kind_of(field(control, HEAD), HEAD_KINDS), KINDS, dtype)
-            # Rounded too, because that halves its registers: there is not one to spare.
+            # Rounded, too, which halves its registers: none are left.
             slope = rounded(slope, dtype)
             p_left = gl.convert_layout(rounded(y, dtype), LEFT_OPERAND)
             mbarrier.wait(g_full.index(stage), step // STAGES & 1)
@@ -332,9 +334,9 @@ def differentiate(
             dk = warpgroup_mma(ds_left, q_s.index(stage), dk, use_acc=kind & STARTS == 0, is_async=True)
             dq = _multiply_dq(dq, ds_s, k_s, old, old_slot, C)
             dv, dk, p_left, ds_left = warpgroup_mma_wait(2, deps=(dv, dk, p_left, ds_left))
-            # Queries and gradients of this step have had their last use.
+            # This was the last use of the step's queries and gradients.
             mbarrier.arrive(stage_empty.index(stage), count=1)
-            if starts & leaves:  # the next keys, which s waits for, need the place of those before this tile's
+            if starts & leaves:  # the next keys, which s waits for, go to the buffer of the keys before this tile's
                 warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(k_empty.index(old_slot), count=1, pred=step > 0)
             tile += leaves.to(gl.int32)
@@ -356,7 +358,7 @@ def differentiate(
                 _store_rows(
                     dk * scale, _row_of(dk_ptr, read_control(controls, step), C, HEADS, GROUP, D), keys, HEADS * D
                 )
-            if UNEVEN:  # a product in flight where the two ways meet would serialise all of them
+            if UNEVEN:  # with a product in flight where the branches join, ptxas would serialise all products
                 s = warpgroup_mma_wait(0, deps=(s,))
         step += 1
         control = read_control(controls, step)

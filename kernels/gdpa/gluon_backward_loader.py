@@ -40,10 +40,10 @@ def _clear(pointer, rows, STRIDE: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _bring_sums(sums_desc, v_s, ds_full, dq_turn, step, slot, index, wanted):
-    """Let dq of the step before `step` be made. If `wanted`, bring what other key tiles left of it.
+    """Allow dq of the step before `step` to be computed. If `wanted`, load the sum of the other key tiles first.
 
-    That goes to the place `slot` of values, which is free once both consumers have written their ds of the step before:
-    they have read what lay there, be it values or sums.
+    It goes to buffer `slot` of the values, which is free once both consumers have written their ds of the step before:
+    they have then read what was there, be it values or sums.
     """
     old = (step & 1) ^ 1
     if wanted & (step > 0):
@@ -123,10 +123,10 @@ def load_tiles(
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The TMA warp. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
+    """The TMA warp. Q_STEP is the number of columns from one head to the next in the matrix of q_desc.
 
-    Keys come as soon as there is place, values when the tile before is at its last step: until then sums of dq use
-    their place. After the last step comes one more that carries no data: consumers look one step ahead.
+    Keys are loaded as soon as a buffer is free, values when the tile before is at its last step: until then sums of dq
+    use their buffer. After the last step comes one more without data, because consumers look one step ahead.
     """
     q_desc, k_desc, v_desc, g_desc = descs
     k_s, v_s, q_s, g_s, _ds_s, controls = buffers

@@ -5,17 +5,17 @@ end of the row. Two products are issued together: the scores of the next block, 
 values of the block before. After a tile's last block the "next block" is the first one of the next tile, so that
 nothing drains between tiles, which is what decides the speed on short rows.
 
-Each consumer waits for its own products, which makes the two alternate. With tanh GELU in bfloat16 they take turns at
-issuing them as well, and pass the turn on when both products are issued: those of the other one wait behind them and
+Each consumer waits for its own products, which makes the two alternate. With tanh GELU in bfloat16 they also take turns
+at issuing them, and pass the turn on when both products are issued: those of the other consumer queue behind them and
 do not mix with them.
 
-The product with the values is complete before the activations of the next block are. So a consumer waits for it when it
-has half of them: the place of the values is free for the loader that much earlier, and the other consumer waits for
-what is loaded there.
+The product with the values is complete before the activations of the next block are. A consumer therefore waits for it
+when half of them are done: the buffer of the values is free for the loader that much earlier, and the other consumer
+waits for what is loaded into it.
 
-Compilers move the wait for a product up, or the activation down behind it, until the two no longer overlap. So the
-activations are volatile assembly, and between them and the wait is one more look at a barrier that is known to be
-complete: no arithmetic moves over its branch.
+Compilers move the wait for a product up, or the activation down behind it, until the two no longer overlap. Therefore
+the activations are volatile assembly, and between them and the wait there is one more test of a barrier that is known
+to be complete: no arithmetic moves across its branch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _entry(
 
 @gluon.jit
 def _masked(s, columns_smem, block_start, position, k_length, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores with 0, whose activation is 0, where a query may not look; `position` is that of the first row.
+    """Scores, 0 (whose activation is 0) where a query may not see a key; `position` is that of the first row.
 
     Column numbers come from shared memory: compilers would keep them in registers that activations need.
     """
@@ -137,13 +137,13 @@ def attend(
     LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     zero_scores = gl.zeros((ROWS, BLOCK_K), gl.float32, LS)
     dtype: gl.constexpr = v_smem.dtype
-    # With longer activations, with ReLU and under a window turns take time.
+    # With longer activations, with ReLU and under a window, taking turns costs time.
     TURNS: gl.constexpr = (
         len(KINDS) == 1 and KINDS[0] == "gelu_tanh" and dtype == gl.bfloat16 and not LEFT and not RIGHT
     )
     num_tiles = gl.load(schedule)
     turns = num_turns(num_tiles, HEADS, RUN)
-    # A program without tiles goes through the motions for one block, without waiting for what never comes.
+    # A program without tiles computes one meaningless block, without waiting for loads that never come.
     some = turns > 0
     begin, count, position, k_length, first_block, num_blocks, row, head = _entry(
         schedule, num_tiles, 0, HEADS, LEFT, RIGHT, RUN
@@ -161,7 +161,7 @@ def attend(
     s = _masked(s, columns_smem, start, position + C * ROWS, k_length, left, right, LEFT, RIGHT)
     p = gl.convert_layout(rounded(activated(s, score_scale, kind, KINDS, dtype), dtype), LP)
     acc = gl.zeros((ROWS, DV), gl.float32, LO)
-    base = 0  # number, in the order of loading, of the first block of the tile at hand
+    base = 0  # number, in the order of loading, of the first block of this tile
     if RUN > 1:
         keep = (turns > 1) & (next_row == row) & (next_head == head) & (num_blocks <= STAGES)
     else:
@@ -213,7 +213,7 @@ def attend(
             left_scores, right_scores = halves(s)
             y = activated(left_scores, score_scale, kind, KINDS, dtype)
             mbarrier.wait(v_full.index(v_stage), (v_load // STAGES) & 1)
-            # The activations are an operand in registers of the product in flight: they live until it is complete.
+            # The activations are a register operand of the product in flight: they must live until it is complete.
             acc, p, y = warpgroup_mma_wait(0, deps=(acc_token, p, y))
             mbarrier.arrive(v_empty.index(v_stage), count=1, pred=not keep)
             z = activated(right_scores, score_scale, kind, KINDS, dtype)
@@ -266,7 +266,7 @@ def attend(
         if q_count >= ROWS:
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
-        else:  # a whole block would write over the queries of the next row
+        else:  # a whole block would overwrite outputs of the next row
             _store_rows(out, buffer, q_begin, q_count, HEADS, head, DV)
 
         keep = keep_next

@@ -2,12 +2,13 @@
 
 A program works through tiles of 128 queries of one row and head: one warp loads with TMA, two warpgroups compute 64
 queries each (`gluon_consumer`). Keys and values go through rings of blocks that do not stop between tiles. Short rows
-of keys stay where they are while the row's query tiles pass by (`gluon_tiles`).
+of keys stay in shared memory while the row's query tiles pass by (`gluon_tiles`).
 
-Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough are likely to.
+Rows that fit into one tile of 64 queries and keys are left to `triton_short` where enough rows are likely to be so
+short.
 
-A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
-and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
+A block of keys may extend beyond the end of its row, into the next row or into zeros after the last one; those scores
+are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def forward(
     Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
     one of `kernels.gdpa.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
     i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
-    Values must be finite: what lies behind a row is multiplied by zeros. A row of more than `max_q` queries or `max_k`
+    Values must be finite: those after a row are multiplied by zeros. A row of more than `max_q` queries or `max_k`
     keys is a device assertion. ValueError for other head dimensions.
     """
     num_queries, num_heads, head_dim = q.shape
@@ -77,8 +78,8 @@ def forward(
         return out
     left, right = min(window[0], 2**30), min(window[1], 2**30)
     most = processors(q.device)
-    # Only rows that fit into shared memory gain from neighbouring tiles. Under a window these see different blocks, and
-    # few tiles had better be spread over all processors.
+    # Only rows whose keys fit into shared memory gain from neighbouring tiles. Under a window these see different
+    # blocks, and few tiles are better spread over all multiprocessors.
     block_k = block_of_keys(k.shape[0], k_offsets.shape[0] - 1, max_k)
     kept = max_k * (head_dim + value_dim) <= _IN_FLIGHT
     run = RUN if kept and left < 0 and right < 0 and num_queries * num_heads >= 4 * RUN * most * BLOCK_Q else 1
@@ -93,9 +94,9 @@ def forward(
 
 
 def block_of_keys(num_keys: int, num_rows: int, max_k: int) -> int:
-    """Keys per block: 128 is faster as such, and 64 where it multiplies less behind the ends of rows.
+    """Keys per block: 128 is faster in general, 64 where it wastes fewer products beyond the ends of rows.
 
-    That is where rows are short or, of lengths as unequal as their mean says, not long.
+    That is where rows are short, or where they are not long and, by their mean, unequal.
     """
     mean = num_keys / max(num_rows, 1)
     return 64 if mean <= 64 or (max_k <= 512 and mean <= 0.75 * max_k) else 128
@@ -146,13 +147,13 @@ def _load(
 ):  # fmt: skip
     """The loading warp: blocks of keys and values of each tile, from the last to the first.
 
-    The values of a block are asked for after the keys of the next one, because their place becomes free later. The next
-    tile's queries are asked for while its first blocks are far: unlike most keys and values, which other tiles have
+    The values of a block are loaded after the keys of the next one, because their buffer becomes free later. The next
+    tile's queries are loaded long before its first blocks: unlike most keys and values, which other tiles have
     brought to L2, they come from memory.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     loaded = 0
-    pending = loaded > 0  # whether the values of the block loaded last have still to be asked for
+    pending = loaded > 0  # whether the values of the block loaded last have still to be loaded
     v_row = 0
     v_column = 0
     previous_row = -1

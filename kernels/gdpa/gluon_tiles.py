@@ -1,8 +1,8 @@
 """Which tile of GDPA a persistent program works on next (Gluon).
 
-`kernels.scheduling` lists the tiles, those of a row side by side. RUN of them make one item per head, and items are
-dealt to programs back and forth. Within a run the next tile mostly belongs to the same row and head: if all keys and
-values of that row are still in shared memory, they are not loaded again.
+`kernels.scheduling` lists the tiles, those of a row next to each other. RUN of them are one item per head, and items
+are dealt to programs in alternating directions. Within a run the next tile mostly belongs to the same row and head: if
+all keys and values of that row are still in shared memory, they are not loaded again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def num_turns(num_tiles, num_heads, RUN: gl.constexpr):
 def dealt_tile(schedule, num_tiles, turn, num_heads, RUN: gl.constexpr):
     """(pointer to the entry of the tile, head) of this program's tile number `turn`.
 
-    The last run may lack tiles: the last tile then comes again, which writes the same output twice.
+    The last run may lack tiles: the last tile is then repeated, which writes the same output twice.
     """
     item = dealt_position(turn // RUN)
     tile = gl.minimum(item // num_heads * RUN + turn % RUN, num_tiles - 1)

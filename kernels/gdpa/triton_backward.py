@@ -4,8 +4,8 @@
     dq = score_scale out_scale ds k    dk = score_scale out_scale ds q    dv = out_scale p do
 
 One kernel owns tiles of queries and sums dq over their keys, one owns tiles of keys and sums dk and dv over their
-queries and the query heads that share them: 7 matrix products instead of 5, but nothing is added from two sides, so
-that results are the same every time. Rows that are not there are read as zeros and so add nothing, on either side.
+queries and the query heads that share them: 7 matrix products instead of 5, but no sum has two writers, so that results
+are the same every time. Rows that do not exist are read as zeros and so add nothing, on either side.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _sum_over_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed: rows of a tile are keys, columns queries."""
+    """All tiles are transposed: rows are keys, columns queries."""
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
     for step in range(begin, end, BLOCK_M):
         first = tl.where(step < cut, step, step + gap)

@@ -4,7 +4,7 @@ n = r (q - mean(q)),  r = 1 / sqrt(mean((q - mean(q))^2) + epsilon)
 z = x + n,  s = 1 / sqrt(mean(z^2) + epsilon),  out = q + s z
 
 dz = s (dout - s^2 z mean(dout z)),  dx = dz
-dq = L(dn) of a gradient of n, and dout + L(dz) of dout, with L(g) = r (g - mean(g) - n mean(g n))
+dq = L(dn) for a gradient dn of n, and dout + L(dz) for dout, with L(g) = r (g - mean(g) - n mean(g n))
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _places(num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _normalised(q, inside, WIDTH: tl.constexpr):
-    """(n, zero behind the width; r [ROWS])."""
+    """(n, zero beyond the width; r [ROWS])."""
     centred = tl.where(inside, q - (tl.sum(q, 1) / WIDTH)[:, None], 0.0)
     r = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + _EPSILON)
     return centred * r[:, None], r
@@ -44,7 +44,7 @@ def _normalised(q, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _through_layer_norm(grad, n, r, WIDTH: tl.constexpr):
-    """L(grad), for a gradient that is zero behind the width; what it is there means nothing."""
+    """L(grad), for a gradient that is zero beyond the width; the result beyond it is meaningless."""
     mean, along = tl.sum(grad, 1) / WIDTH, tl.sum(grad * n, 1) / WIDTH
     return r[:, None] * (grad - mean[:, None] - n * along[:, None])
 

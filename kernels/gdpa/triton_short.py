@@ -1,10 +1,10 @@
 """GDPA of rows that fit into one tile, in Triton: a small program per row and head, without a loop over keys.
 
 Kernels that work in tiles of 128 queries and keys spend as much on a row of 20 as on one of 128. Here a program loads a
-row once, as many positions as exist, and writes all results directly: nothing is summed over programs, so that runs
-give equal bits. Several programs share a multiprocessor and hide each other's latencies. Where rows are so short that a
-tile has place for more, it holds two or four heads of one. Programs of rows that are too long leave at once: other
-kernels, whose lists leave short rows out, take those.
+row once, only the positions that exist, and writes all results directly: nothing is summed over programs, so that runs
+give equal bits. Several programs share a multiprocessor and hide each other's latencies. If rows are short enough, a
+tile holds two or four heads of one. Programs of rows that are too long return at once: other kernels, whose lists leave
+short rows out, take those.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.launch import Launcher, aligned, kinds
 
 
 def limit_of(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> int:
-    """These kernels are to take rows of at most so many queries and keys; 0 if they serve none or few are so short."""
+    """The most queries and keys of rows that these kernels take; 0 if they serve none or few rows are so short."""
     if q.dtype.itemsize > 2 or max(q.shape[2], v.shape[2]) > 128 or multiplies_registers(q.device):
         return 0
     return likely_short(q.shape[0], k.shape[0], k_offsets.shape[0] - 1, max_q, max_k)
@@ -119,7 +119,7 @@ def gdpa_short_backward_kernel(
             met = meets(left, right, position, head, WINDOWED, True)
             p = tl.where(met, p, 0.0)
             ds = tl.where(met, ds, 0.0)
-        # dq comes first and is stored at once: three sums would not fit into registers.
+        # dq is first and is stored at once: three sums would not fit into registers.
         ds = ds.to(q_tile.dtype)
         dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
         store(dq, position, q_head, queries, dq_tile, NUM_HEADS, HEAD_DIM, BLOCK_D)
@@ -149,10 +149,10 @@ def forward(
 ) -> None:
     """Write `out` [Nq, H, dv], contiguous, of rows of at most LONGEST queries and keys.
 
-    The rest is as in `kernels.gdpa.operator`, features next to each other. If no row is to be longer than that, one of
-    more than max_q queries or max_k keys is a device assertion. `beside`: what was launched last on this stream is a
-    kernel for the other rows that let the next one start (`kernels.hopper.let_next_start`), so that this one starts
-    where that one leaves room, and ends after it.
+    The rest is as in `kernels.gdpa.operator`, with contiguous features. If no longer rows are allowed, a row of more
+    than max_q queries or max_k keys is a device assertion. `beside`: the kernel launched before this one on the stream
+    serves the other rows and calls `kernels.hopper.let_next_start`, so that this one starts where that one leaves room,
+    and ends after it.
     """
     _launch(
         _launch_forward, q.shape[1], (q, k, v), (out,), q_offsets, k_offsets, max_q, max_k, activations,
@@ -203,7 +203,7 @@ def _launch(
 ) -> None:
     q, k, v = inputs[-3:]
     strides = launch.strides(*inputs)
-    # A branch on the activation is one for all of a tile.
+    # All of a tile must take the same branch for its activation.
     together = len(set(activations)) == 1
     checked = max(max_q, max_k) <= LONGEST
     constants = (*launch.constants(q, k, v, activations, window).values(), together, checked, beside)

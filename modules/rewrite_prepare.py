@@ -1,4 +1,4 @@
-"""What `modules.ikbo_rewrite` does to a graph before it looks for copies, to find more of them. Results stay the same."""
+"""What `modules.ikbo_rewrite` does to a graph before it looks for copies, to find more of them with equal results."""
 
 from __future__ import annotations
 

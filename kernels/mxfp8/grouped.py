@@ -17,7 +17,7 @@ Scales of codes [..., lines, K] come in one of these forms:
     VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity
 
 Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K. With groups of 128 they read
-BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS of one operand, and the other one is
+BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS of one operand; the other is
 dequantised beforehand (`Rounded`): weights when they are quantised, in a weight gradient the narrower one (`swaps`).
 """
 

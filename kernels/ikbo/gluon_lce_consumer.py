@@ -1,11 +1,11 @@
 """The computing warpgroups of the Hopper product of linear compression; `gluon_lce_forward` has the whole.
 
-Products of users stay in float32, in a scratch that is private to the kernel and so need not look like a matrix: a
-block of 64 x 64 lies there in the order of the threads' registers, 16 bytes of a thread and 512 of a warp side by side.
+Products of users stay in float32, in scratch that is private to the kernel and so need not look like a matrix: a block
+of 64 x 64 is stored in the order of the threads' registers, 16 bytes of a thread and 512 of a warp next to each other.
 
-What the products of candidates wait for at the end of a tile would be idle time of the tensor cores: a block of users
-is loaded while the products of the last step or the results of the block before it are under way, and only when it is
-another one than the block before needed, which is rare because the entries of a tile are neighbours.
+Any wait at the end of a tile of candidates leaves the tensor cores idle. A block of users is therefore loaded during
+the products of the last step, or while the results of the block before it are stored, and only if it is not the same
+block as before, which it mostly is because the entries of a tile are neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.ikbo.gluon_lce_tiles import PANELS, SHARED_PANELS, tile_at, turns_o
 from kernels.jagged.gluon_backward_consumer import cells
 
 BLOCK = gl.constexpr(64 * 64)  # elements
-OUT_PANELS = gl.constexpr(3)  # blocks of results of a consumer that may be on their way to memory
+OUT_PANELS = gl.constexpr(3)  # blocks of results of a consumer that may still be being stored
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def _issue(
     ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The SHARED x 2 products of blocks of consumer C, summed over the steps: accumulators [64, 128], three of them,
-    and the next step. Products of the last step may still be under way.
+    and the next step. Products of the last step may still be in flight.
     """
     dtype: gl.constexpr = ring.dtype
     OPERAND: gl.constexpr = ring.layout
@@ -121,7 +121,7 @@ def _flag_of(
     row, n, block, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, ROWS: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Where it is counted how many of the blocks of a user are there that consumer C adds to a candidate's tile."""
+    """The flag that counts how many blocks of a user are ready that consumer C adds to a candidate's tile."""
     flag = 1 + (row * BLOCKS_N + n) * (ROW_TILES + 2 * COLUMN_TILES)
     if ROWS:
         flag += block // 3
@@ -167,7 +167,7 @@ def _user_tile(
 
 @gluon.jit
 def _await(flags, ready, num_blocks, flag, count):
-    """Wait until a flag says so. Returns whether all blocks are there, after which nothing need be looked at.
+    """Wait for a flag. Returns whether all blocks are ready, after which no flag need be read.
 
     Flags are read by atomics, whose result is the same for all warps: they have to take the same branches.
     """
@@ -182,9 +182,10 @@ def _await(flags, ready, num_blocks, flag, count):
 
 @gluon.jit
 def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
-    """A block of results to rows 64 m and columns 64 n of entry `row`, by way of a panel that may still be read.
+    """Store a block of results to rows 64 m and columns 64 n of entry `row`, through a buffer that may still be being
+    read.
 
-    TMA writes nothing of entries and rows that there are none of.
+    TMA writes nothing for entries and rows that do not exist.
     """
     OUT: gl.constexpr = out_desc.layout
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -206,7 +207,7 @@ def _finish(
     j: gl.constexpr, out_desc, ring, first_panel, scratch, scales, added, blocks, rows_of, first_entry, first_m, n,
     BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr, USERS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Block j of the six of a consumer: ones that want the same block of users are one behind the other.
+    """Finish block j of the six of a consumer, in an order in which blocks with the same block of users are neighbours.
 
     Returns what has to be added to the next one.
     """

@@ -2,13 +2,13 @@
 
 A program works through tiles (`gluon_lce_tiles`): one warpgroup loads blocks with TMA into a ring that runs through
 users and candidates without a stop, two multiply (`gluon_lce_consumer`). All tiles of users come before a program's
-first tile of candidates. A product of users that a candidate needs is waited for when the candidate's own product is
-complete, by a flag that was raised with release semantics. None waits before its own share of the users is done, and
-there are no more programs than multiprocessors. So nobody waits for ever as long as all get to run, which other kernels
-on the chip must not prevent by waiting for this one to end.
+first tile of candidates. When a candidate's own product is complete, the program waits for the product of the user that
+it needs, by a flag raised with release semantics. No program waits before its own share of the users is done, and there
+are no more programs than multiprocessors. So none waits for ever as long as all of them run, which other kernels on the
+chip must not prevent by waiting for this one to end.
 
-A weight may end anywhere and so may the K of the inputs: blocks beyond are zeros on both sides, and TMA does not write
-rows beyond the last one.
+Neither M nor K need be multiples of a block: blocks are zero beyond the end on both sides, and TMA does not write rows
+beyond the last one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
 
-# Sizes of a batch, which must not make kernels of their own when they happen to be 1 or multiples of 16.
+# Sizes of a batch, which must not be compiled for when they happen to be 1 or multiples of 16.
 _SIZES = ["num_user_tiles", "num_tiles", "num_steps", "num_user_steps", "num_blocks", "num_entries", "num_users"]
 
 
 @cache
 def tiling(num_rows: int) -> tuple[int, int]:
-    """(ROW_TILES, COLUMN_TILES) of `gluon_lce_tiles` that cover so many rows of a weight with the least waste."""
+    """(ROW_TILES, COLUMN_TILES) of `gluon_lce_tiles` that cover this many rows of a weight with the least waste."""
     blocks = -(-num_rows // 64)
     covers = [(rows, columns) for columns in range(3) for rows in range(blocks // 3 + 2) if 3 * rows + 4 * columns]
     return min(
@@ -111,7 +111,7 @@ def compress(
     user_descs, within = None, False
     if user is not None and w_user is not None and offsets is not None and user.shape[0]:
         num_users = user.shape[0]
-        # Both products of float8 have scales of their own, so they cannot share an accumulator.
+        # The two products of float8 have different scales, so they cannot share an accumulator.
         within = 3 * num_users > 2 * num_entries and scales is None
         user_steps = -(-user.shape[1] // block_k)
         num_flags = 1
@@ -136,7 +136,7 @@ def compress(
 
 
 def _tiles_of_users(num_users: int, blocks_n: int, tiles: tuple[int, int], programs: int) -> tuple[int, int]:
-    """(USER_SHARED, tiles of the users): small ones if that makes no more than there are programs."""
+    """(USER_SHARED, tiles of the users): small tiles if there are then no more of them than programs."""
     small = num_tiles(num_users, blocks_n, tiles, shared=1)
     return (1, small) if small <= programs else (3, num_tiles(num_users, blocks_n, tiles))
 

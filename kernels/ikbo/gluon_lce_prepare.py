@@ -1,7 +1,7 @@
-"""What the Hopper product of linear compression needs before it starts, in one launch.
+"""What the Hopper product of linear compression needs before it starts, made in one launch.
 
-TMA reads a block of a weight by rows of 128 bytes. Where these do not begin at a line of the L2 cache, each costs two
-lines, and what L2 delivers bounds the product: so a weight whose rows do not start at lines is copied.
+TMA reads a block of a weight by rows of 128 bytes. If these do not begin at a line of the L2 cache, each costs two
+lines, and L2's bandwidth limits the product: a weight whose rows do not start at lines is therefore copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COLUMNS = 1024  # of a weight, at a time
 def prepare(
     weight: Tensor, w_user: Tensor, offsets: Tensor, num_entries: int, num_flags: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(weight, w_user, both with rows that start at lines, owners of the entries, flags that are down, both int32)."""
+    """(weight and w_user with rows that start at lines; owners of the entries and cleared flags, both int32)."""
     owners = torch.empty(num_entries, dtype=torch.int32, device=weight.device)
     flags = torch.empty(num_flags, dtype=torch.int32, device=weight.device)
     weight_lines, user_lines = room(weight, LINE), room(w_user, LINE)
@@ -52,12 +52,14 @@ def _compress_prepare_kernel(
     copied, depth, user_depth, row_stride, stride, line_stride, user_row_stride, user_stride, user_line_stride,
     STEPS: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Programs up to `lookups` find owners and take flags down, `copied` copy a row of the weight, others of w_user."""
+    """The first `lookups` programs find owners and clear flags, then `copied` copy a row of the weight, others of
+    w_user.
+    """
     program = tl.program_id(0)
     if program < lookups:
         place = program.to(tl.int64) * PLACES + tl.arange(0, PLACES)
         tl.store(flags + place, 0, mask=place < num_flags)
-        # Entries before offsets[0] belong to no row, but what is stored here becomes an index of flags.
+        # Entries before offsets[0] belong to no row, but the value stored here is used as an index of flags.
         row = tl.maximum(row_of(offsets, num_rows, place, STEPS), 0)
         tl.store(owners + place, row.to(tl.int32), mask=place < num_entries)
     elif program < lookups + copied:

@@ -8,13 +8,13 @@ Everything is made of blocks of 64: of the M rows of a weight and of the N colum
 
 so that ROW_TILES tiles of the first form and COLUMN_TILES of the second cover 3 * ROW_TILES + 4 * COLUMN_TILES blocks
 of the weight: 433 rows take 7 blocks, not the 8 or 9 of equal tiles, and no tile is smaller than another. Neighbouring
-entries mostly have one owner, so that what is added to their products is mostly the same block, read once.
+entries mostly have one owner, so that the same block is added to most of their products, and read once.
 
-A chunk of 12 entries has all its tiles side by side, which read the same inputs at about the same time. A stage of the
-ring is 7 blocks of 64 x 64, the 3 that every consumer reads first, for either form.
+The tiles of a chunk of 12 entries are neighbours, so that they read the same inputs at about the same time. A stage of
+the ring is 7 blocks of 64 x 64, the 3 that every consumer reads first, for either form.
 
-Few users are cut into tiles with one block where others have three (SHARED of what follows): more programs share them,
-and candidates wait less. Where nearly every candidate has a user of its own, a tile of candidates runs through the
+If there are few users, their tiles have one block where others have three (SHARED below): more programs share them, and
+candidates wait less. Where nearly every candidate has a user of its own, a tile of candidates runs through the
 tokens of its users first (WITHIN), and there are no tiles of users.
 """
 
@@ -42,8 +42,8 @@ def num_tiles(num_entries: int, blocks_n: int, tiles: tuple[int, int], shared: i
 def turns_of(num_user_tiles, num_tiles):
     """(tiles of the users that this program takes, tiles of both kinds).
 
-    Users' tiles are dealt from the first program upwards, those of the candidates from the last one downwards: what
-    the last round of the one lacks, the first of the other fills.
+    Users' tiles are dealt from the first program upwards, those of the candidates from the last one downwards, so that
+    the last round of the one and the first of the other fill each other.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)

@@ -1,8 +1,8 @@
 """Gradient of a weight of linear compression for Hopper, in Gluon: sum_b grad[b] x[b]^T.
 
-The sum runs over the entries of the batch and their columns. It is cut into as many slices as keep all processors busy;
-a program does one tile of the result for one slice, the programs of a slice side by side, because they read the same
-entries. Slices are added up in their order, so runs give equal bits.
+The sum runs over the entries of the batch and their columns. It is cut into as many slices as keep all multiprocessors
+busy; a program computes one tile of the result for one slice. Programs of a slice are neighbours, because they read the
+same entries. Slices are added up in order, so runs give equal bits.
 
 Tiles are those of `gluon_lce_tiles`: 3 blocks of 64 of one operand by 4 of the other, in two forms. Both operands run
 along the columns, so the consumers need not know the form: only who fills which blocks of the ring differs.
@@ -58,7 +58,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 @gluon.jit
 def _item(depth, steps, slices, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr):
-    """(slice, its first step, the step behind its last, form is rows, first block of the gradient, of the inputs)."""
+    """(slice, its first step, the step after its last, form is rows, first block of the gradient, of the inputs)."""
     depth_blocks = (depth + 63) // 64
     by_rows = (depth_blocks + 3) // 4
     by_columns = (depth_blocks + 2) // 3

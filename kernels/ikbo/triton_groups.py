@@ -37,21 +37,21 @@ def joined_groups(
 ) -> tuple[Tensor, Tensor]:
     """(queries, keys) [G * (R + 1)] of k_offsets' dtype: the offsets of each group in turn, as one jagged list.
 
-    Group g lies behind the last offsets of those before it, and its requests have the keys of `k_offsets` [R + 1]. From
-    the end of one group to the start of the next is a row that has no queries, whatever keys it has. A request of more
-    than max_q[g] queries of group g or max_k keys is a device assertion. Calls with the same offsets and equal maxima
-    share the lists, which nobody may write to.
+    Group g follows the last offsets of the groups before it, and its requests have the keys of `k_offsets` [R + 1].
+    Between the end of one group and the start of the next there is a row without queries, whatever keys it has. A
+    request of more than max_q[g] queries of group g or max_k keys is a device assertion. Calls with the same offsets
+    and equal maxima share the lists, which must not be written to.
     """
     limits = tuple(min(int(most), 2**31 - 1) for most in (*max_q, max_k))
     return remembered(lambda: _joined(q_offsets, k_offsets, limits), ("groups", limits), *q_offsets, k_offsets)
 
 
 def _joined(q_offsets: Sequence[Tensor], k_offsets: Tensor, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    # Kernels read neighbouring offsets; a view of every k-th one is as good an argument.
+    # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
     *groups, k_offsets = (offsets.contiguous() for offsets in (*q_offsets, k_offsets))
     num_offsets = k_offsets.shape[0]
     queries, keys = (k_offsets.new_empty(len(groups) * num_offsets) for _ in range(2))
-    # Integers in a tuple are specialised on, whatever the kernel says.
+    # Triton specialises on integers in a tuple, despite do_not_specialize.
     special = tuple((most == 1, most % 16 == 0) for most in limits[:-1])
     _launch_join(
         (-(-num_offsets // _BLOCK), 1, 1),
@@ -61,5 +61,5 @@ def _joined(q_offsets: Sequence[Tensor], k_offsets: Tensor, limits: tuple[int, .
     return queries, keys
 
 
-# With assertions, but without those that look for overflow.
+# With assertions, except those for overflow.
 _launch_join = Launcher(_join_groups_kernel, num_warps=4, debug=True, sanitize_overflow=False)

@@ -1,7 +1,7 @@
 """Linear compression in Triton: the broadcast rows of the requests are added in the epilogue of the product.
 
-One kernel for every level: what it adds are the rows of the level above, in float32, and what it writes is the output
-or, in float32, the rows of the next level below. So sums over levels are rounded once.
+One kernel for every level: it adds the rows of the level above, in float32, and writes the output or, in float32, the
+rows for the next level below. Sums over levels are therefore rounded once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.jagged.reference import row_of
 from kernels.jagged.triton_common import cdiv, near, precision_of
 
 BLOCK_N = 128
-MIN_PROGRAMS = 512  # which keep a GPU busy while its slices of a weight's gradient last
+MIN_PROGRAMS = 512  # as many as keep a GPU busy with slices of a weight's gradient
 
 
 def forward(
@@ -47,7 +47,7 @@ def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dty
     if out.numel() == 0:
         return out
     block_m = 128 if num_rows > 64 and x.element_size() == 2 else 64
-    # Without rows nothing is read through either pointer.
+    # Without rows neither pointer is read.
     rows, owners = (out, x) if above is None else (above[0], row_of(above[1], num_entries))
     grid = (num_entries * cdiv(num_rows, block_m) * cdiv(width, BLOCK_N),)
     _compress_kernel[grid](

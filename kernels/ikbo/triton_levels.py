@@ -1,4 +1,6 @@
-"""What attention to every level of a tree adds up: results by their levels' shares of all weights, and gradients."""
+"""Sums over the levels of tree attention: of results, weighted by their levels' shares of all weights, and of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def _sum_levels_kernel(parts, out, num_rows, D: tl.constexpr, ROWS: tl.constexpr
 
 
 def join_levels(results: Sequence[Tensor], statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out [N, H, d], lse [H, N]) of one softmax over the keys of all levels, from those of each level by itself.
+    """(out [N, H, d], lse [H, N]) of one softmax over the keys of all levels, from those of each level.
 
     `statistics` are natural logarithms of sums, float32, +inf for a query whose level has no keys; one that has none at
     all gets zeros and +inf. All are contiguous, d is a power of two.

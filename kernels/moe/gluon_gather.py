@@ -93,7 +93,7 @@ def gather(
 
     The last two are empty if `column_form` is None; with group 0 the first is bfloat16 and all others are empty. If
     `in_tables`, scales are in a table and in `column_form`, and otherwise matrices (see `mxfp8.grouped`). Padding rows
-    are zeros; rows behind the last end are not written.
+    are zeros; rows after the last end are not written.
     """
     num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -20,7 +20,7 @@ def _sigmoid(x):
 
 @gluon.jit
 def _tile(num_groups, ends, width):
-    """(whether it is behind the last end, its rows, where they begin in a matrix of `width` columns, its columns)."""
+    """(whether it is after the last end, its rows, where they begin in a matrix of `width` columns, its columns)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     first_row = gl.program_id(0) // (width // 128) * _ROWS
     first_column = gl.program_id(0) % (width // 128) * 128
@@ -43,7 +43,7 @@ _launch_forward = Launcher(swiglu_forward_kernel, num_warps=4)
 
 
 def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
-    """gate_up [M, 2F] bfloat16 -> [M, F], in which rows behind the last end are not written."""
+    """gate_up [M, 2F] bfloat16 -> [M, F], in which rows after the last end are not written."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if out.numel():
@@ -81,10 +81,10 @@ _launch_backward = Launcher(swiglu_backward_kernel, num_warps=4, maxnreg=128)
 def swiglu_backward(
     gate_up: Tensor, grad: Tensor, selections: Tensor, weights: Tensor, ends: Tensor, overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `weights * swiglu(gate_up)` from that of the unweighted result's product, and the result again.
+    """Gradients of `weights * swiglu(gate_up)`, and the weighted result again.
 
     Args:
-        gate_up: [M, 2F] bfloat16; grad: [M, F] bfloat16, what arrives at the result divided by the row's weight. It is
+        gate_up: [M, 2F] bfloat16; grad: [M, F] bfloat16, the gradient of the result divided by the row's weight. It is
             overwritten by the weighted result.
         selections: [M] int32, which of `weights` [N, k] belongs to each row, -1 for none.
         overwrite: d gate_up takes the memory of gate_up.

@@ -1,12 +1,12 @@
 """SwiGLU over rows in expert order, forward and backward, with MXFP8 results quantised where they are made; Gluon.
 
-The result is rounded to bfloat16 before it is quantised, as if it had been written and read again. Tiles come through
-TMA; the backward computes in place in shared memory, from where each of its three tiles is quantised along rows and
-columns, and what a tile's codes are written from is where its words have been.
+The result is rounded to bfloat16 before it is quantised, as if it had been written and read again. Tiles are loaded by
+TMA. The backward computes in place in shared memory, where each of its three tiles is quantised along rows and columns;
+the codes are stored from the memory of the tile's words.
 
-The gradient of the hidden rows has as many bytes in codes of both orientations as these rows had in bfloat16. So it may
-take their place in memory: where a row of a tile had its 256 bytes, it has 128 codes of the row in the first half, and
-128 codes of a column of the tile in the second. A tile's codes cover what the tile was read from and nothing else.
+The gradient of the hidden rows has as many bytes in codes of both orientations as these rows had in bfloat16, so it may
+overwrite them: in place of the 256 bytes of a row of a tile, there are 128 codes of the row and then 128 codes of a
+column of the tile. A tile's codes cover exactly the memory that the tile was read from.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def swiglu_quantized_backward_kernel(
     row, column = tile_place(gl.program_id(0), num_rows // 128, width // 128)
     if row >= gl.load(ends + num_groups - 1):
         return
-    # Three of one each: between accesses to different ones no thread has to wait for others.
+    # Three separate buffers: accesses to different ones need no barrier in between.
     gate_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     up_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     grad_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
@@ -240,7 +240,7 @@ def swiglu_quantized_backward_kernel(
     store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, result_scales, column,
                   row // 32, width, num_rows // 32, GROUP, False, RESULT_FORM)  # fmt: skip
     tma.store_wait(0)
-    # Or exchanges between threads would take the memory of the first two, which copies still read.
+    # Otherwise exchanges between threads would use the memory of the first two, which copies still read.
     gate_smem._keep_alive()
     up_smem._keep_alive()
     mbarrier.invalidate(full)  # here, see `quantize_tiles_kernel`
@@ -259,10 +259,10 @@ def swiglu_quantized_backward(
     overwrite: bool,
     result_form: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `weights * swiglu(gate_up)` from that of the unweighted result's product, and the result again.
+    """Gradients of `weights * swiglu(gate_up)`, and the weighted result again.
 
     Args:
-        gate_up: [M, 2F] bfloat16; grad: [M, F] bfloat16, what arrives at the result divided by the row's weight.
+        gate_up: [M, 2F] bfloat16; grad: [M, F] bfloat16, the gradient of the result divided by the row's weight.
         selections: [M] int32, which of `weights` [N, k] belongs to each row, -1 for none.
         overwrite: the codes of d gate_up take the memory of gate_up.
         result_form: of the scales of the weighted result, see `mxfp8.grouped`.

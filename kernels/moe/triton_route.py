@@ -1,4 +1,4 @@
-"""Places of routed rows in expert order, and weighted sums of rows back to their tokens; Triton.
+"""The permutation of routed rows to expert order, and weighted sums of rows back to their tokens; Triton.
 
 Three launches give the permutation, whatever the load of the experts: programs count their selections, then each adds
 up the counts of all, which says where every expert begins and how many of its rows come from earlier programs. Then
@@ -14,8 +14,8 @@ from kernels.jagged.triton_common import cdiv, next_power_of_2
 from kernels.launch import Launcher, aligned
 from kernels.moe.reference import NEIGHBOURS, ROWS, Permutation, capacity_of
 
-_HITS = 16384  # elements of the table of selections x experts that a program counts in at a time
-_PROGRAMS = 512  # at most: each reads the counts of all
+_HITS = 16384  # elements of the table selections x experts that a program counts at a time
+_PROGRAMS = 512  # upper limit: each program reads the counts of all
 _BLOCKS = 64  # of tiles that a program ranks
 
 
@@ -125,7 +125,7 @@ _launch_order = Launcher(order_kernel, num_warps=4)
 
 
 def permutation(selected_experts: Tensor, num_experts: int) -> Permutation:
-    """See `reference.permutation`; rows of `selections` behind the last end are not written."""
+    """See `reference.permutation`; rows of `selections` after the last end are not written."""
     count = selected_experts.numel()
     rows = selected_experts.new_empty(selected_experts.shape, dtype=torch.int32)
     selections = selected_experts.new_empty(capacity_of(count, num_experts), dtype=torch.int32)

@@ -24,7 +24,7 @@ def top_k_kernel(scores, chosen, num_rows, num_columns, K: tl.constexpr, COLUMNS
     # Integers in the order of the scores, with equal zeros; NaN is the largest, as to torch.topk.
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     key = tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    # Below minus infinity: what is not there, and what was chosen.
+    # Less than minus infinity: for missing scores, and those already chosen.
     key = tl.where(column < num_columns, key, -0x80000000)
     for j in tl.static_range(K):
         index = tl.min(tl.where(key == tl.max(key, 1)[:, None], column, COLUMNS), 1)

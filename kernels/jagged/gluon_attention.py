@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 128)
 def needs_hopper_heads(
     device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> str | None:
-    """A reason unless it is a call for the Hopper kernels of attention and GDPA, by its heads."""
+    """A reason why the Hopper kernels of attention and GDPA cannot serve these heads, or None."""
     if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
     if head_dim != value_dim or head_dim not in HEAD_DIMS:
@@ -64,5 +64,5 @@ def _supports(
 gluon_attention = dispatch.register("jagged_attention", "gluon", supports=_supports, priority=20)(
     attention_operator("gluon", _forward, _backward, features=False)
 )
-# The schedule of its forward looks at all lengths anyway.
+# The forward's schedule checks all lengths anyway.
 gluon_attention.checks_lengths = True  # type: ignore[attr-defined]

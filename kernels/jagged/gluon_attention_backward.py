@@ -1,19 +1,21 @@
 """Backward of jagged softmax attention for Hopper: warp-specialised, asynchronous, deterministic (Gluon).
 
-Work is dealt out as tiles of 128 keys of one key head. One warp of a block loads tiles by TMA; two warpgroups own 64 of
-a tile's keys each, keep their dk and dv in registers, and make half the columns of dq each from the ds that both leave
-in shared memory. dq is summed over key tiles in a float32 scratch: the first key tile stores it, others add to it
-by reductions that nothing waits for, the last one loads the sum and writes the result.
+Work is divided into tiles of 128 keys of one key head. One warp of a program loads tiles by TMA; two warpgroups own 64
+of a tile's keys each, keep their dk and dv in registers, and each compute half of the columns of dq from the ds that
+both write to shared memory. dq is summed over key tiles in float32 scratch: the first key tile stores it, others add to
+it by reductions that nothing waits for, the last one loads the sum and writes the result.
 
 The key tiles of a row are on several multiprocessors at about the same time, so that its queries, their gradients and
-dq stay in L2, which is what decides the speed on long rows. For equal bits they add to each tile of dq in order, which
-flags in global memory keep. A block takes its tiles in ascending order and waits only for tiles before its own, and
-there are no more blocks than multiprocessors. So none waits for ever as long as all get to run, which other kernels on
-the chip must not prevent by waiting for this one to end.
+dq stay in L2, which decides the speed on long rows. For equal bits they add to each tile of dq in order, kept by flags
+in global memory. A program takes its tiles in ascending order and waits only for tiles before its own, and there are no
+more programs than multiprocessors. So none waits for ever as long as all of them run, which other kernels on the chip
+must not prevent by waiting for this one to end.
 
-Rows that fit into one tile of 64 queries and keys are left to `triton_attention_short` where enough are likely to.
+Rows that fit into one tile of 64 queries and keys are left to `triton_attention_short` where enough rows are likely to
+be so short.
 
-The loader and what all share are in `gluon_backward_steps`, the two others in `gluon_backward_consumer`.
+The loader, and what all warps share, is in `gluon_backward_steps`, the computing warpgroups in
+`gluon_backward_consumer`.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ from kernels.remember import remembered
 
 QUERIES = 64
 KEYS = 128
-# Tokens times heads of the rows that are worked on at a time. Each takes 1 kB of L2 at dimension 128, and these are
-# enough for the few steps that a key tile runs behind the one before to cost no time.
+# Tokens times heads of the rows in progress at a time. Each takes 1 kB of L2 at dimension 128, and these are enough to
+# hide that a key tile is a few steps behind the one before it.
 TOKENS_IN_FLIGHT = 32768
-# Of rows that several groups of queries see: the few rows that are under way are too few with as many as above.
+# The same for rows that several groups of queries see: with the number above, too few rows would be in progress.
 JOINT_TOKENS_IN_FLIGHT = 49152
 MAX_ROWS_IN_FLIGHT = 128
-# Where queries do not see what lies more than so far behind them, a key tile starts with later queries than the one
-# before and has fewer: it waits longer for it, in proportion to its work. More rows are under way then, until their
-# tiles of one number occupy half of the chip.
+# If queries do not see keys more than this far before them, a key tile starts with later queries than the one before it
+# and has fewer of them: in proportion to its work it waits longer. More rows are then in progress, until their tiles of
+# one number occupy half of the chip.
 CAUSAL_TOKENS_IN_FLIGHT = 262144
 CAUSAL_TILES_IN_FLIGHT = 64
-# With that many times as many queries as keys the key tiles of a row are few, and seldom wait for each other.
+# With this many times as many queries as keys, a row has few key tiles, which seldom wait for each other.
 LATE_FROM = 2
 HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads, the last of which has one warp, share 512 x 128 registers: 240 for each of the first
@@ -136,7 +138,7 @@ def attention_backward(
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
 
     q, out and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d 64 or 128, H a multiple of Hkv
-    and any strides, those of out but for the last dimension; lse is [H, Nq] float32, contiguous, the natural logarithm
+    and any strides (out: except that of the last dimension); lse is [H, Nq] float32, contiguous, the natural logarithm
     of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
     j <= i if `causal`. Calls give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
@@ -161,7 +163,7 @@ def attention_backward(
         # Masked scores are -inf before they are scaled.
         raise ValueError(f"needs a positive scale, got {scale}")
     left, right = effective_window(causal, window)
-    # Of a sum, whose gradient is one number expanded, or with all rows of a head together, see `head_descriptor`.
+    # The gradient of a sum (one expanded number), or one with all rows of a head together: see `head_descriptor`.
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -175,7 +177,7 @@ def attention_backward(
     if max(max_q, max_k) <= short:
         triton_attention_short.backward(*short_rows, beside=False)
         return dq, dk, dv
-    # max_q may be far above most rows, but those come first that are not.
+    # max_q may be far above most rows, but the longest rows come first.
     length = min(max_q, max(2 * num_queries // num_rows, (max_q + 1) // 2))
     members = rows_in_flight(length * num_heads, num_heads, runs, right >= 0)
     table = remembered(
@@ -192,7 +194,7 @@ def attention_backward(
     (q_desc, q_step), (v_desc, v_step), (g_desc, g_step), (dk_desc, _), (dv_desc, _) = (
         head_descriptor(x, QUERIES) for x in (q, v, grad_out, dk, dv)
     )
-    # Halves of the columns of keys are operands of their own, which must not cut through a swizzled line.
+    # Each half of the columns of keys is an operand, which must not divide a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
     late = max_q >= LATE_FROM * max_k
@@ -208,7 +210,7 @@ def attention_backward(
 
 
 def rows_in_flight(tokens: int, num_heads: int, runs: int, causal: bool) -> int:
-    """How many rows are worked on at a time, a power of two, of which one has so many queries times heads."""
+    """How many rows are in progress at a time, a power of two; one has this many queries times heads."""
     if causal:
         rows = min(CAUSAL_TOKENS_IN_FLIGHT // tokens, CAUSAL_TILES_IN_FLIGHT // num_heads)
     else:

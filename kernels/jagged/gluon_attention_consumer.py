@@ -7,12 +7,13 @@ Two products are issued together: the scores of the next block, and the pending 
 block before. After a tile's last block the "next block" is the first one of the next tile, so that nothing drains
 between tiles, which is what decides the speed on short rows.
 
-The two consumers take turns on the tensor cores: while one multiplies, the other runs its softmax. Without the turns
-they drift into step and all tensor cores wait for both softmaxes. A consumer passes the turn on a little before both
-products are complete, or, if they are short against a softmax (EARLY), when its scores are.
+The two consumers take turns on the tensor cores: while one multiplies, the other computes its softmax. Without turns
+they would come into step, and the tensor cores would wait for both softmaxes. A consumer passes the turn on a little
+before both products are complete, or, if they are short against a softmax (EARLY), when its scores are.
 
-What a block takes is the way from its scores to its probabilities, more than the products. So all of it that can be
-done before the product with the values is complete is done there, and all that can wait for the end of a tile waits.
+The time of a block is mostly that from its scores to its probabilities, not that of the products. Therefore as much of
+it as possible is done before the product with the values is complete, and the rest, where it can wait, at the end of a
+tile.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _tile(
     BLOCK_K: gl.constexpr,
     C: gl.constexpr,
 ):
-    """What consumer C has to know of this program's item of turn `turn`.
+    """The parameters of this program's item of turn `turn` for consumer C.
 
     (first row of its queries in q, how many of them exist, position of the first within its row, the row's number of
     keys, first block, how many more there are, head, from one of its blocks to its next one in the ring)
@@ -92,7 +93,7 @@ def _tile(
 def _place(slot, STAGES: gl.constexpr):
     """(stage, phase of its barriers) of block number `slot` in a ring of 2, 4 .. stages.
 
-    By masks: a signed quotient takes corrections, on the way to a product.
+    Computed by masks: a signed quotient would need corrections, on the critical path to a product.
     """
     return slot & (STAGES - 1), (slot & STAGES) // STAGES
 
@@ -162,17 +163,17 @@ def _advance(
     x, m, correction = exponents(s, m, scale, LEFT or RIGHT)
     p_next = _powers(x, EARLY, C)
     total = times(total, correction) + sums(p_next)
-    # The probabilities are an operand in registers of the product in flight: they live until it is complete.
+    # The probabilities are a register operand of the product in flight: they must live until it is complete.
     acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    # Rounded before the correction, over whose branch no arithmetic moves: among the powers it takes no time.
+    # Rounded before the correction, across whose branch no arithmetic moves: among the powers it takes no time.
     p = rounded(p_next, v_smem.dtype, LO)
     return corrected(acc, correction), p, m, total
 
 
 @gluon.jit
 def _skip(barriers, slot, STAGES: gl.constexpr, C: gl.constexpr):
-    """Let a block pass by that this consumer has no queries for."""
+    """Skip a block for which this consumer has no queries."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     k_stage, k_phase = _place(slot + 1, STAGES)
     v_stage, v_phase = _place(slot, STAGES)
@@ -198,12 +199,14 @@ def _store_rows(out, buffer, q_begin, q_count, head, HEADS: gl.constexpr, DV: gl
 
 @gluon.jit
 def _send(out_desc, out, buffer, q_begin, q_count, head, HEADS: gl.constexpr, DV: gl.constexpr):
-    """Write the outputs in `buffer` of `q_count` queries: of all if that is more, of none if it is not positive."""
+    """Write the outputs in `buffer` of `q_count` queries: of all of them if that is larger, of none if it is not
+    positive.
+    """
     if q_count >= ROWS:
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(out_desc, [q_begin, head * DV], buffer)
-    else:  # a whole block would write over the queries of the next row
+    else:  # a whole block would overwrite outputs of the next row
         _store_rows(out, buffer, q_begin, q_count, head, HEADS, DV)
 
 
@@ -249,7 +252,7 @@ def attend(
     items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
     rounds = num_rounds(items)
     common = items // gl.num_programs(0)
-    # A program without items goes through the motions for one block, without waiting for what never comes.
+    # A program without items computes one meaningless block, without waiting for loads that never come.
     some = rounds > 0
     q_begin, q_count, position, k_length, first_block, steps, head, stride = _tile(
         schedule, 0, common, HEADS, PAIRED, LEFT, BLOCK_K, C
@@ -277,13 +280,13 @@ def attend(
         more = turn + 1 < rounds
         q = q_smem.index(2 * (turn % 2) + C)
         if C == 1 and not PAIRED:
-            # The last tile of a row may have no queries for this consumer: it does the last block for nothing.
+            # The last tile of a row may have no queries for this consumer: its last block is wasted.
             skipped = gl.where(q_count > 0, 0, steps)
             for _number in range(skipped):
                 slot = _skip(barriers, slot, STAGES, C)
             steps -= skipped
-        # `next_steps` is read by the mask below. It must be: MLIR takes a value that is carried around a loop only to
-        # bound a loop inside it for dead, and every tile would do as many steps as the first.
+        # `next_steps` must be read by the mask below: MLIR treats a value that is carried around a loop only to bound
+        # an inner loop as dead, and every tile would do as many steps as the first.
         for b in range(steps):
             acc, p, m, total = _advance(
                 q, k_smem, v_smem, barriers, slot, stride, first_block + (steps - 1 - b), acc, b > 0, p, m, total,
@@ -303,8 +306,9 @@ def attend(
         token = warpgroup_mma(
             q_smem.index(next_place), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        # The second product is issued no sooner than the first one is nearly complete: till then nobody waits for what
-        # is done here. There is time for outputs or for sums, and to ask for the entry of the tile after the next one.
+        # The second product is issued no sooner than the first one is nearly complete: until then nothing waits for
+        # what is done here. There is time for outputs or for sums, and to ask for the entry of the tile after the next
+        # one.
         if LATE:
             _send(out_desc, out, buffer, kept_begin, kept_count, kept_head, HEADS, DV)
         else:
@@ -324,7 +328,7 @@ def attend(
         )
         if LATE:
             m_next = gl.max(s, 1) * scale
-            # One more look at a barrier that is known to be complete: no arithmetic moves over its branch. Without it
+            # One more test of a barrier that is known to be complete: no arithmetic moves across its branch. Without it
             # compilers put up to half of the powers before the turn is passed on.
             mbarrier.wait(q_full.index(next_place), ((turn + 1) // 2) & 1, pred=more)
             pass_turn(C)

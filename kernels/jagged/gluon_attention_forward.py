@@ -2,17 +2,17 @@
 
 A program works through tiles of 128 queries of one row and head (`kernels.scheduling` says which): two warps load with
 TMA, one the keys and one the values, and two warpgroups compute 64 queries each (`gluon_attention_consumer`). Queries
-are double-buffered, so that the next tile's arrive while this one is worked on; keys and values go through rings of
-blocks that do not stop between tiles.
+are double-buffered, so that the next tile's are loaded during this one; keys and values go through rings of blocks that
+do not stop between tiles.
 
-The last tile of a row may have only one half, and one warpgroup alone takes nearly as long as two. So two heads' halves
-are worked on together, a warpgroup each, and every other block of the ring is one's own. The schedule then lists
-halves: one of a whole tile stands for half of the heads, so that two of them make the items of their tile.
+The last tile of a row may have only one half, and one warpgroup alone takes nearly as long as two. Therefore the halves
+of two heads are computed together, a warpgroup each, and the blocks of the ring alternate between the two. The schedule
+then lists halves: each half of a whole tile stands for half of the heads, so that the two make the items of their tile.
 
-The list has the longest items first. Where rows are short, long and short ones are taken by turns (`mixed_turn`).
+The list has the longest items first. Where rows are short, long and short ones alternate (`mixed_turn`).
 
-A block of keys may reach over the end of its row: the rows behind belong to the next row, or are zeros behind the last,
-and their scores are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
+A block of keys may extend beyond the end of its row, into the next row or into zeros after the last one; those scores
+are masked. A block of outputs must not, so the last tile of a row is written with masked stores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kernels.scheduling import (
 
 BLOCK_Q = 2 * ROWS.value
 _KEYS_IN_FLIGHT = 256  # in shared memory; with the queries and outputs of a tile they fill it at dimension 128
-_PAIRED_MEAN = 1024  # queries of a row: of more few tiles are halves, and looking for pairs costs 1 % of every tile
+_PAIRED_MEAN = 1024  # queries of a row: if longer, few tiles are halves, and looking for pairs costs 1 % of every tile
 _LOG2_E = 1.4426950408889634
 
 # Three warpgroups at this limit fill the register file; that of the loaders gives most of its share to the consumers.
@@ -114,7 +114,7 @@ def attention_schedule(
     window: tuple[int, int],
     num_heads: int,
 ) -> Tensor:
-    """The `schedule` of `attention_forward`; it depends on offsets and masks alone, and layers share it.
+    """The `schedule` of `attention_forward`. It depends only on offsets and masks, and layers share it.
 
     A row of more than `max_q` queries or `max_k` keys is a device assertion.
     """
@@ -140,10 +140,10 @@ def tile_list(
 
 
 def is_paired(num_heads: int, mask: tuple[int, int], num_queries: int, q_offsets: Tensor, max_q: int) -> bool:
-    """Whether half tiles of two heads are worked on together, and the schedule lists halves.
+    """Whether half tiles of two heads are computed together, and the schedule lists halves.
 
-    Not if no row can have a half without its other, not if rows are so long that few tiles are halves, and not under a
-    mask, where blocks differ within a tile.
+    Not if no row can have a single half, not if rows are so long that few tiles are halves, and not under a mask, where
+    blocks differ within a tile.
     """
     num_rows = q_offsets.shape[0] - 1
     all_whole = num_queries == num_rows * max_q and not 0 < max_q % BLOCK_Q <= ROWS.value
@@ -151,7 +151,7 @@ def is_paired(num_heads: int, mask: tuple[int, int], num_queries: int, q_offsets
 
 
 def block_of_keys(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
-    """Keys per block: 128 is faster as such; short rows of unequal length waste less of blocks of 64."""
+    """Keys per block: 128 is faster in general; short rows of unequal length waste less with blocks of 64."""
     mean = num_keys / max(k_offsets.shape[0] - 1, 1)
     return 64 if mean <= 64 or (mean <= 256 and mean <= 0.75 * max_k) else 128
 
@@ -174,7 +174,7 @@ def _item(
     LEFT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """What the loader has to know of this program's item of turn `turn`.
+    """The parameters of this program's item of turn `turn` for the loader.
 
     (first query in q, how many of them exist, first key of the row in k, first block, number of blocks, head, 1 if
     there is a second one)
@@ -232,7 +232,8 @@ def _load(
 ):
     """A loading warp: each tile's blocks of keys, or of values, from the last to the first; if QUERIES its queries too.
 
-    Keys and values have a warp each: the keys of a block are done with well before the values of the one before it.
+    Keys and values have a warp each: the buffer of a block's keys is free well before that of the previous block's
+    values.
     """
     loaded = 0
     items = gl.load(schedule) * (HEADS // 2 if PAIRED else HEADS)
@@ -250,7 +251,7 @@ def _load(
             column = (head + (b & two)) // GROUP * head_stride
             stage = loaded % STAGES
             mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-            # For the consumer that passes by a block of the other one's head.
+            # For the consumer that skips a block of the other one's head.
             mbarrier.arrive(empty.index(stage), count=1, pred=two != 0)
             mbarrier.expect(full.index(stage), desc.block_type.nbytes)
             tma.async_copy_global_to_shared(desc, [row, column], full.index(stage), smem.index(stage))

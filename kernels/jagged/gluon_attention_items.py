@@ -12,10 +12,10 @@ ROWS = gl.constexpr(64)  # queries of one consumer
 
 @gluon.jit
 def mixed_turn(turn, common, BLOCK_K: gl.constexpr):
-    """Which round of a list, the longest items first, comes in turn `turn`; all programs have `common` rounds at least.
+    """Which round of the list (longest items first) comes in turn `turn`; all programs have at least `common` rounds.
 
-    With short blocks the longest, the shortest, the second longest and so on: short rows wait for memory, and long ones
-    leave it idle.
+    With short blocks: the longest, the shortest, the second longest and so on, since short rows wait for memory and
+    long ones leave it idle.
     """
     if BLOCK_K < 128:
         turn = gl.where(turn < common, gl.where(turn % 2 == 0, turn // 2, common - 1 - turn // 2), turn)
@@ -26,7 +26,7 @@ def mixed_turn(turn, common, BLOCK_K: gl.constexpr):
 def paired_item(entry, head, HEADS: gl.constexpr):
     """(first query, how many there are, head, 1 if that is the first of two) of an item of a list of half tiles.
 
-    A half that has its other stands for a tile and half of the heads; one without, for itself and all heads in twos.
+    A half of a whole tile stands for the tile and half of the heads; a single half for itself and all heads in pairs.
     """
     begin = gl.load(entry + MAIN_BEGIN)
     count = gl.load(entry + MAIN_COUNT)

@@ -2,7 +2,7 @@
 
 Exponentials are taken relative to a reference of each row, in units of log 2. It need not be the maximum, and follows
 only when that is more than 8 beyond it: probabilities of up to 2^8 fit into float16, and sums of them into float32.
-Behind a tile's first block few references move, and where none does, sums of outputs need no correction.
+After a tile's first block few references change, and where none does, sums of outputs need no correction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernels.hopper import turn_barrier
 from kernels.jagged.gluon_attention_items import ROWS
 
 _LN_2 = gl.constexpr(0.6931471805599453)
-_SLACK = gl.constexpr(8.0)  # log 2 of how far a maximum may be beyond the reference
+_SLACK = gl.constexpr(8.0)  # how far, in log 2, a maximum may be above the reference
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def exponents(s, m, scale, MASKED: gl.constexpr):
     """
     new = gl.max(s, 1) * scale
     new = gl.where(new > m + _SLACK, new, m)
-    if MASKED:  # a query that has still seen none has reference -inf, and -inf - -inf is not a number
+    if MASKED:  # a query that has still seen no key has reference -inf, and -inf - -inf would be NaN
         reference = gl.where(new == -float("inf"), 0.0, new)
     else:
         reference = new
@@ -85,8 +85,8 @@ def _powers_operands(registers):
 def powers_and_turn(x, C: gl.constexpr):
     """2^x [64, n]; consumer C passes the turn on when a few of them are there.
 
-    That is a little before the product in flight is complete. The turn has to wait for a power, or compilers move the
-    maximum, which all powers wait for, behind the wait for that product.
+    That is a little before the product in flight is complete. The turn must wait for a power: otherwise compilers move
+    the maximum, which all powers wait for, behind the wait for that product.
     """
     REGISTERS: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
@@ -135,13 +135,13 @@ def corrected(acc, factors):
 
 @gluon.jit
 def sums(p):
-    """[rows, 4], what each of the four threads of a row has of its sum. Those meet once a tile."""
+    """[rows, 4]: the parts of a row's sum that its four threads hold, which are added once a tile."""
     return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
 
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """p as a left operand, two neighbours to a register at once: the product needs no more instructions for them."""
+    """p as a left operand, rounded two neighbours to a register: the product needs no more instructions for it."""
     if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
     else:

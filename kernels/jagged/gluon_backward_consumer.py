@@ -4,11 +4,11 @@ Names: q, k, v and g (the gradient of the output) are tiles in shared memory, s 
 products are taken on the transposed scores, [64 keys, 64 queries], so that p and ds are left operands in registers for
 dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and columns [C d / 2, (C + 1) d / 2) of dq.
 
-dq takes the ds of both warpgroups. It is made one step late, when the other's has long arrived, so that the two need
-not run in step: while one is at its exponentials, the other has the tensor cores. The scores of a step are made at the
-end of the one before, over the borders of key tiles and rows. What a step leaves is whole at the end of the loop's
-body: with a product in flight there the compiler would serialise all of them. dk and dv leave by TMA, through the place
-of the tile's values: stores would hold up the loads of the next item that are behind them.
+dq takes the ds of both warpgroups. It is computed one step late, when the other's ds has long been written, so that the
+two need not run in step: while one computes exponentials, the other has the tensor cores. The scores of a step are
+computed at the end of the step before, across key tiles and rows. All products are complete at the end of the loop's
+body: with one in flight there, the compiler would serialise all of them. dk and dv are stored by TMA, through the
+buffer of the tile's values: ordinary stores would delay the loads of the next item behind them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def in_lines(x):
     GROUPS: gl.constexpr = x.shape[1] // 32
     y = gl.inline_asm_elementwise(_TRANSPOSED_QUADS, _EIGHT_REGISTERS, [x], x.dtype, False, 16)
     y = y.reshape([64, GROUPS, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, x.shape[1]])
-    # The same registers in the order of columns, which stores go by.
+    # The same registers in the order of columns, in which they are stored.
     return gl.convert_layout(y, _LINES_OF_64 if x.shape[1] == 64 else _LINES_OF_32)
 
 
@@ -70,7 +70,7 @@ def in_lines(x):
 def _masked(s, keys, offset, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Scores, -inf for keys beyond the first `keys` and outside the window. Most tiles have nothing to mask.
 
-    `offset` is the position of the first key less that of the first query.
+    `offset` is the position of the first key minus that of the first query.
     """
     partial = keys < 64
     if RIGHT:
@@ -106,7 +106,7 @@ def store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
     inside = (row < rows) & (column >= 0)
-    # L2 may forget them first: nobody reads gradients soon.
+    # L2 may evict them first: gradients are not read soon.
     gl.store(pointer + (row * STRIDE + column), x.to(pointer.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
@@ -123,8 +123,8 @@ def through_shared(buffer, x):
 def cells(dq):
     """dq in the order of the scratch, which is free.
 
-    What a thread holds of two columns and of two rows, eight apart, are neighbours there. No data moves for it,
-    accesses are 16 bytes wide, and those of a warp contiguous.
+    The elements that a thread holds of two columns and of two rows, eight apart, are neighbours there. No data moves
+    between threads, accesses are 16 bytes wide, and those of a warp are contiguous.
     """
     GROUPS: gl.constexpr = dq.shape[1] // 8
     return dq.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * dq.shape[1]])
@@ -144,9 +144,9 @@ def load_dq(place, wanted, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, place, first):
-    """dq of one key tile to the scratch, where the first of a row finds nothing.
+    """Add dq of one key tile to the scratch; the first of a row stores it.
 
-    The caller sees to it that the key tiles of a row take turns, in their order.
+    The caller must ensure that the key tiles of a row take turns, in their order.
     """
     flat = cells(dq)
     cell = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
@@ -158,7 +158,7 @@ def add_dq(dq, place, first):
 
 @gluon.jit
 def store_dq(dq, pointer, rows, scale, STRIDE: gl.constexpr):
-    """The sum of all key tiles to where it belongs."""
+    """Write the sum of all key tiles to the result."""
     store_rows(in_lines(_rounded(dq * scale, pointer.dtype.element_ty)), pointer, rows, STRIDE)
 
 
@@ -171,7 +171,7 @@ def differentiate(
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq, which it adds to the others' late if LATE.
 
-    Added behind the next scores, they cost less time here, and the other key tiles of the row wait longer for them.
+    Added after the next scores, they cost less time here, but the other key tiles of the row wait longer for them.
     """
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
     q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
@@ -249,7 +249,7 @@ def differentiate(
                         add_dq(dq, place, first)
                     mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
                 if left_tile:
-                    # The place of that tile's values also held its dv.
+                    # The buffer of that tile's values also held its dv.
                     tma.store_wait(0)
                     mbarrier.arrive(kv_empty.index(old_slot), count=1)
 
@@ -262,7 +262,7 @@ def differentiate(
                 s = warpgroup_mma(
                     k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                # Here, where the tensor cores have dk and the next scores to make: it takes a while.
+                # Here, while the tensor cores compute dk and the next scores: it takes a while.
                 if LATE:
                     mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=(not last) & (step > 1))
                 if last:
@@ -286,12 +286,12 @@ def differentiate(
                     member += 1
                 s, dk, dv, ds_left = warpgroup_mma_wait(0, deps=(s, dk, dv, ds_left))
                 mbarrier.arrive(stage_empty.index(stage), count=1)
-            # The answer takes a while, but there are no registers for it before.
+            # The result takes a while, but before there are no registers for it.
             queries = queries_of(table_ptr, turn * RUNS + run + 1, num_items, HEADS, RUNS)
         following = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
         row = k_start + j * 128 + C * 64
         position = row.to(gl.int64) * (HEADS * D) + head * D
-        # The values of this tile have had their last use.
+        # This was the last use of the tile's values.
         buffer = v_s.index(kv * 2 + C)
         if busy & (own_keys >= 64):
             buffer.store((dk * scale).to(dtype))

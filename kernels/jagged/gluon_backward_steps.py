@@ -33,7 +33,7 @@ def _item_of(turn, num_items):
 
 @gluon.jit
 def keys_of(table_ptr, turn, num_items, HEADS: gl.constexpr, RUNS: gl.constexpr):
-    """What `attention_rows.tile_table` has of the keys of an item, its number in the row, and which key head it is."""
+    """The columns of `attention_rows.tile_table` about the keys of an item, its number in the row, and its key head."""
     item = _item_of(turn, num_items)
     entry = table_ptr + (1 + item // HEADS * RUNS).to(gl.int64) * COLUMNS
     return gl.load(entry + K_START), gl.load(entry + K_LENGTH), gl.load(entry + NUMBER), item % HEADS
@@ -41,7 +41,7 @@ def keys_of(table_ptr, turn, num_items, HEADS: gl.constexpr, RUNS: gl.constexpr)
 
 @gluon.jit
 def queries_of(table_ptr, turn, num_items, HEADS: gl.constexpr, RUNS: gl.constexpr):
-    """What it has of a run of queries: where and how many they are, their first tile, and how many tiles come later.
+    """Its columns about a run of queries: where and how many they are, their first tile, and how many tiles come later.
 
     `turn` counts runs, RUNS to an item.
     """
@@ -94,8 +94,8 @@ def raise_flag(flags_ptr, index):
 def await_flag(flags_ptr, index, height, ds_empty, step, b):
     """Wait until the flag of the step before `step` has the height that its dq needs. Returns b, or -1 if it is raised.
 
-    Before it waits for other programs, this one tells them all it has: else they could wait for each other. The flag is
-    read by an atomic, whose result is the same for all warps: they have to take the same branches.
+    Before it waits for other programs, this one raises all its own flags: otherwise they could wait for each other. The
+    flag is read by an atomic, whose result is the same for all warps: they have to take the same branches.
     """
     if height > 0:
         seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
@@ -151,7 +151,7 @@ def _discards(dim):
 
 @gluon.jit
 def forget(scratch_ptr, index, D: gl.constexpr):
-    """Sums of dq that have been read, at `index` unless that is negative: L2 need not write them to memory any more."""
+    """Discard sums of dq that have been read, at `index` unless it is negative: L2 need not write them to memory."""
     if index >= 0:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         address = scratch_ptr.to(gl.int64) + index.to(gl.int64) * (256 * D) + lane * 128
@@ -164,14 +164,13 @@ def load_tiles(
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The TMA warp. Q_STEP is how many columns there are from one head to the next in the matrix of q_desc.
+    """The TMA warp. Q_STEP is the number of columns from one head to the next in the matrix of q_desc.
 
     It also keeps the order in which key tiles add to dq. A flag counts how many have added to a tile of dq. It is
     raised when both consumers are seen to be done with the step after, in which they do it; `a`, `b` and `c` are the
     flags to raise for the last three steps (-1 for none), `read`, `older` and `oldest` those whose sums the consumers
-    have read since. dq_turn lets the consumers add to dq of a step once its flag
-    has the height of the key tiles before. After the last step comes one more that carries no data: consumers look one
-    step ahead.
+    have read since. dq_turn lets the consumers add to dq of a step once its flag counts the key tiles before. After the
+    last step comes one more without data, because consumers look one step ahead.
     """
     q_desc, _k_desc, _v_desc, g_desc, statistics_desc = descs
     _k_s, _v_s, q_s, g_s, _ds_s, lse_s, delta_s = buffers
@@ -195,7 +194,7 @@ def load_tiles(
     loaded = False
     for turn in range(turns):
         _k_start, _k_length, j, head = keys
-        # Asked for here, because the answer takes a while.
+        # Requested here, because the result takes a while.
         next_keys = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
         if has_steps(keys, queries, left, right, LEFT, RIGHT) & (loaded == 0):
             _load_keys(descs, buffers, bars, keys, tile, K_STEP, V_STEP)

@@ -12,10 +12,10 @@ from kernels.hopper import UncheckedDescriptor, operand_layout, swizzled_layout
 def head_descriptor(x: Tensor, rows: int, swizzle: int | None = None) -> tuple[TensorDescriptor, int]:
     """(TMA descriptor of blocks of `rows` rows of one head of x [N, H, d], elements from one head to the next).
 
-    x is float16 or bfloat16 with N > 0. The descriptor sees [N, everything that a row index can reach], so that a head
-    is a range of columns. What TMA cannot address, rows or heads that do not start at multiples of 16 bytes, is copied,
-    and so is what lies with all rows of a head together: there the distance of heads, for which kernels are compiled,
-    would be another one in every batch.
+    x is float16 or bfloat16 with N > 0. The descriptor describes [N, everything that a row index can reach], so that a
+    head is a range of columns. x is copied if TMA cannot address it (rows or heads that do not start at multiples of 16
+    bytes), and if all rows of a head lie together: then the distance of heads, for which kernels are compiled, would
+    differ in every batch.
     `swizzle` is the width in bytes of a swizzled line in shared memory; by default the widest that d allows.
     """
     total, num_heads, dim = x.shape

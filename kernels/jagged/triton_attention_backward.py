@@ -1,8 +1,8 @@
 """Backward of `jagged_attention` in Triton: the gradients of queries, keys and values.
 
 Probabilities are recomputed from lse. One kernel owns tiles of queries and sums dq over their keys, one owns tiles of
-keys and sums dk and dv over their queries and the query heads that share them: 7 matrix products instead of 5, but
-nothing is added from two sides, so that results are the same every time.
+keys and sums dk and dv over their queries and the query heads that share them: 7 matrix products instead of 5, but no
+sum has two writers, so that results are the same every time.
 
     p = exp(scale q k + bias - lse)    ds = p (do v - delta)    delta = sum do out
     dq = scale ds k    dk = scale ds q    dv = p do
@@ -38,7 +38,7 @@ def backward(
     block_size: int | None = None,
     bias: Bias | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), and with biases the gradients of the two tables (of no size where there is no table)."""
+    """(dq, dk, dv), and with biases the gradients of the two tables (empty where there is no table)."""
     q, k, v, grad = launch.rows_of(q), launch.rows_of(k), launch.rows_of(v), launch.rows_of(grad)
     total_q, num_heads, head_dim = q.shape
     total_k, key_heads, value_dim = v.shape

@@ -1,8 +1,8 @@
 """Forward and backward of `jagged_attention` for a few queries a row over many keys, in Triton: pooling, decoding.
 
 All queries of a row that read a key head, GROUP heads of each, are one tile, so that a program per row and key head
-reads keys and values once. The gradients of a key are made whole where it is read; those of the queries stay in
-registers while all keys pass by. Nothing is added up between programs, so runs give equal bits.
+reads keys and values once. The gradients of a key are complete when it has been read; those of the queries stay in
+registers while all keys pass by. Nothing is summed between programs, so runs give equal bits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def attention_decode_backward_kernel(
         v_tile = load_rows(v + first * v_token, v_token, count, BLOCK_N, VALUE_DIM, BLOCK_V, True)
         s = tl.dot(k_tile, tl.trans(q_tile)) * (scale * LOG2E)
         p = tl.exp2(s - lse2[None, :])
-        # What a missing key's zeros give may overflow.
+        # The zeros of a missing key may give an overflow.
         p = tl.where((tl.arange(0, BLOCK_N) < count)[:, None], p, 0.0)
         ds = (p * (tl.dot(v_tile, tl.trans(grad_tile)) - delta[None, :])).to(q_tile.dtype)
         dv_tile = tl.dot(p.to(q_tile.dtype), grad_tile)

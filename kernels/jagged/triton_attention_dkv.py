@@ -25,7 +25,7 @@ def _sum_over_queries(
     BLOCK_M: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed: rows of a tile are keys, columns queries."""
+    """All tiles are transposed: rows are keys, columns queries."""
     num_queries = masks[0]
     begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
     for step in range(begin, end, BLOCK_M):

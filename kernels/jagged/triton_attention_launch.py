@@ -70,9 +70,9 @@ def tile_of(
 
 
 def beside_operands(tile: Tile, kernel: str, itemsize: int, width: int) -> Tile:
-    """`tile` small enough, or with enough warps, for threads that hold operands beside the sums.
+    """`tile` small enough, or with enough warps, for threads that hold operands as well as sums.
 
-    Of single precision they hold all parts of three tf32 products.
+    In single precision they hold all parts of three tf32 products.
     """
     if itemsize < 4:
         return replace(tile, warps=8) if kernel == "key" or (kernel == "forward" and width > 128) else tile
@@ -117,7 +117,7 @@ def constants(q: Tensor, v: Tensor, bias: Bias | None) -> dict[str, Any]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`x` [N, H, d] with its features next to each other, copied if they are not."""
+    """`x` [N, H, d] with contiguous features, copied if they are not."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -130,7 +130,7 @@ def window_of(causal: bool, window: tuple[int, int], block_size: int | None) -> 
 def bias_tensors(bias: Bias | None, q: Tensor) -> tuple[Tensor, ...]:
     """(position table, time table, bucket edges, query times, key times) as the kernels read them.
 
-    `q` stands for those that there are not: a pointer that nobody reads.
+    `q` stands in for missing ones, as a pointer that is not read.
     """
     position, time, q_times, k_times, width = Bias() if bias is None else bias
     edges = None

@@ -52,7 +52,7 @@ def attention_short_backward_kernel(
     keys = (position < num_keys) & (head < KEY_HEADS)
     k_tile = load(k + k_begin * stride_kn, stride_kn, stride_kh, position, head, keys, D, D)
     v_tile = load(v + k_begin * stride_vn, stride_vn, stride_vh, position, head, keys, D, D)
-    # Of a key that is not there, whose score 0 may be far above all others.
+    # A missing key has score 0, which may be far above all others.
     seen = meets(left, right, position, head, WINDOWED, True) & keys[:, None]
     dk_tile = tl.zeros((PLACES, D), tl.float32)
     dv_tile = tl.zeros((PLACES, D), tl.float32)
@@ -66,7 +66,7 @@ def attention_short_backward_kernel(
         s = tl.dot(k_tile, tl.trans(q_tile)) * (scale * LOG2E)
         p = tl.where(seen, tl.exp2(s - row_lse[None, :]), 0.0)
         ds = (p * (tl.dot(v_tile, tl.trans(grad_tile)) - delta[None, :])).to(q_tile.dtype)
-        # dq comes first and is stored at once: three sums would not fit into registers.
+        # dq is first and is stored at once: three sums would not fit into registers.
         store(dq, position, q_head, queries, tl.dot(tl.trans(ds), k_tile) * scale, HEADS, D, D)
         dv_tile = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_tile)
         dk_tile = tl.dot(ds, q_tile, dk_tile)
@@ -93,7 +93,7 @@ def backward(
 ) -> None:
     """Write the gradients, contiguous, of rows of at most LONGEST queries and keys.
 
-    Half precision, heads of 64 or 128 features that lie next to each other, lse [H, Nq] float32; `window` is
+    Half precision, heads of 64 or 128 contiguous features, lse [H, Nq] float32; `window` is
     (left, right) with -1 for no limit. `beside` is as in `kernels.gdpa.triton_short.forward`.
     """
     total, num_heads, dim = q.shape

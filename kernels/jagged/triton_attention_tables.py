@@ -1,8 +1,8 @@
 """Backward of `jagged_attention` in Triton: the gradients of the position and time tables.
 
-A table entry sums ds over all pairs that read it. A fixed number of programs walk over the tiles in a fixed
-order, each with a table of its own, and the tables are added at the end: no atomics, one result every time, and memory
-that does not grow with the batch.
+A table entry sums ds over all pairs that read it. A fixed number of programs process the tiles in a fixed order, each
+with a table of its own, and the tables are added at the end: no atomics, the same result every time, and memory that
+does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.jagged.triton_attention_tile import (
 )
 from kernels.jagged.triton_common import block_width, cdiv
 
-# Programs of all heads together: how the sums are split is part of the result, hence not taken from the device.
+# Programs of all heads together. How sums are split affects the result, so it must not depend on the device.
 PROGRAMS = 1024
 
 
@@ -168,7 +168,7 @@ def table_gradients(
     scalars: tuple[float, ...],
     constants: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients [H, 2 P + 1] and [H, T] float32, of no size where there is no such table."""
+    """Gradients [H, 2 P + 1] and [H, T] float32, empty where there is no such table."""
     position, time = bias.position, bias.time
     num_heads = q.shape[1]
     programs = cdiv(PROGRAMS, num_heads)

@@ -71,7 +71,9 @@ def span(first, last, back, ahead, block_size, count, STEP: tl.constexpr):
 
 @triton.jit
 def part_of_span(begin, middle_begin, middle_end, end, MASKED: tl.constexpr):
-    """(begin, end, cut, gap): the loop over the middle, or that over the rest, whose steps from `cut` on skip `gap`."""
+    """(begin, end, cut, gap): the loop over the middle, or the loop over the rest, whose steps from `cut` on skip
+    `gap`.
+    """
     if MASKED:
         gap = middle_end - middle_begin
         part = (begin, end - gap, middle_begin, gap)
@@ -115,7 +117,7 @@ def store_rows(base, stride, count, values, ROWS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def time_bucket(q_time, k_time, edges, num_buckets, buckets_per_octave):
-    """`kernels.jagged.attention_bias.time_bucket`: the logarithm only guesses, the table of edges decides."""
+    """`kernels.jagged.attention_bias.time_bucket`: the logarithm is a guess, the table of edges decides."""
     gap = tl.minimum(tl.abs(q_time - k_time), 2147483646).to(tl.int32)
     # The margin is far above the error of a float32 logarithm, so the guess is right or one too low.
     guess = tl.log2(tl.maximum(gap, 1).to(tl.float32)) * buckets_per_octave - 1e-3

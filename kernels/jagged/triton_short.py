@@ -1,7 +1,7 @@
-"""What Triton kernels for short rows of jagged attention and GDPA share: a program's places, loads, stores and masks.
+"""What Triton kernels for short rows of jagged attention and GDPA share: positions in a tile, loads, stores and masks.
 
-A row of at most LONGEST queries and keys is one tile of so many places. Rows with place for more share a tile: it holds
-two or four heads of one row, and pairs of different heads are masked.
+A row of at most LONGEST queries and keys is one tile of LONGEST positions. If rows are short enough, a tile holds two
+or four heads of a row, and pairs of different heads are masked.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton.language as tl
 
 LONGEST = 64
 PLACES = tl.constexpr(LONGEST)
-# With assertions, but without those that look for overflow. One stage: a loop over heads has no place for two.
+# With assertions, except those for overflow. One stage: a loop over heads has no shared memory for two.
 OPTIONS = {"num_warps": 4, "num_stages": 1, "debug": True, "sanitize_overflow": False}
-# Of a thread of a backward at most, so that three programs fit on a multiprocessor.
+# Registers of a thread of a backward, so that three programs fit on a multiprocessor.
 BACKWARD_REGISTERS = 168
 
 
 def likely_short(num_queries: int, num_keys: int, num_rows: int, max_q: int, max_k: int) -> int:
     """LONGEST if enough rows are likely to have no more queries and keys than that, else 0.
 
-    The host knows no lengths but the longest and the mean. Of rows uniform in 1..256, with a quarter of them short,
-    serving these apart gains a little; with an eighth, in 1..512, nothing.
+    The host knows only the longest and the mean length. For rows uniform in 1..256, a quarter of which are short,
+    serving these separately gains a little; for rows in 1..512, an eighth of which are short, nothing.
     """
     longest, mean = max(max_q, max_k), max(num_queries, num_keys) / max(num_rows, 1)
     return LONGEST if longest <= LONGEST or mean <= min(2.5 * LONGEST, 0.6 * longest) else 0
@@ -49,7 +49,7 @@ def heads_of(longest, TOGETHER: tl.constexpr):
 
 @triton.jit
 def load(base, stride_n, stride_h, position, head, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[PLACES, BLOCK] of a tile; zeros where there is nothing."""
+    """[PLACES, BLOCK] of a tile; zeros where no value exists."""
     column = tl.arange(0, BLOCK)[None, :]
     pointers = base + (position * stride_n + head.to(tl.int64) * stride_h)[:, None] + column
     return tl.load(pointers, mask=inside[:, None] & (column < WIDTH), other=0.0)

@@ -168,7 +168,7 @@ class Trainer:
             )
         if self.world.is_first and optimizer.warmup_steps > steps // optimizer.accumulate:
             log.warning(
-                "the run ends at dense step %s, before the learning rate has risen to its full height; for that lower "
+                "the run ends at dense step %s, before the learning rate has reached its peak; to reach it, lower "
                 "optimizer.warmup_steps=%s",
                 steps // optimizer.accumulate,
                 optimizer.warmup_steps,
@@ -294,8 +294,8 @@ class Trainer:
         if bad and runtime.bad_batch == "stop":
             self.checkpoints.wait()  # before all ranks and the process groups stop
             raise RuntimeError(
-                f"{bad[0]}. No weight and no table holds a non-finite value; training went on until this log line "
-                "(runtime.log_every). runtime.bad_batch=skip does not stop."
+                f"{bad[0]}. All weights and tables are finite; training went on until this log line "
+                "(runtime.log_every). To go on in such a case, use runtime.bad_batch=skip."
             )
 
     def _window_loss(self) -> float:

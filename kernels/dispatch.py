@@ -141,7 +141,7 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
     needed = [each.name for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
     if missing := [name for name in dict.fromkeys(needed) if name not in facts]:
         raise ValueError(
-            f"the backends of {op} look at {', '.join(missing)} as well: "
+            f"the backends of {op} also need {', '.join(missing)}: "
             f"explain({op!r}, like=tensor, {', '.join(f'{name}=...' for name in missing)})"
         )
     lines = [f"{op} with " + ", ".join(f"{name}={value}" for name, value in facts.items())]

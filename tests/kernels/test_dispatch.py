@@ -146,7 +146,7 @@ def test_explain_answers_for_a_machine_that_is_not_here(op: str) -> None:
     assert "no: needs sm_90, the device has capability (10, 0)" in later
     refused = dispatch.explain(op, "hopper", like=CPU, width=2)
     assert "refused: backend 'hopper' of double" in refused
-    with pytest.raises(ValueError, match=r"backends of double look at width as well: .*, width=\.\.\."):
+    with pytest.raises(ValueError, match=r"backends of double also need width: .*, width=\.\.\."):
         dispatch.explain(op, like=CPU)
 
 

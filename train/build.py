@@ -75,13 +75,13 @@ def build(config: Config, world: World) -> Job:
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
     log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
     if execution := format_execution(model):
-        log.info("quantised operands are multiplied on this device so:\n%s", execution)
+        log.info("how this device multiplies quantised operands:\n%s", execution)
     if config.runtime.compile:
         compile_regions(arch)
     if config.runtime.cuda_graphs and world.device.type == "cuda":
         use_graphs(arch)
     elif config.runtime.cuda_graphs:
-        log.warning("runtime.cuda_graphs=true changes nothing on a CPU, where there are none")
+        log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")
     sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)

@@ -226,7 +226,7 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
         unlike = sorted(key for key in first.keys() | held.keys() if first.get(key) != held.get(key))
         if unlike:
             raise ValueError(
-                f"arms {arms[0].name} and {name} cannot start from the same weights: {len(unlike)} are unlike, e.g. "
+                f"arms {arms[0].name} and {name} cannot start from the same weights: {len(unlike)} differ, e.g. "
                 f"{unlike[0]}; compare other models over seeds: launch.sweep --over model=din,dlrm runtime.seed=0,1,2"
             )
 

@@ -39,11 +39,11 @@ def compile_regions(arch: nn.Module) -> None:
         region.forward = _Compiled(region, compiled[type(region)])
     if found:
         kinds = ", ".join(f"{count} {kind.__name__}" for kind, count in found.items())
-        log.info("the first steps compile what all further ones run: %s", kinds)
+        log.info("the first steps compile the layers for all further ones: %s", kinds)
     else:
         log.warning(
             "runtime.compile=true compiles nothing: below %s there is no module with a forward of its own, only "
-            "PyTorch's; put what belongs together into modules",
+            "PyTorch's; group its layers into modules of your own",
             type(arch).__name__,
         )
 

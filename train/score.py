@@ -189,8 +189,8 @@ def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reque
     ended = subprocess.run([sys.executable, "-c", load, str(folder)], capture_output=True, text=True)
     if ended.returncode < 0:
         raise RuntimeError(
-            f"{package} was compiled, but {signal.Signals(-ended.returncode).name} ends a process that loads it. So it "
-            "does where the C++ compiler links a static copy of its library: let CXX name one that links the shared "
+            f"{package} was compiled, but {signal.Signals(-ended.returncode).name} ends a process that loads it. This "
+            "happens where the C++ compiler links a static copy of its library: let CXX name one that links the shared "
             "libstdc++.so.6, or export with compile=false"
         )
     if ended.returncode:

@@ -89,6 +89,29 @@ def jagged_attention() -> Iterator[Row]:
                 result = Result("jagged", f"attention_{short}_B{rows}_L{length}_mean{mean}_d128")
                 cells += [number(result.ms()), result.tflops(), result.over(VARLEN), result.over("sdpa on padded")]
             yield f"{rows} x {length:,}, {mean}", cells
+    for what, case in {
+        "2, 2 of 64 features, forward": "pooling_fwd_S2_d64",
+        "2, 2 of 64 features, backward": "pooling_bwd_S2_d64",
+        "8, 4 of 128 features, forward": "pooling_fwd_S8_d128",
+    }.items():
+        result = Result("jagged", case)
+        speed = f"{result.ours['tb_per_s']:.2f}"
+        yield what, [f"{result.ms():.3f}", speed, result.over(VARLEN), result.over("triton")]
+    yield from attention_lengths()
+
+
+def attention_lengths() -> Iterator[Row]:
+    def memory(result: Result, name: str) -> float:
+        return float(result.rows[name]["peak_mib"] + result.rows[name]["input_mib"])
+
+    for length in (2048, 4096):
+        both = [Result("jagged", f"sweep_{direction}_L{length}") for direction in ("fwd", "train")]
+        ours, *others = both[0].rows
+        cells = [f"{number(result.ms())} ms" for result in both]
+        yield f"{length:,}: {ours}", cells + [f"{memory(result, ours):,.0f} MiB" for result in both]
+        for name in others:
+            cells = [result.over(name, digits=1) for result in both]
+            yield f"{length:,}: {name}", cells + [f"{memory(x, name) / memory(x, ours):.1f}x" for x in both]
 
 
 def jagged_operators() -> Iterator[Row]:

@@ -210,6 +210,15 @@ def experts() -> Iterator[Row]:
             yield f"{what}: {product.replace('_', ', ')}", cells
 
 
+def tokens() -> Iterator[Row]:
+    for name in ("rms_norm", "rotate"):
+        for direction, short in DIRECTIONS.items():
+            result = Result("tokens", f"{name}_{short}")
+            others = [result.over(peer) for peer in ("PyTorch", "PyTorch, compiled")]
+            cells = [f"{1e3 * result.ms():.1f}", f"{result.ours['tb_per_s']:.2f}", *others]
+            yield f"`{name}` {direction}", cells
+
+
 PAGES = {
     "README.md": readme,
     "docs/jagged_attention.md": jagged_attention,
@@ -218,6 +227,7 @@ PAGES = {
     "docs/target_attention.md": target_attention,
     "docs/lce.md": lce,
     "docs/moe.md": experts,
+    "kernels/tokens/README.md": tokens,
 }
 
 

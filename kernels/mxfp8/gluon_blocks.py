@@ -2,7 +2,7 @@
 
 A thread holds R rows of 8 neighbouring columns. That serves both orientations without a transposition through shared
 memory: a row of 32 columns lies in four lanes, and R elements of a column lie in one thread, which are R consecutive
-bytes of the transposed codes. Seen along columns the tile only has its registers in another order.
+bytes of the transposed codes. Along columns, the tile's registers are only in another order.
 """
 
 from triton.experimental import gluon
@@ -12,11 +12,11 @@ from kernels.mxfp8 import reference
 
 TILE = 128  # rows and columns
 _TILE = gl.constexpr(TILE)
-# Row maxima of a square block may differ by this many powers of two before each row gets its own scale: e4m3 keeps its
-# precision for 14 of them, so that the smallest row has 4 left for its own elements.
+# Row maxima of a square may differ by this many powers of two before each row gets its own scale: e4m3 keeps its
+# precision over 14 of them, so the smallest row has 4 left for differences within it.
 SPREAD = gl.constexpr(reference.SPREAD)
-# Rows of tiles that programs take together. Codes of rows and of columns lie across each other in memory, so that the
-# tiles in flight should form a square: then both are written in long pieces.
+# Rows of tiles that programs take together. Codes of rows and of columns run across each other in memory: if the tiles
+# in flight form a square, both are written in long pieces.
 _BAND = gl.constexpr(16)
 
 
@@ -24,7 +24,7 @@ _BAND = gl.constexpr(16)
 def tile_place(tile, tile_rows, tile_columns, BAND: gl.constexpr = _BAND):
     """(first row, first column) of a tile by its number; BAND rows of tiles are taken together.
 
-    A program takes one tile: programs that took more would drift apart, and with them the tiles in flight.
+    A program has one tile: programs with more would drift apart, and the tiles in flight with them.
     """
     band = tile // (BAND * tile_columns)
     inside = tile - band * (BAND * tile_columns)
@@ -63,7 +63,7 @@ def _offsets(stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _magnitude_bits(x):
-    """Of float32, as integers, which order like the magnitudes and put NaN above infinity."""
+    """Magnitudes of float32 as integers, which are in the same order, with NaN above infinity."""
     return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -101,7 +101,7 @@ def widen(bits, AXIS: gl.constexpr, SQUARE: gl.constexpr):
 
 @gluon.jit
 def _scales_at(line, first_line, first_block, num_blocks, SWIZZLE: gl.constexpr):
-    """Where the four scales of a line of the tile begin, in [.., num_blocks] or in tiles of 128 x 4."""
+    """The position of the four scales of a line of the tile, in [.., num_blocks] or in tiles of 128 x 4."""
     if SWIZZLE:
         tile = (first_line // 128).to(gl.int64) * ((num_blocks + 3) // 4) + first_block // 4
         at = tile * 512 + (line % 32) * 16 + (line // 32) * 4
@@ -161,7 +161,7 @@ def quantize_rows(
         bits = widen(bits, 1, SQUARE)
     scale_bytes = scale_bytes_of(bits)
     quantized = (blocks * gl.expand_dims(_reciprocal(scale_bytes), 2)).to(gl.float8e4nv)
-    # A row of the tile is a whole line of memory, which a warp writes at once after this exchange.
+    # A row of the tile is a whole cache line, which a warp writes at once after this exchange.
     LINES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [64 // R, 1], [1, 0])
     quantized = gl.convert_layout(gl.reshape(quantized, [128, 128]), LINES)
     row, column, offset = _offsets(num_columns, LINES)

@@ -1,7 +1,7 @@
 """MXFP8 with scales every 32 to bfloat16, in the order that the strict products read; Gluon.
 
-The results are two thirds of the bytes that move, so a thread writes sixteen of them at once, eight elements; it reads
-their codes two at a time, because a run of 64 comes in another order in which only neighbours stay together.
+The results are two thirds of the bytes that move, so a thread writes sixteen bytes, eight elements, at once. It reads
+their codes two at a time, because within 64 elements only pairs of neighbours stay together in the new order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.jagged.triton_common import cdiv
 from kernels.launch import Launcher, aligned
 from kernels.mxfp8.gluon_pairs import power_bits
 
-_LINES = gl.constexpr(64)  # of 64 elements, in a program
+_LINES = gl.constexpr(64)  # runs of 64 elements in a program
 _WARPS = 4
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [_WARPS, 1], [1, 0]))
 # Two elements: s eeee mmm to the bits s 0000eeee mmm0000 of a bfloat16, which is the value times 2^-120, subnormals

@@ -1,13 +1,13 @@
 """Dequantising a product's second operand in the product itself, ahead of its tiles; device functions in Gluon.
 
 Two warps of each program take chunks of codes, group by group, and write their values to memory in the order of
-`gluon_dequantize`. Each group counts its chunks that are there, and whoever loads tiles waits for the last before the
-group's first. Memory has little else to do while tensor cores work, so that but for the first groups nothing waits for
-the pass. Chunks are taken and not shared out, because programs wait for all chunks of a group, and not all programs
-need run at the same time.
+`gluon_dequantize`. Each group counts its finished chunks, and loaders of tiles wait for all of them before the group's
+first tile. Memory has little else to do while tensor cores work, so nothing waits for the pass except the first groups.
+Programs take the next free chunk instead of a fixed share, because they wait for all chunks of a group, and not all
+programs need run at the same time.
 
-The int32 counts of a launch: of tiles (see `gluon_grouped_order.take`), of chunks that were taken, of programs that
-have loaded all, and of each group's chunks that are there. They are 0 before and after it.
+The int32 counts of a launch: tiles (see `gluon_grouped_order.take`), chunks that were taken, programs that have loaded
+everything, and each group's finished chunks. They are 0 before and after it.
 """
 
 from triton.experimental import gluon
@@ -52,7 +52,7 @@ _DECODE = gl.constexpr(
 
 @gluon.jit
 def _fence(token):
-    """What was written to global memory and is known to be there comes before what TMA reads of it from here on."""
+    """Order earlier writes to global memory that are known to be complete before later reads of them by TMA."""
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
 
 
@@ -106,9 +106,9 @@ def dequantize_ahead(codes, scales, values, counts, ends, num_groups, N, K):
 
 @gluon.jit
 def await_values(counts, known, group, num_groups, N, K):
-    """Wait until all values of a group are there, as those of all groups up to `known` are that have rows.
+    """Wait until all values of a group are written; those of groups with rows up to `known` are.
 
-    Returns the last group of which this is known now: looking costs as much time as a step or two of a product.
+    Returns the last group of which this is known now: a check takes as long as a step or two of a product.
     """
     if group > known:
         chunks = K // 64 * N // _CHUNK
@@ -126,7 +126,7 @@ def await_values(counts, known, group, num_groups, N, K):
 
 @gluon.jit
 def clear_counts(counts, num_groups):
-    """For a program that waits for nothing more: the last of them clears what all have waited for."""
+    """To be called by a program that waits for nothing more: the last one clears the counts."""
     if gl.atomic_add(counts + _LOADED, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
         for first in range(0, num_groups, _SEEN):
             group = first + gl.arange(0, _SEEN, _GROUPS)

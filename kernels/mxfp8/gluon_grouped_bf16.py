@@ -40,7 +40,7 @@ _BLOCK_K = gl.constexpr(64)
 _BAND = gl.constexpr(16)  # rows of tiles that are in flight together
 _TILE_M = gl.constexpr(2 * ROWS)
 _STAGES = gl.constexpr(4)  # what fits into shared memory
-_LAG = gl.constexpr(2)  # steps between the consumers; fewer than there are stages
+_LAG = gl.constexpr(2)  # steps between the consumers; fewer than stages
 
 # Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
 _MAX_REGISTERS = 168
@@ -51,8 +51,8 @@ _LOADER_REGISTERS = gl.constexpr(24)
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K].
 
-    Rows of group e are ends[e - 1]:ends[e]; `ends` [E] is int32 or int64. Either of the last two dimensions of b is the
-    contiguous one. N and K are multiples of 64. Rows from ends[E - 1] on are zeros.
+    Rows of group e are ends[e - 1]:ends[e]; `ends` [E] is int32 or int64. One of the last two dimensions of b is
+    contiguous. N and K are multiples of 64. Rows from ends[E - 1] on are zeros.
     """
     groups, n, k = b.shape
     transposed = b.stride(1) == 1

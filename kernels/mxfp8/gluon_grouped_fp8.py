@@ -1,10 +1,10 @@
 """Grouped products of MXFP8 operands whose scales are constant over 128 elements for Hopper, in Gluon.
 
 FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: two
-operations for each element of the result when both operands have scales of their own for each row, one when 128 rows
-of B share theirs, which weights do. With two, a consumer has two partial results of 64 x 64 beside its accumulators:
-while one is added up, the product of the other is on its way. With one it has a single partial result of 64 x 128,
-whose wider products read less shared memory; the other consumer's products fill the time in which it is added up.
+operations for each element of the result when both operands have a scale for each row, one when 128 rows of B share
+theirs, as in weights. With two, a consumer has two partial results of 64 x 64 besides its accumulators: while one is
+added up, the product of the other is in flight. With one it has a single partial result of 64 x 128, whose wider
+products read less shared memory; the other consumer's products fill the time in which it is added up.
 
 A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
 """
@@ -113,7 +113,7 @@ def grouped_wgrad(
 
 
 def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(BYTES of a, VALUES of b, what is 0 if b's squares share their scales, where that is known)."""
+    """(BYTES of a, VALUES of b, and if known a flag that is 0 if b's squares share their scales)."""
     if in_table(rows) and in_table(columns):
         return rows.view(torch.uint8), columns, differ
     row_table, column_table, found = transposed_scales(
@@ -161,7 +161,7 @@ def _multiplied(
 
 @gluon.jit
 def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, 1] float32: what the rows of a tile's block C are multiplied by. `scales` [1, 256] are E8M0 bytes.
+    """[64, 1] float32: the factors of the rows of a tile's block C. `scales` [1, 256] are E8M0 bytes.
 
     Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, beside NaNs, gives infinity.
     """
@@ -171,7 +171,7 @@ def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _column_factors(values, HALF: gl.constexpr):
-    """[1, 64] float32: what the columns of a tile's half are multiplied by. `values` [1, 128] are bfloat16."""
+    """[1, 64] float32: the factors of the columns of a tile's half. `values` [1, 128] are bfloat16."""
     pairs = values.slice(HALF * _HALF, _HALF, 1).load(_HALF_SUMS)
     bits = gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=2
@@ -224,8 +224,8 @@ def _begin(a_smem, b_smem, stage, partial, BLOCK: gl.constexpr, HALF: gl.constex
 def _add(acc, partial, rows, columns):
     """acc + partial * rows * columns, before anything that follows.
 
-    One product is on its way, so there is nothing to wait for. But the next one would otherwise be started in other
-    registers than these, and there are none.
+    One product is in flight, so nothing has to be waited for. But otherwise the next product would use other registers
+    than these, and none are left.
     """
     acc += partial * rows * columns
     return warpgroup_mma_wait(1, deps=(acc,))

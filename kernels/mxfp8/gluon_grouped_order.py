@@ -1,7 +1,7 @@
 """Which tile of a grouped product a program works on: device functions in Gluon.
 
 Tiles are numbered group by group, so that a group's operands are read while they are in L2; within a group they run
-through bands of BAND rows of tiles, column by column, so that the tiles in flight read as little as they can of both
+through bands of BAND rows of tiles, column by column, so that the tiles in flight read as little as possible of both
 operands. A tile never crosses into the next group. Groups differ in size, so tiles differ in work.
 """
 
@@ -34,7 +34,7 @@ def _count(ends, group, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.conste
 def seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
     """(group that `tile` is in, number of that group's first tile), from those of an earlier tile.
 
-    Start with group 0 and base 0. Behind the last tile the group is `num_groups`.
+    Start with group 0 and base 0. After the last tile the group is `num_groups`.
     """
     count = _count(ends, gl.minimum(group, num_groups - 1), tiles_m, tiles_n, TILE_M, WGRAD)
     while (group < num_groups) & (tile >= base + count):
@@ -48,8 +48,8 @@ def seek(tile, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.const
 def take(ticket, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.constexpr, WGRAD: gl.constexpr):
     """(the next free tile, its group, number of that group's first tile), from the last two of an earlier tile.
 
-    Programs start with the tiles of their own numbers and take one after each that they have, so they take as often as
-    there are tiles, which is `base` behind the last group: the last to take clears the ticket for the next kernel.
+    Programs start with the tiles of their own numbers and take another one after each, so there are as many takes as
+    tiles, which is `base` after the last group. The last take clears the ticket for the next kernel.
     """
     taken = gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     tile = gl.num_programs(0) + taken
@@ -60,10 +60,10 @@ def take(ticket, group, base, ends, num_groups, tiles_m, tiles_n, TILE_M: gl.con
 
 @gluon.jit
 def order_of_groups(ends, num_groups, tiles, LONGEST_FIRST: gl.constexpr):
-    """How many groups are worked on before the group of each thread's number.
+    """How many groups come before the group of each thread's number.
 
-    Tiles of a weight gradient take as long as their group is. Where there are few of them the longest come first, so
-    that programs end together.
+    The time of a weight gradient's tile is proportional to the size of its group. If there are few tiles the longest
+    come first, so that programs end together.
     """
     index = gl.arange(0, 128, _THREADS)
     sort = (num_groups <= 128) & (num_groups * tiles <= _FEW * gl.num_programs(0)) if LONGEST_FIRST else False
@@ -82,7 +82,7 @@ def order_of_groups(ends, num_groups, tiles, LONGEST_FIRST: gl.constexpr):
 
 @gluon.jit
 def group_at(order, turn, num_groups, LONGEST_FIRST: gl.constexpr):
-    """The group that is worked on after `turn` others."""
+    """The group that comes after `turn` others."""
     if LONGEST_FIRST:
         index = gl.arange(0, 128, _THREADS)
         ordered = turn < gl.minimum(num_groups, 128)
@@ -95,7 +95,7 @@ def group_at(order, turn, num_groups, LONGEST_FIRST: gl.constexpr):
 @gluon.jit
 def locate(tile, group, base, ends, tiles_m, tiles_n, M, K, TILE_M: gl.constexpr, BAND: gl.constexpr,
             WGRAD: gl.constexpr):  # fmt: skip
-    """Of a tile: (row of A, how many rows there are from it on, column of tiles, first r, end of r)."""
+    """A tile's (row of A, number of rows from it on, column of tiles, first r, end of r)."""
     begin, end = bounds(ends, group)
     if not WGRAD:
         tiles_m = gl.cdiv(end - begin, TILE_M)

@@ -2,21 +2,21 @@
 
 An E4M3 element times its power-of-two scale has four significant bits, so bfloat16 holds it exactly: with the other
 operand dequantised, this is the product of two MXFP8 tensors with scales of their own every 32. The pipeline is that of
-`gluon_grouped_bf16`, but each consumer reads its 64 rows of codes from shared memory and turns them into bfloat16 in
-registers, where matrix instructions take their first operand, while they work on the step before. Of each two steps the
-second may be given to them before the first is done; more at a time would take more registers than there are.
+`gluon_grouped_bf16`, but each consumer reads its 64 rows of codes from shared memory and converts them to bfloat16 in
+registers, from which matrix instructions take their first operand, during the products of the step before. Of each two
+steps the second may be issued before the first is done; more at a time would need more registers than there are.
 
-A thread reads 16 neighbouring codes of a row, which have one scale, and gives them to four instructions as the elements
-that it has to supply. The sum so runs over the elements in another order, in which `dequantize_interleaved` writes the
-other operand.
+A thread reads 16 neighbouring codes of a row, which have one scale, and uses them as its elements of four instructions.
+The sum therefore runs over the elements in another order, in which `dequantize_interleaved` writes the other operand.
 
-An element is converted by moving its bits to their places in a bfloat16, which makes it too small by 2^120, and one
-multiplication that mends that and applies the scale. The factors are 2^32 smaller than they should be, so that scales
-up to 2^39 can be applied; the sums are multiplied by 2^32. This bounds the operand of codes at both ends, unchecked: a
-scale of 2^40 or more, which a block has from a largest magnitude above 1.75 * 2^47 on, turns its elements into
-infinities and NaNs, and bits of an element below 2^-101 are rounded off. The dequantised operand has no such bounds.
+An element is converted by moving its bits to their positions in a bfloat16, which makes it too small by 2^120, and one
+multiplication that corrects this and applies the scale. The factors are 2^32 smaller than they should be, so that
+scales up to 2^39 can be applied; the sums are multiplied by 2^32. This limits the operand of codes at both ends,
+unchecked: a scale of 2^40 or more, which a block has if its largest magnitude is above 1.75 * 2^47, turns its elements
+into infinities and NaNs, and bits of an element below 2^-101 are rounded off. The dequantised operand has no such
+limits.
 
-Where b comes as codes, two warps beside those that load dequantise it ahead (`gluon_dequantize_ahead`).
+If b is given as codes, two more warps of each program dequantise it ahead (`gluon_dequantize_ahead`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LAG = gl.constexpr(2)
 _MAX_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
-# Where a warpgroup loads and dequantises ahead.
+# If a warpgroup also dequantises ahead.
 _AHEAD_CONSUMER_REGISTERS = gl.constexpr(224)
 _AHEAD_REGISTERS = gl.constexpr(56)
 
@@ -133,7 +133,7 @@ def _decode(codes_smem, words_smem, HALF: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _operand(a_smem, words_smem, full, done, there, HALF: gl.constexpr, BLOCK: gl.constexpr):
-    """The operand of the step in stage `done`, decoded when it is `there`; behind the last step it is not, nor used."""
+    """The operand of the step in stage `done`, decoded if it is `there`; after the last step it is not, nor used."""
     stage = done % _STAGES
     mbarrier.wait(full.index(stage), (done // _STAGES) & 1, pred=there)
     return _decode(a_smem.index(stage * 2 + BLOCK), words_smem.index(stage), HALF, BLOCK)
@@ -163,7 +163,7 @@ def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps
             acc, even = warpgroup_mma_wait(0, deps=(acc, even))
             acc = _begin(odd, b_smem, acc, done + 1)
         mbarrier.arrive(empty.index(done % _STAGES), count=1)
-        if C == 0:  # before a stage is waited for that the other consumer has yet to release
+        if C == 0:  # before waiting for a stage that the other consumer has not released yet
             mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
         following = _operand(a_smem, words_smem, full, done + 2, step + 2 < steps, 0, C)
         acc, odd = warpgroup_mma_wait(0, deps=(acc, odd))
@@ -273,7 +273,7 @@ def grouped_mm(
 ) -> Tensor:
     """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16.
 
-    With `b_scales` uint8 [E, N, K / 32], b is e4m3, which is dequantised on the way. N and K are multiples of 128. If
+    With `b_scales` uint8 [E, N, K / 32], b is e4m3 and dequantised in the kernel. N and K are multiples of 128. If
     `paired`, the codes are in `grouped` pairs. Scales of the rows may be in a table of WORDS.
     """
     groups, n, k = b.shape

@@ -1,11 +1,11 @@
-"""What the grouped products for Hopper share: loading a tile's operands, storing its result.
+"""Code that the grouped products for Hopper share: loading a tile's operands, storing its result.
 
 A grouped product is `out[row, column] = sum over r of A[row, r] * B[column, r]`. Forward and input gradient have a
 matrix B per group, and a group's rows are its rows of A and of the result. The weight gradient has a result per group,
 and a group's rows are what it sums over.
 
 Each of P programs starts with the tile of its own number, and takes the next free one whenever it has loaded one. Its
-loading warpgroup finds out where the tile is and announces it to the consumers.
+loading warpgroup finds the tile's position and announces it to the consumers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """TMA descriptor of blocks of a matrix that was allocated here or that the backends have made addressable.
+    """TMA descriptor of blocks of a matrix that was allocated here or made addressable by the backends.
 
     In shared memory they are in the layout that matrix instructions read.
     """
@@ -50,7 +50,7 @@ def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
 
 @gluon.jit
 def announcements(CONSUMERS: gl.constexpr):
-    """(two places in shared memory for what consumers need to know of a tile, barriers of the written, of the read)."""
+    """(two buffers in shared memory for the parameters of a tile, barriers for written ones, for read ones)."""
     places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -78,7 +78,7 @@ def _entry(place, index: gl.constexpr):
 
 @gluon.jit
 def await_tile(places, written, received):
-    """How many rows of the result a consumer's next tile has from its first on; 0 if there is none."""
+    """The number of rows of the result in a consumer's next tile; 0 if there is none."""
     slot = received % 2
     mbarrier.wait(written.index(slot), (received // 2) & 1)
     return _entry(places.index(slot).load(_PLACE), 1)
@@ -86,10 +86,10 @@ def await_tile(places, written, received):
 
 @gluon.jit
 def accept_tile(places, read, received):
-    """Of the tile that was awaited: (first row of the result, first column, steps).
+    """The awaited tile's (first row of the result, first column, steps).
 
-    To be called where they are used: MLIR takes a value that is carried around a loop only to bound a loop inside it
-    for dead, and every tile would do as many steps as the first.
+    To be called where they are used: MLIR treats a value that is carried around a loop only to bound an inner loop as
+    dead, and every tile would do as many steps as the first.
     """
     slot = received % 2
     place = places.index(slot).load(_PLACE)
@@ -150,9 +150,9 @@ def load_tiles(
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
-    A stage has BLOCKS blocks of ROWS rows of A, of which those behind 128 are left out when the tile has no such rows,
-    and TILE_N rows of B. A_FORM and B_FORM say how the operands lie in memory. ROW_SCALES and COLUMN_SCALES: a stage
-    also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
+    A stage has BLOCKS blocks of ROWS rows of A, of which those beyond 128 are left out if the tile has no such rows,
+    and TILE_N rows of B. A_FORM and B_FORM are the layouts of the operands in memory. ROW_SCALES and COLUMN_SCALES: a
+    stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups. AHEAD: B's values of a group are there
     when `await_values` says so; `ticket` has the counts of `gluon_dequantize_ahead`.
@@ -247,7 +247,7 @@ def store_rows(out_desc, out, pieces, value, row, count, column, N, FIRST: gl.co
         piece.store(value.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, column], piece)
-    elif count > 0:  # a whole block would write over the next group's rows
+    elif count > 0:  # a whole block would overwrite the next group's rows
         _store_masked(out, value.to(out_desc.dtype), row, count, column, N)
 
 

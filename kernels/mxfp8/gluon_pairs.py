@@ -2,11 +2,11 @@
 
 A word holds two neighbours of a row. For blocks along rows a thread reads 32 neighbours, sixteen bytes at a time; for
 blocks along columns it reads one word in each of 32 rows, so that the halves of its words are two columns. Either way
-the largest magnitude of a block is found without another thread, and maxima and scaling take one instruction for two
-elements. Scaling is exact in bfloat16: it moves the exponent, and what falls below the smallest bfloat16 is far below
-the smallest code.
+the largest magnitude of a block is found within one thread, and maxima and scaling take one instruction for two
+elements. Scaling is exact in bfloat16: it moves the exponent, and values that fall below the smallest bfloat16 are far
+below the smallest code.
 
-Codes go back to memory by TMA from shared memory, where sixteen of them are one store.
+Codes are stored to shared memory, sixteen at a time, and from there by TMA.
 """
 
 import torch
@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.mxfp8.gluon_blocks import scale_bytes_of, square_maxima, store_scales, widen
 from kernels.mxfp8.grouped import BYTES, TILES, WORDS
 
-WARPS = 8  # that the layouts are made for
+WARPS = 8  # for which the layouts are made
 REGISTERS = 80  # three programs share a multiprocessor
 # Forms of scales. A tile's part of a table is contiguous, that of a matrix is 4 bytes in each of 128 lines.
 _TILES, _WORDS, _BYTES = gl.constexpr(TILES), gl.constexpr(WORDS), gl.constexpr(BYTES)
@@ -80,7 +80,7 @@ def column_layout():
 
 @gluon.jit
 def _larger(a, b):
-    """The larger magnitude in each half, with any sign; NaN if there is one."""
+    """The value of larger magnitude in each half, sign arbitrary; NaN if either is."""
     return gl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -233,9 +233,9 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
     """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales in FORM from (line, block) of
     [num_lines, num_blocks] on. `differ` is set to 1 if SQUARE, FORM is a table and the tile's lines have several.
 
-    `desc` and `buffer` have two codes to an element. The store of `buffer` is on its way when this returns.
+    `desc` and `buffer` have two codes to an element. The store of `buffer` is still in flight when this returns.
     """
-    # Scales before the codes leave: exchanges between threads may take shared memory that a copy still reads.
+    # Scales before codes: exchanges between threads may use shared memory that a copy of codes still reads.
     if FORM > _WORDS:
         largest = gl.reduce(words, 1, _larger)
         bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
@@ -254,7 +254,7 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
 @gluon.jit
 def store_columns(words, buffer, desc, row, column, scales, differ, line, block, num_lines, num_blocks,
                   GROUP: gl.constexpr, SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """As `store_rows` for a tile in `column_layout`, whose transpose is quantised and stored."""
+    """Like `store_rows` for a tile in `column_layout`, whose transpose is quantised and stored."""
     if FORM > _WORDS:
         largest = gl.reduce(words, 0, _larger)
         bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [128])

@@ -112,7 +112,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [..., R, C] -> codes [..., R, C], their scales, codes [..., C, R], their scales, in a `form` of `grouped`.
 
-    What `rows` and `columns` do not ask for is empty.
+    Results that `rows` and `columns` do not ask for are empty.
 
     Raises:
         ValueError: scales in a table, but x is not bfloat16 with sides in multiples of 128, or they are of squares.

@@ -47,9 +47,9 @@ def quantize_tiles_kernel(
     SQUARE: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all.
+    """One tile of matrices [num_rows, num_columns], one below another, with `tile_rows` rows of tiles in all.
 
-    Scales in a table are those of all matrices, other scales are apart.
+    Scales of all matrices share a table; in other forms they are separate.
     """
     smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -71,7 +71,7 @@ def quantize_tiles_kernel(
     mbarrier.wait(full, 0)
     along = smem.load(row_layout())
     across = smem.load(column_layout())
-    # Codes leave from where the words were.
+    # Codes are stored from the memory of the words.
     buffers = smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
     if ROWS:
         store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, differ, row_line, column // 32,
@@ -81,8 +81,8 @@ def quantize_tiles_kernel(
         store_columns(across, buffers.index(1), column_desc, transposed_row, first // 2, column_scales, differ,
                       column_line, first // 32, num_lines, num_rows // 32, GROUP, SQUARE, FORM)  # fmt: skip
     tma.store_wait(0)
-    # A barrier whose memory an exchange between threads took, as it may behind the barrier's last use, would be written
-    # over it from where the hardware keeps it.
+    # Exchanges between threads may use the memory of a barrier after its last use, and the hardware would still write
+    # it over it from where the hardware keeps it.
     mbarrier.invalidate(full)
 
 
@@ -111,7 +111,7 @@ def quantize_tiles(
     form: int,
     differ: Tensor | None = None,
 ) -> None:
-    """Write the results of `gluon_quantize.quantize_both`, with scales in `form`; those that are empty are not wanted.
+    """Write the results of `gluon_quantize.quantize_both`, with scales in `form`, except those that are empty.
 
     `differ` (int32 [1]) becomes 1 if there is a table of the scales of squares, and one of them has several.
     """
@@ -119,7 +119,7 @@ def quantize_tiles(
     batch = x.numel() // (num_rows * num_columns)
     tile_rows = batch * num_rows // 128
     rows, columns = row_codes.numel() > 0, column_codes.numel() > 0
-    # A kernel that does not write one of them takes the other twice.
+    # If one of them is not written, the kernel gets the other one twice.
     codes = [codes.flatten(0, -2) for codes in (row_codes, column_codes) if codes.numel()]
     _launch(
         (tile_rows * (num_columns // 128), 1, 1),

@@ -1,8 +1,8 @@
-"""Weights of bfloat16 as products for Hopper read them, whose sides are multiples of 128; Gluon.
+"""bfloat16 weights, with sides in multiples of 128, in the form that products for Hopper read; Gluon.
 
 With groups of 128 they are quantised, with their scales in a table. With scales every 32 they are quantised and
-dequantised again in one pass, because products on Hopper multiply the values: their codes would be written and read for
-nothing.
+dequantised again in one pass, because products on Hopper multiply the values, and writing and reading codes would be
+wasted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _transposed(words):
 
 @gluon.jit(do_not_specialize=["tile_rows"])
 def round_tiles_kernel(x_desc, out_desc, tile_rows, num_rows, num_columns, TRANSPOSE: gl.constexpr):
-    """One tile of matrices [num_rows, num_columns] one below another, `tile_rows` of tiles in all."""
+    """One tile of matrices [num_rows, num_columns], one below another, with `tile_rows` rows of tiles in all."""
     smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = barriers.index(0)

@@ -1,7 +1,7 @@
-"""The products in the operands' own precision: what the MXFP8 ones are compared with and built on.
+"""The products in the operands' own precision, on which the MXFP8 ones are built and with which they are compared.
 
 `offsets` [E] int32 are cumulative ends: rows of expert e are offsets[e - 1]:offsets[e]. Rows from offsets[E - 1] on
-belong to no expert. `grouped_mm` is differentiable; `grouped_wgrad` is its weight gradient alone.
+belong to no expert. `grouped_mm` is differentiable; `grouped_wgrad` is only its weight gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ dispatch.register("linear", "reference")(functional.linear)
 
 @dispatch.register("grouped_mm", "reference")
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts; it has to know their sizes: on a GPU, a sync."""
+    """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts, which needs their sizes: a sync on a GPU."""
     *groups, rest = x.split_with_sizes(_sizes(offsets, x.shape[0]))
     outputs = [group @ matrix.t() for group, matrix in zip(groups, weight.unbind(), strict=True)]
     return torch.cat([*outputs, x.new_zeros(rest.shape[0], weight.shape[1])])
@@ -83,7 +83,7 @@ def _clear_rest(rows: Tensor, offsets: Tensor) -> Tensor:
 def torch_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return grouped_mm(x, weight, offsets)
-    # Either orientation of a contiguous matrix is taken as it is.
+    # Either orientation of a contiguous matrix is taken without a copy.
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     return _GroupedMM.apply(x.contiguous(), weight, offsets)
 

@@ -1,4 +1,4 @@
-"""A small Triton kernel before the grouped products: scales in the order that they read them."""
+"""A small Triton kernel before the grouped products, which brings scales into the order in which they are read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def transposed_words(scales: Tensor) -> Tensor:
 
 @triton.jit
 def _transpose_tile(words, table, size, stride, tile, length, across, WIDTH: tl.constexpr):
-    """Transpose 128 x WIDTH words into the type of the table; returns them and which of them there are."""
+    """Transpose 128 x WIDTH words into the type of the table; returns them and which of them exist."""
     row = tile // across * 128 + tl.arange(0, 128)
     column = tile % across * WIDTH + tl.arange(0, WIDTH)
     inside = (row < size)[:, None] & (column < length)[None]

@@ -1,7 +1,7 @@
 """Grouped products of MXFP8 operands for sm_100, in Triton: `tl.dot_scaled` becomes block-scaled tcgen05 instructions.
 
-They take a scale for each 32 elements as it is, so both groupings of scales go through the same kernels. Compiled ahead
-of time and looked at, not run: there is no such chip here.
+They take the stored scale of each 32 elements, so both groupings of scales use the same kernels. Compiled ahead of time
+and checked for their instructions, but not run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BAND = 8
 def grouped_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
     """[M, N] bfloat16: a [M, K] e4m3 with scales uint8 [M, K / 32], times its group's b [E, N, K] with [E, N, K / 32].
 
-    Groups begin at multiples of 128 rows; N and K are multiples of 128. Rows behind the last group are not written.
+    Groups begin at multiples of 128 rows; N and K are multiples of 128. Rows after the last group are not written.
     """
     groups, n, k = b.shape
     m = a.shape[0]

@@ -35,7 +35,7 @@ AT_LEAST_ONE = (
     "model.pffn_hidden", "model.interaction_hidden", "model.head_hidden", "model.attention_hidden", "model.hidden",
     "model.bottom_hidden", "model.top_hidden", "data.batch_size", "data.prefetch", "data.max_history",
     "data.max_candidates", "data.num_users", "data.num_categories", "data.candidates", "optimizer.accumulate",
-    "checkpoint.keep", "tracking.top_k", "runtime.epochs", "runtime.log_every",
+    "checkpoint.keep", "tracking.top_k", "runtime.epochs", "runtime.log_every", "runtime.collective_timeout",
 )  # fmt: skip
 
 

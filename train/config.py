@@ -266,6 +266,7 @@ class RuntimeConfig:
     compile: bool = False  # torch.compile the layers of the dense part one by one
     cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes recur
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
+    collective_timeout: float = 600.0  # seconds that ranks wait for the slowest one before the run ends
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
     profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never
 

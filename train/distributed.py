@@ -15,7 +15,8 @@ from train.config import RuntimeConfig
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""Of the rendezvous, at which nodes may start a while apart."""
 HOST_TIMEOUT = timedelta(days=1)
 """For groups that wait for files: rank 0 may prepare data for hours. If it fails, torchrun ends the other ranks."""
 
@@ -85,16 +86,17 @@ def start(runtime: RuntimeConfig) -> World:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=runtime.collective_timeout)
     if not dist.is_initialized():
         store, rank, size = _rendezvous()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=local_rank,
         local_size=local_size,
         device=device,
-        guard_group=dist.new_group(backend=backend),
+        guard_group=dist.new_group(backend=backend, timeout=timeout),
         host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
         checkpoint_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
     )
@@ -104,7 +106,7 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     """torchrun's store, or a new one for a single process."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
-    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     # torchrun keeps its store over restarts, with the addresses of the processes that died.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
 

@@ -33,6 +33,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim import Optimizer
 from train.preemption import STATUS, Preempted, Preemption
 from train.replay import Replay
+from train.stall import StallWatch
 from train.tracing import StepTracer
 from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 
@@ -97,6 +98,7 @@ class Trainer:
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
         self.preemption = Preemption(world)
+        self.stall = StallWatch(self.run_dir, world.rank, runtime.collective_timeout)
         self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 
     def run(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Trainer:
             self._start()
             reset_peak_memory(self.world.device)
             started = time.monotonic()
-            with self.tracer.run(), self.preemption:
+            with self.tracer.run(), self.preemption, self.stall:
                 while not self._finished():
                     self._train_epoch()
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
@@ -242,6 +244,7 @@ class Trainer:
         self.throughput.step(batch, history)
         self.whole_run.step(batch, history)
         self.launches.accounted()
+        self.stall.passed(self.progress.step)
         self.tracer.step()
         self.tracker.advance()
         if _every(self.progress.step, self.config.runtime.log_every) or self._finished():

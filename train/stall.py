@@ -1,0 +1,55 @@
+"""Where every rank stands when one of them hangs: stacks of all threads, written shortly before the others give up."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+
+WRITTEN_AFTER = 0.9
+"""Of the timeout, without a step: NCCL ends a process from a thread of its own, and nothing would be written then."""
+NOTED_EVERY = 0.05
+"""Of the timeout: setting the clock takes the host a tenth of a millisecond, too long for every step."""
+
+
+class StallWatch:
+    """Inside its `with`, a rank that takes no step for most of `seconds` writes its stacks to a file and goes on.
+
+    Ranks in a collective show which one they are in, the one that they wait for what it does instead. The file of a run
+    that came to its end is removed.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, seconds: float) -> None:
+        """`seconds`: the collectives' own timeout, of which the error that they then raise tells."""
+        self._path = run_dir / f"stalled_rank_{rank}.txt"
+        self._rank, self._seconds = rank, seconds
+        self._step, self._noted = 0, 0.0
+
+    def __enter__(self) -> None:
+        self._file = self._path.open("w")
+        self._set_clock()
+
+    def passed(self, step: int) -> None:
+        """To be called at the end of every step."""
+        self._step = step
+        if time.monotonic() - self._noted > NOTED_EVERY * self._seconds:
+            self._set_clock()
+
+    def _set_clock(self) -> None:
+        self._noted = time.monotonic()
+        faulthandler.dump_traceback_later(WRITTEN_AFTER * self._seconds, file=self._file)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        stalled = error is not None and self._path.stat().st_size > 0
+        if not stalled:
+            self._path.unlink()
+        if stalled and isinstance(error, RuntimeError) and re.search("timed out|timeout", str(error), re.IGNORECASE):
+            raise RuntimeError(
+                f"rank {self._rank} waited {self._seconds:g} s (runtime.collective_timeout) behind step {self._step} "
+                f"for a rank that did not come: {self._path.parent}/stalled_rank_*.txt show where each of them stood. "
+                f"Where one is only slow, wait longer, e.g. runtime.collective_timeout={2 * self._seconds:g}"
+            ) from error

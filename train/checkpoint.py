@@ -22,12 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from train.compose import from_dict
-from train.data.source import Source
 from train.distributed import World
 from train.files import write_json
 from train.optim import Optimizer
@@ -97,7 +96,7 @@ class Checkpointer:
         path = self.folder / f"step_{progress.step:08d}"
         aside = path.with_suffix(".partial")
         self.world.by_first(lambda: self._begin(aside, {"progress": vars(progress), **about}))
-        state = {**_model_state(model), **_optimizer_state(model, optimizer), **_rng_state(self.world)}
+        state = {**model_state(model), **optimizer_state(model, optimizer), **_rng_state(self.world)}
         # DCP's own asynchronous save cannot stage ShardedTensors, so the copy is made here.
         state = _host_copy(state, self.world)
         self._pending = self._thread.submit(self._write, state, path, aside)
@@ -175,11 +174,6 @@ def named(run_dir: str, path: str) -> Path:
     return best_checkpoint(folder) or newest[0]
 
 
-def start_of(path: Path) -> Path:
-    """The checkpoint that `checkpoint.load` names: itself, or the best one of a run directory."""
-    return named(str(path), "") if (path / "checkpoints").is_dir() else path
-
-
 def of_first_rank(path: Path | None, world: World) -> Path | None:
     """The first rank's `path`, on all ranks: one node of a shared file system may see a new folder before others."""
     return world.broadcast(path)
@@ -230,11 +224,12 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
     meta = read_meta(path)
-    state = _model_state(model)
+    state = model_state(model)
     if optimizer is not None:
-        state |= _optimizer_state(model, optimizer)
+        state |= optimizer_state(model, optimizer)
         state |= _rng_state(world)
-    _read(path, state, model, world)
+    check_keys(path, state, read_metadata(path))
+    read(path, state, model, world)
     progress = Progress(**meta["progress"])
     progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
     if "rng" in state:
@@ -242,42 +237,18 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     return progress
 
 
-def load_start(
-    path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World, source: Source
-) -> None:
-    """Start a new run from a checkpoint's weights, and with `optimizer` from its moments.
-
-    If `source` extends the checkpoint's vocabulary, its tables have further rows, which keep their fresh weights.
-    ValueError if the data, the model or the optimiser is another one.
-    """
-    extends = source.extends is not None and source.extends == read_meta(path)["data_fingerprint"]
-    if not extends:
-        check_data(path, source.fingerprint)
-    state = _model_state(model)
-    if optimizer is not None:
-        saved = read_meta(path)["config"]["optimizer"]
-        for key in ("sparse", "accumulate"):
-            if saved[key] != getattr(optimizer.config, key):
-                raise ValueError(
-                    f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={saved[key]}, this run "
-                    f"has {getattr(optimizer.config, key)}; use the same value or checkpoint.load_optimizer=false"
-                )
-        state |= _optimizer_state(model, optimizer)
-    _read(path, state, model, world, longer_tables=extends)
-    if optimizer is not None:
-        optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
-
-
-def _read(
-    path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, longer_tables: bool = False
-) -> None:
-    """Read `state` in place and load it into the model and its fused optimiser."""
+def read_metadata(path: Path) -> Metadata:
+    """Names and sizes of a checkpoint's tensors. ValueError when it cannot be read."""
     try:
-        saved = dcp.FileSystemReader(path).read_metadata()
+        return dcp.FileSystemReader(path).read_metadata()
     except Exception as error:
         raise _damaged(path, error) from error
-    _check_keys(path, state, saved, longer_tables)
-    planner = _Prefixes() if longer_tables else None
+
+
+def read(
+    path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, planner: LoadPlanner | None = None
+) -> None:
+    """Read the tensors of `state` in place and hand them to the model and its fused optimiser."""
     try:
         dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
     except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
@@ -297,24 +268,6 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
     )
 
 
-class _Prefixes(DefaultLoadPlanner):
-    """Reads a saved tensor into the first rows of a longer one, whose other rows stay as they are."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        entries = {
-            # The chunks that were saved decide which rows are read. Sizes are set equal to pass a check.
-            name: dataclasses.replace(entry, size=self.state_dict[name].size())
-            if isinstance(entry, TensorStorageMetadata) and name in self.state_dict
-            else entry
-            for name, entry in metadata.state_dict_metadata.items()
-        }
-        self.metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
-
-
 def load_weights(path: Path, model: nn.Module) -> None:
     """Read only the weights, into a model that is neither sharded nor wrapped, in a single process.
 
@@ -322,7 +275,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """
     state = {"model": model.state_dict()}
     try:
-        _check_keys(path, state, dcp.FileSystemReader(path).read_metadata())
+        check_keys(path, state, dcp.FileSystemReader(path).read_metadata())
         dcp.load(state, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise _damaged(path, error) from error
@@ -331,17 +284,17 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:
     """Write a checkpoint of only the weights, for runs that start from the same ones (`checkpoint.load`)."""
-    dcp.save(_model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
+    dcp.save(model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
     if world.is_first:
         write_json(path / META, {"progress": vars(Progress()), **about})
     world.barrier()
 
 
-def _model_state(model: DistributedModelParallel) -> dict[str, Any]:
+def model_state(model: DistributedModelParallel) -> dict[str, Any]:
     return {"model": model.state_dict()}
 
 
-def _optimizer_state(model: DistributedModelParallel, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(model: DistributedModelParallel, optimizer: Optimizer) -> dict[str, Any]:
     return {"dense": optimizer.state_dict(), "tables": model.fused_optimizer.state_dict()}
 
 
@@ -371,8 +324,8 @@ def _restore_rng(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> None:
-    """ValueError unless the checkpoint has this model. Random states that it lacks are removed from `state`.
+def check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> None:
+    """ValueError unless the checkpoint has this model; takes random states that it lacks out of `state`.
 
     `longer_tables`: the model's tables may have more rows. Random states belong to a rank and its devices.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
-from train import checkpoint, versions
+from train import checkpoint, versions, warm_start
 from train.balance import Balance
 from train.build import build
 from train.checkpoint import Checkpointer, Progress
@@ -138,9 +138,9 @@ class Trainer:
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
-            path = checkpoint.start_of(Path(self.config.checkpoint.load))
+            path = warm_start.start_of(Path(self.config.checkpoint.load))
             moments = self.optimizer if self.config.checkpoint.load_optimizer else None
-            checkpoint.load_start(path, self.model, moments, self.world, self.source)
+            warm_start.load(path, self.model, moments, self.world, self.source)
             log.info("started from the weights of %s", path)
         self.logged_step = self.progress.step
         if self.world.is_first:

@@ -14,13 +14,13 @@ from train.replay import Replay
 
 
 class Balance:
-    """The routers of a model. Only `violation` and `counts` wait for the device."""
+    """The routers of a model that learn. Only `violation` and `counts` wait for the device."""
 
     def __init__(self, model: nn.Module, world: World, *, graphs: bool) -> None:
         """`graphs`: replay the update as a CUDA graph. Only on one rank: a graph holds no collectives."""
         self.world = world
         # Found once: a walk over all modules takes longer than the update.
-        routers = [module for module in model.modules() if isinstance(module, Router)]
+        routers = [each for each in model.modules() if isinstance(each, Router) and each.gate.weight.requires_grad]
         self._routers, self._tokens = nn.ModuleList(routers), [router.tokens_per_expert for router in routers]
         self._violations: dict[str, Tensor] = {}  # of the last dense step, by router
         self._update = Replay(self._update_biases, graphs and world.size == 1 and bool(self._tokens))

@@ -22,6 +22,7 @@ from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
 from train.distributed import World
+from train.frozen import freeze
 from train.graphs import use_graphs
 from train.metrics.collection import OwnMetric, own_metrics
 from train.regions import compile_regions
@@ -76,6 +77,7 @@ def build(config: Config, world: World) -> Job:
     log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
+    freeze(model, config.optimizer.frozen)
     if config.runtime.compile:
         compile_regions(arch)
     if config.runtime.cuda_graphs and world.device.type == "cuda":

@@ -33,7 +33,7 @@ from train.optim import Optimizer
 
 log = logging.getLogger(__name__)
 META = "meta.json"
-FIXED = (("data", "name"), ("optimizer", "sparse"), ("optimizer", "accumulate"))  # besides model and precision
+FIXED = {"data": ("name",), "optimizer": ("sparse", "accumulate", "frozen")}  # besides model and precision
 
 
 @dataclass
@@ -210,7 +210,7 @@ def check_config(path: Path, current: dict[str, Any]) -> None:
             before = saved.get(group, {}).get(key)
             if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
                 continue
-            if group in ("model", "precision") or (group, key) in FIXED:
+            if group in ("model", "precision") or key in FIXED.get(group, ()):
                 raise ValueError(
                     f"{path} was written with {group}.{key}={before}, this run has {value}; "
                     f"resume with the same value or choose another runtime.run_dir"
@@ -255,7 +255,8 @@ def read(
         raise _damaged(path, error) from error
     model.load_state_dict(state["model"])
     if "tables" in state:
-        model.fused_optimizer.load_state_dict(state["tables"])
+        tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
+        model.fused_optimizer.load_state_dict({"state": tables})
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
@@ -295,7 +296,9 @@ def model_state(model: DistributedModelParallel) -> dict[str, Any]:
 
 
 def optimizer_state(model: DistributedModelParallel, optimizer: Optimizer) -> dict[str, Any]:
-    return {"dense": optimizer.state_dict(), "tables": model.fused_optimizer.state_dict()}
+    moments = {name: each for name, each in model.fused_optimizer.state_dict()["state"].items() if each}
+    # An empty mapping, of tables under SGD, is written by the first rank alone: another one would not find its own.
+    return {"dense": optimizer.state_dict()} | ({"tables": {"state": moments}} if moments else {})
 
 
 def _rng_state(world: World) -> dict[str, Any]:

@@ -31,8 +31,10 @@ class Optimizer:
     ) -> None:
         """`graphs`: replay the dense step as a CUDA graph (without `accumulate`)."""
         self.config, self.total_steps, self.guard = config, total_steps, guard
-        self.params = dict(in_backward_optimizer_filter(model.named_parameters()))
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self.params = {name: parameter for name, parameter in dense.items() if parameter.requires_grad}
         self.fused = model.fused_optimizer
+        self._tables = [group for group in self.fused.param_groups if group["lr"]]  # at a rate of 0 they are frozen
         matrices = [p for p in self.params.values() if p.ndim > 1]
         vectors = [p for p in self.params.values() if p.ndim <= 1]  # norms, biases: no weight decay
         self.adam = torch.optim.AdamW(
@@ -80,7 +82,7 @@ class Optimizer:
                 group["lr"].fill_(self.config.lr * factor)
             else:
                 group["lr"] = self.config.lr * factor
-        for group in self.fused.param_groups:
+        for group in self._tables:
             group["lr"] = self.config.sparse_lr * factor
         self.fused.step()  # hands the rate to the fused kernels; the tables themselves step in the backward
 

@@ -39,8 +39,8 @@ def shard(
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
 
-    The optimiser runs inside the backward, so no gradient of a table is ever held. No process allocates a whole table:
-    `model.embedding` is on `meta` until here.
+    The optimiser runs inside the backward, so no gradient of a table is ever held; tables without `requires_grad` stay
+    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here.
     """
     if world.device.type == "cpu" and config.optimizer.sparse not in CPU_OPTIMIZERS:
         raise ValueError(
@@ -48,7 +48,12 @@ def shard(
         )
     tables = list(model.embedding.collection.parameters())
     optimizer = config.optimizer
-    apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], tables, {"lr": optimizer.sparse_lr})
+    learning, frozen = ([table for table in tables if table.requires_grad is learns] for learns in (True, False))
+    apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], learning, {"lr": optimizer.sparse_lr})
+    # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
+    for table in frozen:
+        table.requires_grad_()
+    apply_optimizer_in_backward(SGD, frozen, {"lr": 0.0})
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [
         EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))

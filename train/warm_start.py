@@ -41,6 +41,12 @@ def load(
                     f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={saved[key]}, this run "
                     f"has {getattr(optimizer.config, key)}; use the same value or checkpoint.load_optimizer=false"
                 )
+        if saved.get("frozen") and saved["frozen"] != optimizer.config.frozen:
+            raise ValueError(
+                f"checkpoint.load_optimizer=true: {path} has no moments of what was frozen there (optimizer.frozen="
+                f"{saved['frozen']}), this run has {optimizer.config.frozen}; use the same value or "
+                "checkpoint.load_optimizer=false"
+            )
         state |= checkpoint.optimizer_state(model, optimizer)
     checkpoint.check_keys(path, state, checkpoint.read_metadata(path), longer_tables=extends)
     checkpoint.read(path, state, model, world, _Prefixes() if extends else None)

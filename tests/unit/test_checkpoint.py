@@ -36,7 +36,7 @@ def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(1, 1)
-    model.fused_optimizer = SimpleNamespace(state_dict=dict)  # type: ignore[assignment]
+    model.fused_optimizer = SimpleNamespace(state_dict=lambda: {"state": {}})  # type: ignore[assignment]
     about = cast(Any, (model, SimpleNamespace(state_dict=dict), Progress(step=3), {}))
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
     checkpoints = Checkpointer(tmp_path, keep=1, asynchronous=True, world=world)

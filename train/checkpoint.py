@@ -248,12 +248,12 @@ def read_metadata(path: Path) -> Metadata:
 def read(
     path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, planner: LoadPlanner | None = None
 ) -> None:
-    """Read the tensors of `state` in place and hand them to the model and its fused optimiser."""
+    """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables."""
     try:
         dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
     except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
         raise _damaged(path, error) from error
-    model.load_state_dict(state["model"])
+    model.load_state_dict(model.state_dict() | state["model"])
     if "tables" in state:
         tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
         model.fused_optimizer.load_state_dict({"state": tables})
@@ -333,24 +333,34 @@ def check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables
     `longer_tables`: the model's tables may have more rows. Random states belong to a rank and its devices.
     """
     entries = saved.state_dict_metadata
-    wanted = {f"model.{name}": tuple(value.size()) for name, value in state["model"].items()}
-    stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items() if name.startswith("model.")}
-    differences = [f"{name} is missing from it" for name in wanted if name not in stored]
-    differences += [f"{name} is not in this model" for name in stored if name not in wanted]
-    differences += [
-        f"{name} is {list(stored[name])} there and {list(size)} here"
-        for name, size in wanted.items()
-        if name in stored
-        and stored[name] != size
-        and not (longer_tables and stored[name][1:] == size[1:] and stored[name][0] < size[0])
-    ]
-    if differences:
+    found = list(differences(state["model"], saved, longer_tables).values())
+    if found:
         raise ValueError(
-            f"{path} holds another model: {'; '.join(differences[:5])}"
-            f"{f' and {len(differences) - 5} more differences' if len(differences) > 5 else ''}. "
+            f"{path} holds another model: {'; '.join(found[:5])}"
+            f"{f' and {len(found) - 5} more differences' if len(found) > 5 else ''}. "
             "Use the model and data options that are in its meta.json, or another runtime.run_dir."
         )
     if "rng" in state:
         ((rank, generators),) = state["rng"].items()
         if any(f"rng.{rank}.{name}" not in entries for name in generators):
             del state["rng"]
+
+
+def differences(weights: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> dict[str, str]:
+    """By name, how the weights of a model and those that are saved differ; empty if they have the same names and sizes.
+
+    `longer_tables`: more rows here are no difference.
+    """
+    entries = saved.state_dict_metadata.items()
+    wanted = {f"model.{name}": tuple(value.size()) for name, value in weights.items()}
+    stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries if name.startswith("model.")}
+    found = {name: f"{name} is missing from it" for name in wanted if name not in stored}
+    found |= {name: f"{name} is not in this model" for name in stored if name not in wanted}
+    found |= {
+        name: f"{name} is {list(stored[name])} there and {list(size)} here"
+        for name, size in wanted.items()
+        if name in stored
+        and stored[name] != size
+        and not (longer_tables and stored[name][1:] == size[1:] and stored[name][0] < size[0])
+    }
+    return {name.removeprefix("model."): difference for name, difference in found.items()}

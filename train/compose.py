@@ -118,6 +118,11 @@ def validate(config: Config) -> None:
     for key in ("model.dropout", "parallel.reserve"):
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")
+    if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
+        raise ValueError(
+            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
+            "checkpoint.load_optimizer=false"
+        )
     if len(optimizer.betas) != 2:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
     if optimizer.min_lr > 1:

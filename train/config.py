@@ -233,6 +233,7 @@ class CheckpointConfig:
     keep: int = 2  # newest checkpoints kept; the best on validation is kept, too
     load: str | None = None  # start from the weights of this checkpoint, or of a run's best one (no resumption)
     load_optimizer: bool = False  # with `load`: also the moments of its optimisers
+    load_partial: bool = False  # with `load`: only what has the same name and size; the log lists what is left out
     async_save: bool = True
 
 

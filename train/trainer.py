@@ -138,10 +138,7 @@ class Trainer:
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
-            path = warm_start.start_of(Path(self.config.checkpoint.load))
-            moments = self.optimizer if self.config.checkpoint.load_optimizer else None
-            warm_start.load(path, self.model, moments, self.world, self.source)
-            log.info("started from the weights of %s", path)
+            warm_start.load(self.config.checkpoint, self.model, self.optimizer, self.world, self.source)
         self.logged_step = self.progress.step
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)

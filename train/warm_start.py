@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +12,75 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from train import checkpoint
+from train.config import CheckpointConfig, OptimizerConfig
 from train.data.source import Source
 from train.distributed import World
 from train.optim import Optimizer
 
-
-def start_of(path: Path) -> Path:
-    """The checkpoint that `checkpoint.load` names: itself, or the best one of a run directory."""
-    return checkpoint.named(str(path), "") if (path / "checkpoints").is_dir() else path
+log = logging.getLogger(__name__)
 
 
 def load(
-    path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World, source: Source
+    start: CheckpointConfig, model: DistributedModelParallel, optimizer: Optimizer, world: World, source: Source
 ) -> None:
-    """What a new run takes from a checkpoint: weights, and with `optimizer` its moments.
+    """Read the weights of `start.load` into a new run: a checkpoint, or the best one of a run directory.
 
     Tables of a `source` that extends the checkpoint's vocabulary have further rows, which stay as they are. Raises
-    ValueError when the data, the model or the optimiser is another one.
+    ValueError when the data, the model or, with `load_optimizer`, the optimiser is another one; with `load_partial`
+    only when nothing fits.
     """
-    extends = source.extends is not None and source.extends == checkpoint.read_meta(path)["data_fingerprint"]
-    if not extends:
-        checkpoint.check_data(path, source.fingerprint)
-    state = checkpoint.model_state(model)
-    if optimizer is not None:
-        saved = checkpoint.read_meta(path)["config"]["optimizer"]
-        for key in ("sparse", "accumulate"):
-            if saved[key] != getattr(optimizer.config, key):
-                raise ValueError(
-                    f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={saved[key]}, this run "
-                    f"has {getattr(optimizer.config, key)}; use the same value or checkpoint.load_optimizer=false"
-                )
-        if saved.get("frozen") and saved["frozen"] != optimizer.config.frozen:
-            raise ValueError(
-                f"checkpoint.load_optimizer=true: {path} has no moments of what was frozen there (optimizer.frozen="
-                f"{saved['frozen']}), this run has {optimizer.config.frozen}; use the same value or "
-                "checkpoint.load_optimizer=false"
-            )
+    assert start.load is not None
+    path = Path(start.load)
+    if (path / "checkpoints").is_dir():
+        path = checkpoint.named(str(path), "")
+    meta, saved, state = checkpoint.read_meta(path), checkpoint.read_metadata(path), checkpoint.model_state(model)
+    extends = source.extends is not None and source.extends == meta["data_fingerprint"]
+    if start.load_partial:
+        same_data = extends or source.fingerprint == meta["data_fingerprint"]
+        state["model"] = _fitting(path, state["model"], saved, extends, same_data)
+    else:
+        if not extends:
+            checkpoint.check_data(path, source.fingerprint)
+        checkpoint.check_keys(path, state, saved, longer_tables=extends)
+    if start.load_optimizer:
+        _check_moments(path, meta["config"]["optimizer"], optimizer.config)
         state |= checkpoint.optimizer_state(model, optimizer)
-    checkpoint.check_keys(path, state, checkpoint.read_metadata(path), longer_tables=extends)
     checkpoint.read(path, state, model, world, _Prefixes() if extends else None)
-    if optimizer is not None:
+    if start.load_optimizer:
         optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
+    log.info("started from the weights of %s", path)
+
+
+def _fitting(
+    path: Path, weights: dict[str, Any], saved: Metadata, longer_tables: bool, same_data: bool
+) -> dict[str, Any]:
+    """The weights that a checkpoint has in these sizes; on other data, where ids and numbers mean something else, those
+    of the architecture alone. What is left out is logged."""
+    left_out = checkpoint.differences(weights, saved, longer_tables)
+    if not same_data:
+        fresh = {name: f"model.{name} is of other data" for name in weights if name.startswith("embedding.")}
+        left_out = fresh | left_out
+    taken = {name: weight for name, weight in weights.items() if name not in left_out}
+    if not taken:
+        raise ValueError(
+            f"checkpoint.load_partial=true: nothing in {path} fits, e.g. {next(iter(left_out.values()))}; use the "
+            "model options that are in its meta.json"
+        )
+    log.info("%s of %s tensors are taken from %s", len(taken), len(weights), path)
+    if left_out:
+        log.warning("not taken:\n%s", "\n".join(left_out.values()))
+    return taken
+
+
+def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) -> None:
+    """ValueError unless an optimiser with the configuration `theirs` has the moments that this one needs."""
+    for key in ("sparse", "accumulate", "frozen"):
+        before, now = theirs.get(key), getattr(ours, key)
+        if before and before != now:  # where nothing was frozen there are all moments
+            raise ValueError(
+                f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={before}, this run has "
+                f"{now}; use the same value or checkpoint.load_optimizer=false"
+            )
 
 
 class _Prefixes(DefaultLoadPlanner):

@@ -39,6 +39,11 @@ from train.doctor import ROOT
         ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
         ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),
         ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
+        (
+            "checkpoint.load_partial=true checkpoint.load_optimizer=true",
+            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
+            "checkpoint.load_optimizer=false",
+        ),
         ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
     ],
 )

@@ -33,7 +33,7 @@ from train.optim import Optimizer
 
 log = logging.getLogger(__name__)
 META = "meta.json"
-FIXED = {"data": ("name",), "optimizer": ("sparse", "accumulate", "frozen")}  # besides model and precision
+FIXED = {"data": ("name",), "optimizer": ("sparse", "accumulate", "frozen", "ema_decay")}  # besides model and precision
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Checkpointer:
         path = self.folder / f"step_{progress.step:08d}"
         aside = path.with_suffix(".partial")
         self.world.by_first(lambda: self._begin(aside, {"progress": vars(progress), **about}))
-        state = {**model_state(model), **optimizer_state(model, optimizer), **_rng_state(self.world)}
+        state = {**model_state(model), **optimizer_state(model, optimizer.state_dict()), **_rng_state(self.world)}
         # DCP's own asynchronous save cannot stage ShardedTensors, so the copy is made here.
         state = _host_copy(state, self.world)
         self._pending = self._thread.submit(self._write, state, path, aside)
@@ -219,16 +219,19 @@ def check_config(path: Path, current: dict[str, Any]) -> None:
 
 
 def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
-    """Read weights, and with `optimizer` all tensors, in place; returns where the saved run stood.
+    """Read all tensors in place, without an `optimizer` the weights to evaluate; returns where the saved run stood.
 
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
     meta = read_meta(path)
     state = model_state(model)
     if optimizer is not None:
-        state |= optimizer_state(model, optimizer)
+        state |= optimizer_state(model, optimizer.state_dict())
         state |= _rng_state(world)
-    check_keys(path, state, read_metadata(path))
+    saved = read_metadata(path)
+    check_keys(path, state, saved)
+    if optimizer is None:
+        state = _averages(state, saved)
     read(path, state, model, world)
     progress = Progress(**meta["progress"])
     progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
@@ -270,14 +273,15 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Read only the weights, into a model that is neither sharded nor wrapped, in a single process.
+    """Read the weights to evaluate, into a model that is neither sharded nor wrapped, in a single process.
 
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
     state = {"model": model.state_dict()}
     try:
-        check_keys(path, state, dcp.FileSystemReader(path).read_metadata())
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        saved = dcp.FileSystemReader(path).read_metadata()
+        check_keys(path, state, saved)
+        dcp.load(_averages(state, saved), checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise _damaged(path, error) from error
     model.load_state_dict(state["model"])
@@ -295,10 +299,20 @@ def model_state(model: DistributedModelParallel) -> dict[str, Any]:
     return {"model": model.state_dict()}
 
 
-def optimizer_state(model: DistributedModelParallel, optimizer: Optimizer) -> dict[str, Any]:
+def _averages(state: dict[str, Any], saved: Metadata) -> dict[str, Any]:
+    """The same tensors, those of which the checkpoint has an average under the name of that."""
+    averaged = {name for name in state["model"] if f"dense.{name}.average" in saved.state_dict_metadata}
+    return {
+        "model": {name: tensor for name, tensor in state["model"].items() if name not in averaged},
+        "dense": {name: {"average": state["model"][name]} for name in averaged},
+    }
+
+
+def optimizer_state(model: DistributedModelParallel, dense: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """The fused optimiser's state beside that of the `dense` one."""
     moments = {name: each for name, each in model.fused_optimizer.state_dict()["state"].items() if each}
     # An empty mapping, of tables under SGD, is written by the first rank alone: another one would not find its own.
-    return {"dense": optimizer.state_dict()} | ({"tables": {"state": moments}} if moments else {})
+    return {"dense": dense} | ({"tables": {"state": moments}} if moments else {})
 
 
 def _rng_state(world: World) -> dict[str, Any]:

@@ -115,9 +115,9 @@ def validate(config: Config) -> None:
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
         )
-    for key in ("model.dropout", "parallel.reserve"):
+    for key, works in (("model.dropout", 0.1), ("parallel.reserve", 0.1), ("optimizer.ema_decay", 0.999)):
         if _get(config, key) >= 1:
-            raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}=0.1")
+            raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}={works}")
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
             "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "

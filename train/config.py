@@ -214,6 +214,7 @@ class OptimizerConfig:
     min_lr: float = 0.1  # at the end of the cosine, as a fraction of lr
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
     accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
+    ema_decay: float = 0.0  # of an average of the dense weights, which evaluations and exports take; 0: none
     frozen: list[str] = field(default_factory=list)  # globs over names of modules and parameters that do not learn
     task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and for the best checkpoint; others 1
 

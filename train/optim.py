@@ -8,12 +8,14 @@ update is fused into each backward, step every time.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from train.average import Average
 from train.config import OptimizerConfig
 from train.guards import FiniteGuard, verdict
 from train.replay import Replay
@@ -49,6 +51,8 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+        device = guard.world.device
+        self.average = Average(self.params, config.ema_decay, device) if config.ema_decay else None
         self._graphs = graphs
         self._update = Replay(self._conclude_and_step, graphs)
         self._stepped: list[Tensor] = []  # parameters with a gradient
@@ -125,6 +129,12 @@ class Optimizer:
         for group in self.adam.param_groups:  # AdamW requires it in a capture, and warns about it outside one
             group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()
         self.adam.step()
+        if self.average is not None:
+            self.average.update(self.skipped)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the weights are what is evaluated: their average, if there is one."""
+        return nullcontext() if self.average is None else self.average.applied()
 
     def _accumulate(self, gradients: dict[str, Tensor]) -> None:
         """Candidate-weighted mean of the good micro-batches so far, left in `.grad` when the last one is in.
@@ -142,7 +152,16 @@ class Optimizer:
             self._count.zero_()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Moments, step count and sums by parameter name, so that checkpoints do not depend on their order."""
+        """Moments, sums and averages by parameter name, so that checkpoints do not depend on their order."""
+        state = self.moments()
+        if self.average is not None:
+            for name, value in self.average.values.items():
+                state[name]["average"] = value
+            state["average"] = {"steps": self.average.steps}
+        return state
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """The part of the state that another run can go on with."""
         state = {name: dict(self.adam.state[param]) for name, param in self.params.items()}
         if self._sum:
             for name, total in self._sum.items():

@@ -114,7 +114,8 @@ class Trainer:
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
                 self._log()
             self.checkpoints.wait()
-            results = self._results(time.monotonic() - started)
+            with self.optimizer.averaged():
+                results = self._results(time.monotonic() - started)
         finally:
             shown: dict[str, Any] = {
                 split: results[split] for split in ("valid", "test") if results and split in results
@@ -319,7 +320,8 @@ class Trainer:
             return
         with self.throughput.paused(), self.whole_run.paused():
             self.pipeline.detach()
-            values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
+            with self.optimizer.averaged():
+                values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
             # The ids of the next batch, if there is one, have been exchanged already. By default `attach` would start a
             # second exchange and use its result, for which nothing waits.
             self.pipeline.attach(sparse_dist=False)

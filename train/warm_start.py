@@ -44,10 +44,12 @@ def load(
         checkpoint.check_keys(path, state, saved, longer_tables=extends)
     if start.load_optimizer:
         _check_moments(path, meta["config"]["optimizer"], optimizer.config)
-        state |= checkpoint.optimizer_state(model, optimizer)
+        state |= checkpoint.optimizer_state(model, optimizer.moments())
     checkpoint.read(path, state, model, world, _Prefixes() if extends else None)
     if start.load_optimizer:
         optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
+    if optimizer.average is not None:
+        optimizer.average.restart()
     log.info("started from the weights of %s", path)
 
 

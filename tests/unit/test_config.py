@@ -15,6 +15,7 @@ from train.doctor import ROOT
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("optimizer.ema_decay=1", "optimizer.ema_decay=1.0 must be below 1, e.g. optimizer.ema_decay=0.999"),
         ("runtime.steps=-1", "runtime.steps=-1 must be at least 0, e.g. runtime.steps=0"),
         ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),
         ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
@@ -76,7 +77,7 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
         config: Config = to_config(compose("train", overrides=["data=synthetic"]))
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for keys, defaults in rows:
         sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
         told = [float(number) for number in defaults.split(", ")]

@@ -79,14 +79,14 @@ def test_an_optimizer_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def stepped(graphs: bool) -> list[Tensor]:
-    """Parameters and verdicts after eight steps; of the sixth a gradient is not finite."""
+    """Parameters and their averages after eight steps; of the sixth a gradient is not finite."""
     torch.manual_seed(0)
     model, device = nn.Linear(4, 3).cuda(), torch.device("cuda")
     fused = SimpleNamespace(param_groups=[], step=lambda: None)
     named = SimpleNamespace(named_parameters=model.named_parameters, fused_optimizer=fused)
     guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
     guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
-    config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3)
+    config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
     optimizer = Optimizer(cast(Any, named), config, 8, cast(Any, guard), graphs=graphs)
     verdicts: list[Tensor] = []
     for step in range(8):
@@ -94,4 +94,5 @@ def stepped(graphs: bool) -> list[Tensor]:
         (model(torch.randn(5, 4, device=device)).square().sum() * (float("inf") if step == 5 else 1)).backward()
         optimizer.step()
     assert [verdict.item() for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 0, 0]
-    return [parameter.detach() for parameter in model.parameters()]
+    assert optimizer.average is not None
+    return [*(parameter.detach() for parameter in model.parameters()), *optimizer.average.values.values()]

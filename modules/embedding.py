@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,23 @@ class FeatureEmbedding(nn.Module):
     """Looks up every id of a batch and assembles tokens.
 
     One collection serves request, candidate and history features together, so a table can be shared by all of them.
+    TorchRec's have one width: tables of another one, by `table_dims`, are in a further collection for each width.
     Lists are pooled after the lookup rather than in an EmbeddingBagCollection: a table cannot be shared between two
     collections, and unpooled lookups can be sharded every way on every device. Build on `device="meta"` and let
     DistributedModelParallel materialise the shards; no process then ever holds a whole table.
     """
 
-    def __init__(self, spec: FeatureSpec, dim: int, device: torch.device | str = "meta") -> None:
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        dim: int,
+        device: torch.device | str = "meta",
+        table_dims: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
+        table_dims = table_dims or {}
+        if unknown := sorted(table_dims.keys() - spec.tables.keys()):
+            raise ValueError(f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(sorted(spec.tables))}")
         features: dict[str, list[str]] = {}
         for name, table in spec.lookups():
             if "." in table:
@@ -57,39 +68,63 @@ class FeatureEmbedding(nn.Module):
                     f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
                 )
             features.setdefault(table, []).append(name)
-        self.collection = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name=table,
-                    num_embeddings=spec.tables[table],
-                    embedding_dim=dim,
-                    feature_names=names,
-                    init_fn=partial(nn.init.normal_, std=1 / math.sqrt(dim)),
-                )
-                for table, names in features.items()
-            ],
-            device=torch.device(device),
-        )
-        self.assemble = TokenAssembly(spec, dim)
+        widths: dict[int, list[EmbeddingConfig]] = {}
+        for table, names in features.items():
+            width = table_dims.get(table, dim)
+            config = EmbeddingConfig(
+                name=table,
+                num_embeddings=spec.tables[table],
+                embedding_dim=width,
+                feature_names=names,
+                init_fn=partial(nn.init.normal_, std=1 / math.sqrt(width)),
+            )
+            widths.setdefault(width, []).append(config)
+        collections = {
+            width: EmbeddingCollection(tables=tables, device=torch.device(device)) for width, tables in widths.items()
+        }
+        self.collection = collections.pop(dim if dim in collections else next(iter(collections)))
+        self.further = nn.ModuleDict({str(width): collection for width, collection in collections.items()})
+        self.union = _Union()
+        self.assemble = TokenAssembly(spec, dim, table_dims)
+
+    @property
+    def collections(self) -> list[EmbeddingCollection]:
+        """One for each width of tables."""
+        return [self.collection, *cast("Iterable[EmbeddingCollection]", self.further.values())]
 
     def forward(self, batch: RequestBatch) -> Tokens:
-        return self.assemble(self.collection(batch.lookup), batch)
+        embedded = self.collection(batch.lookup)
+        if self.further:
+            embedded = self.union(embedded, *(collection(batch.lookup) for collection in self.further.values()))
+        return self.assemble(embedded, batch)
+
+
+class _Union(nn.Module):
+    """One dictionary of all. As a module: the train pipeline, which traces to the lookups, need not look into it."""
+
+    def forward(self, *parts: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        return {name: rows for part in parts for name, rows in part.items()}
 
 
 class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
+    Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table.
     InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
     Data without request features (Criteo) still has requests: they all look like one learned token.
     The train loop hooks this module's input: it is where gradients of the tables can be inspected before the fused
     optimiser applies them.
     """
 
-    def __init__(self, spec: FeatureSpec, dim: int) -> None:
+    def __init__(self, spec: FeatureSpec, dim: int, table_dims: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
+        narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
+        self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
+        for projection in self.projections.parameters():
+            nn.init.normal_(projection, std=1 / math.sqrt(dim))  # tokens are then as long as those of other tables
         featureless = not (spec.request or spec.request_dense)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
@@ -113,8 +148,12 @@ class TokenAssembly(nn.Module):
             rows = embedded[feature.name].values()
             if feature.is_list:
                 rows = segment_mean(rows, nn.functional.pad(lengths[index].cumsum(0), (1, 0)))
-            tokens.append(rows)
+            tokens.append(self._projected(rows, feature.table))
         return tokens
+
+    def _projected(self, rows: Tensor, table: str) -> Tensor:
+        """Rows of a table, [N, its width] -> [N, dim]."""
+        return self.projections[table](rows).to(rows.dtype) if table in self.projections else rows
 
     def _histories(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> dict[str, JaggedSequence]:
         if not self.spec.histories:
@@ -122,7 +161,8 @@ class TokenAssembly(nn.Module):
         lengths = batch.histories.lengths().view(-1, batch.num_requests)
         values, offsets, key = {}, {}, 0
         for event in self.spec.histories:
-            values[event.name] = torch.cat([embedded[name].values() for name in event.keys], dim=-1)
+            fields = [self._projected(embedded[event.key(field)].values(), field.table) for field in event.fields]
+            values[event.name] = torch.cat(fields, dim=-1)
             offsets[event.name] = nn.functional.pad(lengths[key].cumsum(0), (1, 0))
             key += len(event.fields)
         times = batch.history_times.values().split([rows.shape[0] for rows in values.values()])

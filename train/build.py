@@ -70,7 +70,7 @@ def build(config: Config, world: World) -> Job:
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
         arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
-    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, device="meta"), arch)
+    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
@@ -91,7 +91,8 @@ def build(config: Config, world: World) -> Job:
 
 def model_fields(model: ModelConfig) -> dict[str, object]:
     """The arguments of the model's constructor."""
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name != "name"}
+    others = ("name", "table_dims")
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in others}
     if "moe" in fields:
         fields["moe"] = dataclasses.asdict(fields["moe"])
     return fields | fields.pop("arguments", {})

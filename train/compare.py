@@ -218,7 +218,9 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):
             arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
-            model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), arch)
+            model = RankingModel(
+                FeatureEmbedding(source.spec, config.model.dim, table_dims=config.model.table_dims), arch
+            )
         weights[arm.name] = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights[arm.name]["data_fingerprint"] = source.fingerprint
     first = weights[arms[0].name]

@@ -83,6 +83,12 @@ def validate(config: Config) -> None:
                 example = [least] * len(numbers) if isinstance(value, list) else least
                 raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={example}")
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
+    for table, width in model.table_dims.items():
+        if width < 4 or width % 4:
+            raise ValueError(
+                f"model.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at once, "
+                f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
+            )
     if isinstance(model, InterFormerConfig):
         if model.dim % (2 * model.num_heads):
             pairs = 2 * model.num_heads

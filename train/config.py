@@ -30,7 +30,8 @@ class MoEConfig:
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    dim: int = 32  # width of every token and of every embedding row
+    dim: int = 32  # width of every token, and of embedding rows
+    table_dims: dict[str, int] = field(default_factory=dict)  # table -> another width of its rows, projected to dim
     dropout: float = 0.0
 
 

@@ -53,7 +53,7 @@ def load_model(path: Path, config: Config, source: Source, max_candidates: int, 
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
     arch = build_arch(config.model.name, spec, **model_fields(config.model))
-    model = RankingModel(FeatureEmbedding(spec, config.model.dim, device="cpu"), arch)
+    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
     checkpoint.load_weights(path, model)
     return model.eval().to(device)
 
@@ -128,6 +128,7 @@ def main(arguments: list[str]) -> Path:
         "checkpoint": str(path.resolve()),
         "overrides": overrides,
         "dim": config.model.dim,
+        "table_dims": config.model.table_dims,
         "max_candidates": max_candidates,
         "spec": dataclasses.asdict(model.embedding.assemble.spec),
     }

@@ -28,7 +28,7 @@ def freeze(model: RankingModel, globs: Sequence[str]) -> None:
             parameter.requires_grad_(False)
         elements = sum(parameter.numel() for parameter in chosen)
         log.info("frozen by %s: %s tensors of %s elements", glob, len(chosen), f"{elements:,}")
-    tables = set(model.embedding.collection.parameters())
+    tables = {table for each in model.embedding.collections for table in each.parameters()}
     if not any(parameter.requires_grad for parameter in set(parameters.values()) - tables):
         raise ValueError(
             f"optimizer.frozen={list(globs)} leaves nothing to train but tables, and ranks share gradients of dense "

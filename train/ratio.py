@@ -45,7 +45,7 @@ def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ra
     data = dataclasses.replace(data, candidates=ratio, max_candidates=ratio, num_requests=max(candidates // ratio, 2))
     source = SyntheticSource(data)
     batch = source.batch("train", np.arange(candidates // ratio)).to(device)
-    embedding = FeatureEmbedding(source.spec, model.dim, device=device).to(device)
+    embedding = FeatureEmbedding(source.spec, model.dim, device, model.table_dims).to(device)
     rows, logits = [], []
     for arm, shown in (("operators", batch), ("copies", batch.expand())):
         torch.manual_seed(0)

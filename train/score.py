@@ -68,7 +68,7 @@ class Scorer:
         self.spec = spec_from_dict(about["spec"], longest)
         self.device = torch.device(about["device"])
         self.max_candidates = about["max_candidates"]
-        self.embedding = FeatureEmbedding(self.spec, about["dim"], device="cpu").eval()
+        self.embedding = FeatureEmbedding(self.spec, about["dim"], "cpu", about.get("table_dims")).eval()
         self.embedding.load_state_dict(torch.load(folder / "embedding.pt", map_location="cpu"))
         self.embedding.to(self.device)
         for module in about["operators"]:

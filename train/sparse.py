@@ -46,7 +46,7 @@ def shard(
         raise ValueError(
             f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
         )
-    tables = list(model.embedding.collection.parameters())
+    tables = [table for each in model.embedding.collections for table in each.parameters()]
     optimizer = config.optimizer
     learning, frozen = ([table for table in tables if table.requires_grad is learns] for learns in (True, False))
     apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], learning, {"lr": optimizer.sparse_lr})
@@ -115,7 +115,8 @@ def _plan(
             pooling_factors=[ids[feature] for feature in table.feature_names],
             min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * world.size)) * 4),
         )
-        for table in model.embedding.collection.embedding_configs()
+        for collection in model.embedding.collections
+        for table in collection.embedding_configs()
     }
     planner = EmbeddingShardingPlanner(
         topology=Topology(

@@ -15,6 +15,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.precision import apply_recipe
 from tests.unit.factories import random_batch, random_spec
+from train.build import model_fields
 from train.config import DCNv2Config, DINConfig, DLRMConfig, ModelConfig
 
 
@@ -34,8 +35,7 @@ class CandidateTokens:
 
 def build_model(config: ModelConfig, spec: FeatureSpec) -> tuple[FeatureEmbedding, Any]:
     torch.manual_seed(0)
-    fields = dataclasses.asdict(config)
-    return FeatureEmbedding(spec, fields["dim"], "cpu"), build(fields.pop("name"), spec, **fields)
+    return FeatureEmbedding(spec, config.dim, "cpu"), build(config.name, spec, **model_fields(config))
 
 
 def tokens_by_hand(embedding: FeatureEmbedding, spec: FeatureSpec, batch: RequestBatch) -> list[CandidateTokens]:

@@ -15,6 +15,7 @@ from train.doctor import ROOT
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("+model.table_dims.user=6", "model.table_dims.user=6 must be a multiple of 4, which the kernels of tables"),
         ("optimizer.ema_decay=1", "optimizer.ema_decay=1.0 must be below 1, e.g. optimizer.ema_decay=0.999"),
         ("runtime.steps=-1", "runtime.steps=-1 must be at least 0, e.g. runtime.steps=0"),
         ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),

@@ -23,6 +23,7 @@ from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from tests.unit.factories import random_batch, random_spec
+from train.build import model_fields
 from train.config import DCNv2Config, DINConfig, DLRMConfig, InterFormerConfig, MoEConfig
 
 SMALL: dict[str, Any] = {
@@ -51,11 +52,12 @@ class Ranking(nn.Module):
     def __init__(self, variant: str, spec: FeatureSpec, **changes: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        fields = dataclasses.asdict(dataclasses.replace(VARIANTS[variant], **changes))
+        config = dataclasses.replace(VARIANTS[variant], **changes)
+        fields: dict[str, Any] = model_fields(config)
         if "moe" in fields:
             fields["moe"] |= MOE
-        self.embedding = FeatureEmbedding(spec, fields["dim"], device="cpu")
-        self.arch = build(fields.pop("name"), spec, **fields)
+        self.embedding = FeatureEmbedding(spec, config.dim, device="cpu")
+        self.arch = build(config.name, spec, **fields)
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.arch(self.embedding(batch), batch)

@@ -25,6 +25,7 @@ from modules.models.interformer import InterFormer, _positions, _prepend
 from modules.norms import add_rms_norm, rms_norm
 from modules.rotary import rotation
 from tests.unit.factories import random_batch, random_spec
+from train.build import model_fields
 from train.config import InterFormerConfig
 
 DIM = 8
@@ -39,9 +40,7 @@ def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, n
 
 
 def fields(**changes):
-    fields = dataclasses.asdict(InterFormerConfig(dim=DIM, interaction_hidden=[8], head_hidden=[8], dcn_rank=4))
-    del fields["name"]
-    return fields | changes
+    return model_fields(InterFormerConfig(dim=DIM, interaction_hidden=[8], head_hidden=[8], dcn_rank=4)) | changes
 
 
 def interformer(spec, **changes) -> InterFormer:

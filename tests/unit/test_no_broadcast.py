@@ -17,6 +17,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build
 from tests.unit.factories import random_batch, random_spec
 from tests.unit.test_models import SMALL
+from train.build import model_fields
 from train.config import DCNv2Config, InterFormerConfig
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
@@ -101,18 +102,18 @@ def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) ->
 def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     spec = random_spec()
-    fields = vars(InterFormerConfig(**SMALL | options)) | {"moe": {}}
-    name = fields.pop("name")
+    config = InterFormerConfig(**SMALL | options)
     embedding = FeatureEmbedding(spec, SMALL["dim"], device="cpu")
-    assert found(build(name, spec, **fields), random_batch(spec, CANDIDATES), embedding) == []
+    model = build(config.name, spec, **model_fields(config) | {"moe": {}})
+    assert found(model, random_batch(spec, CANDIDATES), embedding) == []
 
 
 @pytest.mark.usefixtures("opaque")
 def test_copies_are_seen_where_a_model_makes_them() -> None:
     torch.manual_seed(0)
     spec, dim = random_spec(), 8
-    fields = vars(DCNv2Config(dim=dim, rank=4, hidden=[16]))
-    model = build(fields.pop("name"), spec, **fields)
+    config = DCNv2Config(dim=dim, rank=4, hidden=[16])
+    model = build(config.name, spec, **model_fields(config))
     batch, embedding = random_batch(spec, CANDIDATES), FeatureEmbedding(spec, dim, device="cpu")
     # Two request tokens and four means of history fields.
     assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 6 * dim

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kernels.tokens import activate
 from modules.broadcast import CandidateRows, request_part
+from modules.plain import is_plain
 from modules.precision import FP32Linear
 
 
@@ -31,7 +32,7 @@ class MLP(nn.Sequential):
         layers = list(self)
         while layers:
             layer = layers.pop(0)
-            if layers and type(layers[0]) is nn.SiLU:
+            if layers and is_plain(layers[0], nn.SiLU):
                 layers.pop(0)
                 x = activated(layer, x, "silu")
             elif not layers and factor is not None:
@@ -117,10 +118,10 @@ class TaskHeads(nn.Module):
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:
     """activation(layer(x)) * factor: bias, activation ("none" or "silu") and factor in one pass over the product.
 
-    The backward computes the gradient of the bias in its one pass, too. A layer with a precision recipe adds its bias
-    itself.
+    The backward computes the gradient of the bias in its one pass, too. A layer that is not plain is called, and
+    adds its bias itself.
     """
-    if type(layer) is nn.Linear and layer.bias is not None:
+    if is_plain(layer, nn.Linear) and layer.bias is not None:
         z = F.linear(x, layer.weight)
         if factor is None or factor.dtype == z.dtype:
             return activate(z, layer.bias, activation, factor)

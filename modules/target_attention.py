@@ -13,6 +13,7 @@ from kernels.tokens import unbind
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
+from modules.plain import is_plain
 
 
 class TargetAttention(nn.Module):
@@ -113,9 +114,9 @@ class SelfAndTargetAttention(nn.Module):
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
-        if all(type(layer) is nn.Linear for layer in layers):
+        if all(is_plain(layer, nn.Linear) for layer in layers):
             projected = stacked_linear(groups, [layer.weight for layer in layers])
-        else:  # one with a precision recipe has its own forward
+        else:  # any other layer must be called
             projected = torch.cat([layer(group) for layer, group in zip(layers, groups, strict=True)])
         attended = joint_attention(
             projected.unflatten(-1, (self.num_heads, self.head_dim)),

@@ -20,6 +20,7 @@ from modules.broadcast import CandidateRows
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction
 from modules.mlp import MLP, TaskHeads, linear_flops
+from modules.plain import is_plain
 
 
 class ActivationUnit(nn.Module):
@@ -62,7 +63,7 @@ class ActivationUnit(nn.Module):
         """The first layer of the MLP: query [C, width], key [pairs, width] of rows `offsets` -> [pairs, hidden]."""
         first, *rest = self.score
         product = jagged_dense_elementwise(key, offsets, query, "mul")
-        if type(first) is not nn.Linear:  # one with a precision recipe has its own forward
+        if not (is_plain(first, nn.Linear) and all(is_plain(layer, nn.SiLU) for layer in rest[:1])):
             query = expand_rows(query, offsets, key.shape[0])
             hidden = first(torch.cat([query, key, query - key, product], dim=1))
             return rest[0](hidden) if rest else hidden

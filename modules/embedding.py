@@ -59,7 +59,11 @@ class FeatureEmbedding(nn.Module):
         super().__init__()
         table_dims = table_dims or {}
         if unknown := sorted(table_dims.keys() - spec.tables.keys()):
-            raise ValueError(f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(sorted(spec.tables))}")
+            tables = sorted(spec.tables)
+            raise ValueError(
+                f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(tables)}, e.g. "
+                f"+model.table_dims.{tables[0]}=16"
+            )
         features: dict[str, list[str]] = {}
         for name, table in spec.lookups():
             if "." in table:

@@ -49,6 +49,6 @@ def test_without_other_widths_no_name_changes() -> None:
 
 
 def test_a_table_that_does_not_exist_is_named() -> None:
-    message = "model.table_dims names 'items'; the tables are item, tag, user"
+    message = "model.table_dims names 'items'; the tables are item, tag, user, e.g. +model.table_dims.item=16"
     with pytest.raises(ValueError, match=re.escape(message)):
         FeatureEmbedding(random_spec(), DIM, "cpu", {"items": 8})

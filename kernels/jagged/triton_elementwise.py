@@ -1,6 +1,6 @@
 """activation(x op y), y a value for each value of x or one for each row; Triton.
 
-The result is computed in float32 and rounded once. The backward computes x op y again instead of keeping it.
+The result is computed in float32 and rounded once. The backward recomputes x op y.
 """
 
 import triton
@@ -58,7 +58,7 @@ def _elementwise_kernel(
 
 @triton.jit
 def _load(x, place, last, stride, inside, EVEN: tl.constexpr):
-    """Behind the last place that one again: loads without conditions are issued together."""
+    """After the last place it loads that one again: loads without conditions are issued together."""
     at = x + tl.minimum(place, last) * stride
     if EVEN:
         values = tl.load(at)
@@ -92,7 +92,7 @@ def _elementwise_gradient_kernel(
     SUMS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """A program has a part of a row, whose y is one vector, with DENSE, or else PART values."""
+    """With DENSE a program has a part of a row, whose y is one vector, otherwise PART values."""
     if DENSE:
         row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
     else:
@@ -119,7 +119,7 @@ def _elementwise_gradient_kernel(
         dy += first * width + column[None, :]
     i = tl.arange(0, BLOCK_L)[:, None]
     if DENSE:
-        # A row is worked down: what comes next is on its way meanwhile.
+        # The next values of the row are loaded while these are computed.
         next_g = _load(grad, i, tall - 1, grad_stride, inside, EVEN)
         next_left = _load(x, i, tall - 1, x_stride, inside, EVEN)
     for start in range(0, tall, BLOCK_L):
@@ -152,7 +152,7 @@ def _elementwise_gradient_kernel(
 
 
 def _rows(offsets: Tensor | None, x: Tensor) -> tuple[bool, Tensor, int]:
-    """(whether y has a value for each row, offsets, number of rows); without rows any tensor stands in for offsets."""
+    """(whether y has a value for each row, offsets, number of rows); without rows any tensor replaces offsets."""
     return (False, x, 0) if offsets is None else (True, offsets.contiguous(), offsets.shape[0] - 1)
 
 
@@ -184,7 +184,7 @@ def _(x, y, offsets, op, activation):
 def gradient(
     grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dy) of `elementwise`; with op 'none' of activation(x), and dy [B, ...] are the row sums of dx."""
+    """(dx, dy) of `elementwise`; with op 'none' those of activation(x), where dy [B, ...] are the row sums of dx."""
     dx, dy = x.new_empty(*x.shape), y.new_empty(*y.shape)
     if dx.numel() == 0:
         return dx, dy.zero_()

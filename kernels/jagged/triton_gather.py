@@ -37,10 +37,10 @@ def _concat_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     written = place < total
     row = row_of(a_offsets, num_rows, place, STEPS, b_offsets)
-    # A place that is in a is b's begin behind its index there, and one that is in b is a's end behind it.
+    # The place in `both` of a value of a is its index in a plus b's begin; of a value of b, its index plus a's end.
     a_end = tl.load(a_offsets + row + 1, mask=written, other=0).to(tl.int64)
     a_index = place - tl.load(b_offsets + row, mask=written, other=0).to(tl.int64)
-    # One access for both: two that leave each other's places out would take turns.
+    # One access for both: two accesses, each with the other's places masked, would run one after the other.
     part = tl.where(a_index < a_end, a + a_index * a_stride, b + (place - a_end) * b_stride)
 
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -270,7 +270,7 @@ def _select_offsets_kernel(offsets, rows, out, count, BLOCK: tl.constexpr):
 
 @custom_op("gemsmith::jagged_select_offsets")
 def select_offsets(offsets: Tensor, rows: Tensor) -> Tensor:
-    """[M + 1]: offsets of the rows `rows` one behind another."""
+    """[M + 1]: offsets of the rows `rows`, one after another."""
     out = offsets.new_empty(rows.shape[0] + 1)
     offsets, rows = offsets.contiguous(), rows.contiguous()
     key = (offsets.device, offsets.dtype, rows.dtype, *aligned(offsets, rows))

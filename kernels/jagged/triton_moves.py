@@ -102,7 +102,7 @@ def move(
     """Fill `out`, whose places are its leading dimension (the two leading ones of a padded tensor).
 
     Kinds: to_padded and to_jagged with rows of `length`; flip; window, whose row b begins at starts[b] of the source;
-    unwindow, its adjoint; select, whose row m is row starts[m] of a source with `window_offsets`.
+    unwindow, the adjoint of window; select, whose row m is row starts[m] of a source with `window_offsets`.
     """
     if out.numel() == 0:
         return out
@@ -117,7 +117,7 @@ def move(
     window_offsets = offsets if window_offsets is None else window_offsets
     tensors = (source, offsets, starts, window_offsets)
     constants = (kind, side, steps_of(num_rows), block_r, block_w)
-    # A float would reach the kernel in 32 bits, of which ids have more.
+    # A float reaches the kernel in 32 bits, which are too few for ids.
     number = float(fill) if source.is_floating_point() else int(fill)
     _launch(
         (cdiv(total, block_r), cdiv(width, block_w), 1),

@@ -5,8 +5,9 @@
     to wide:    wide[row b] = narrow[row b] @ matrix[b]^T
     to matrix:  matrix[b] = wide[row b]^T @ narrow[row b]
 
-Reading and writing `wide` takes all the time, so one kernel makes any two of the three results from one reading of what
-they share: the two gradients of each product are two of them. A program has a part of a row and the whole width.
+Nearly all the time is spent on reading and writing `wide`, so one kernel computes any two of the three results and
+reads their common operand once: the two gradients of each product are two of them. A program has a part of a row and
+the whole width.
 """
 
 import torch
@@ -19,7 +20,7 @@ from kernels.jagged.triton_parts import PART, join, num_parts, part_of, part_siz
 from kernels.launch import Launcher, aligned
 
 MAX_NARROW = 16  # columns of the least tile that tensor cores take
-MAX_WIDE_BYTES = 1024  # of a place of the wide one, of which three tiles must fit into shared memory
+MAX_WIDE_BYTES = 1024  # bytes of a row of `wide`: three tiles must fit into shared memory
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -100,8 +101,8 @@ def _bmm_narrow_kernel(
 def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> bool:
     """Whether `products` is the fastest way to the results `to` from operands of these widths.
 
-    A matrix alone is better made a block of columns at a time, and so is a narrow result from float32, whose tiles of a
-    whole width are so large that few are on their way. Sums over a whole width as three tf32 products do not fit into
+    A matrix by itself is faster a block of columns at a time, and so is a narrow result from float32, whose tiles of a
+    whole width are so large that few are in flight. Sums over a whole width as three tf32 products do not fit into
     registers.
     """
     if not narrow <= min(MAX_NARROW, wide) or wide * dtype.itemsize > MAX_WIDE_BYTES:
@@ -113,7 +114,7 @@ def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> b
 
 def config(dtype: torch.dtype, width: int) -> dict[str, int]:
     block_w = block_width(width)
-    # Two of three stages of 16 KB are on their way while a third is multiplied.
+    # Two of three stages of 16 KB are in flight while the third is multiplied.
     block_l = max(16, 16384 // (dtype.itemsize * block_w))
     return {
         "BLOCK_L": min(block_l, 64),

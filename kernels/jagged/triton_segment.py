@@ -34,7 +34,7 @@ def _segment_reduce_kernel(
     SUMS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """For the maximum, `ties` gets how many places have it."""
+    """For the maximum, `ties` gets the number of places that have it."""
     row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
     if (tl.program_id(0) >= num_rows) & (first >= last):
         return
@@ -48,7 +48,7 @@ def _segment_reduce_kernel(
     for start in range(0, tall, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
         real = (place < tall)[:, None]
-        # Behind the last place that one again: loads without conditions are issued together.
+        # After the last place it loads that one again: loads without conditions are issued together.
         at = corner + tl.minimum(place, tall - 1)[:, None] * x_stride
         if EVEN:
             values = tl.load(at)
@@ -99,7 +99,7 @@ def _segment_spread_kernel(
 ):
     """The gradient of the sum or the mean: a program writes one line to all places of a part of a row."""
     row, begin, end, first, last, _ = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
-    # Places behind the last row, where values go on there, get its line.
+    # Places after the last row, if there are values after it, get its line.
     last = tl.where(row == num_rows - 1, tl.minimum(first + PART, total), last)
     if first >= last:
         return
@@ -288,12 +288,12 @@ def _save_largest(ctx, inputs, output):
     values, offsets = inputs
     top, ties = output
     ctx.mark_non_differentiable(ties)
-    ctx.set_materialize_grads(False)  # of those: zeros for nobody
+    ctx.set_materialize_grads(False)  # they have no gradient: zeros would be made for nothing
     ctx.save_for_backward(values, top, ties, offsets)
 
 
 def _largest_gradient(ctx, grad, _):
-    if grad is None:  # of a function that gives its input none
+    if grad is None:  # none arrives
         return None, None
     return max_gradient(grad, *ctx.saved_tensors), None
 

@@ -26,7 +26,7 @@ def _softmax_kernel(x, offsets, out, width, x_stride, BLOCK_L: tl.constexpr, BLO
         at = x + place[:, None] * x_stride + column[None, :]
         values = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(values, 0))
-        # Of nothing but -inf so far, the differences would be NaN.
+        # If all values so far are -inf, the differences would be NaN.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift[None, :]), 0)
         largest = larger
@@ -168,7 +168,7 @@ _launch_column_gradient = Launcher(_softmax_gradient_kernel)
 
 @custom_op("gemsmith::jagged_softmax")
 def softmax(x: Tensor, offsets: Tensor) -> Tensor:
-    """[N, W] -> [N, W], each column of each row on its own."""
+    """[N, W] -> [N, W], each column of each row separately."""
     out = x.new_empty(*x.shape)
     if out.numel() == 0:
         return out
@@ -215,7 +215,7 @@ def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Ten
 
 @custom_op("gemsmith::jagged2_softmax")
 def matrix_softmax(x: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
-    """[sum of L_b^2] -> the same, each row of each matrix on its own; num_values is offsets[B]."""
+    """[sum of L_b^2] -> the same, each row of each matrix separately; num_values is offsets[B]."""
     return _launch_matrix(x, None, offsets, squares, num_values)
 
 

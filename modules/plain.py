@@ -1,4 +1,4 @@
-"""Which of PyTorch's layers an operator may stand in for, reading their weights."""
+"""Which of PyTorch's layers an operator may replace by reading their weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def is_plain(module: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
-    """Whether `module` is a layer of PyTorch's `kind` that nobody sees when it is not called itself.
+    """Whether `module` is PyTorch's layer `kind` itself and need not be called for its effect.
 
-    One with hooks or a forward of its own has to be called, and so has one of another class: a precision recipe, a
+    A layer with hooks or a forward of its own must be called, and so must one of another class: a precision recipe, a
     parametrization, a wrapper such as LoRA's.
     """
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks

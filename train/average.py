@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 
 SHARE = 10
-"""Until the decay is reached, about the last tenth of the steps is what is averaged over."""
+"""Until the decay is reached, the average is over about the last tenth of the steps."""
 
 
 class Average:
-    """`values` are moved towards `parameters` after each step. The parameters stay where they are in memory."""
+    """`values` follow `parameters` after each step. The parameters must not move in memory."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, device: torch.device) -> None:
         self.decay = decay
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self.steps = torch.zeros((), device=device)  # that were taken
+        self.steps = torch.zeros((), device=device)  # steps that were not skipped
         self._parameters: list[Tensor] = list(parameters.values())
         self._averages = list(self.values.values())
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the parameters as they are."""
+        """Start the average anew from the present parameters."""
         torch._foreach_copy_(self._averages, self._parameters)
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """After a step, which has not been taken if `skipped` is 1. Does not wait for the device.
+        """Update after a step, which was not taken if `skipped` is 1. Does not wait for the device.
 
-        After t steps the decay is at most t / (t + 10), so that what the weights began as is forgotten at once.
+        After t steps the decay is at most t / (t + 10), so that the initial weights are soon forgotten.
         """
         taken = 1 - skipped
         weight = taken * (1 - torch.clamp(self.steps / (self.steps + SHARE), max=self.decay))
@@ -42,7 +42,7 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the parameters are the averages."""
+        """A context in which the parameters are the averages."""
         self._swap()
         try:
             yield

@@ -1,10 +1,10 @@
 """Negative down-sampling of training batches.
 
 Kept negatives weigh 1 / rate, so loss, gradients and training metrics are unbiased estimates of those of all rows, and
-what the model predicts needs no recalibration. He et al. ("Practical Lessons from Predicting Clicks on Ads at
+predictions need no recalibration. He et al. ("Practical Lessons from Predicting Clicks on Ads at
 Facebook", 2014) train without weights and correct each probability p to p / (p + (1 - p) / rate) instead. That holds
-for one task alone: of several, a row that is negative in one is kept for certain where it is positive in another, so
-that no one correction fits all negatives of a task, whereas a row's weight is right in every task.
+for a single task only: with several, a row that is negative in one task is always kept if it is positive in another, so
+no single correction fits all negatives of a task, whereas a row's weight is right in every task.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from train.data.vocabulary import GOLDEN, splitmix64
 def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) -> RequestBatch:
     """The batch with a share `rate` of the candidates that are positive in no task, and all others.
 
-    Weights of kept negatives are divided by the rate. Whether a candidate is kept depends on (seed, epoch, its row)
-    alone, and so on no batch, rank or worker. Requests that have no candidate left are left out.
+    Weights of kept negatives are divided by the rate. Whether a candidate is kept depends only on (seed, epoch,
+    its row), and not on batches, ranks or workers. Requests without a candidate left are left out.
     """
     positive = (batch.labels == 1).any(1)
     kept = positive | (uniform(batch.row, seed, epoch) < rate)

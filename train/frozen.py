@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 def freeze(model: RankingModel, globs: Sequence[str]) -> None:
-    """Let no parameter have a gradient that a glob matches, by its own name or by that of a module which holds it.
+    """Switch off the gradients of parameters that a glob matches, by their name or that of a module which holds them.
 
-    Raises ValueError for a glob that matches nothing, and when nothing but tables is left to train.
+    Raises ValueError for a glob that matches nothing, and when only tables are left to train.
     """
     parameters = dict(model.named_parameters())
     for glob in globs:
@@ -37,6 +37,6 @@ def freeze(model: RankingModel, globs: Sequence[str]) -> None:
 
 
 def _path(parameter: str) -> Iterator[str]:
-    """A parameter's name, and those of the modules that hold it."""
+    """The names of a parameter and of the modules that hold it."""
     parts = parameter.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))

@@ -41,7 +41,7 @@ def ranking_sums(
     owner = torch.repeat_interleave(
         torch.arange(num_requests, device=device), candidate_offsets.diff(), output_size=num_rows
     )
-    # Unobserved candidates are as a request of their own beside each, which nobody asks for.
+    # Unobserved candidates form a second request beside each, whose sums are not used.
     segment = 2 * owner + ~observed
     scores = torch.where(observed, scores, 0)
     order = scores.argsort(descending=True, stable=True)
@@ -53,7 +53,7 @@ def ranking_sums(
 
     size, positives = by_segment(torch.ones_like(segment)), by_segment(positive)
     rank = torch.arange(num_rows, device=device) - (size.cumsum(0) - size)[segment]  # from 0 on
-    # Of the tie that a row is in: its rows, its positives, and what is in front of it.
+    # For the tie that a row is in: its rows, its positives, and the rows before it.
     starts_tie = differs_from_previous(segment) | differs_from_previous(scores)
     tie = starts_tie.cumsum(0) - 1
 
@@ -91,6 +91,6 @@ def _first_positive(place: Tensor, tied: Tensor, positives: Tensor) -> Tensor:
     """
     place, tied, positives = place.double(), tied.double(), positives.double()
     behind, negatives = tied - place, tied - positives
-    # lgamma is infinite where more positives are left than places behind: chance 0.
+    # lgamma is infinite if more positives are left than places after this one: chance 0.
     logs = behind.lgamma() + (negatives + 1).lgamma() - (behind - positives + 1).lgamma() - (tied + 1).lgamma()
     return positives * logs.exp()

@@ -1,4 +1,4 @@
-"""Where every rank stands when one of them hangs: stacks of all threads, written shortly before the others give up."""
+"""What every rank is doing when one of them hangs: stacks of all threads, written shortly before the others give up."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from types import TracebackType
 
 WRITTEN_AFTER = 0.9
-"""Of the timeout, without a step: NCCL ends a process from a thread of its own, and nothing would be written then."""
+"""Fraction of the timeout without a step: at the timeout NCCL's watchdog would end the process with nothing written."""
 NOTED_EVERY = 0.05
-"""Of the timeout: setting the clock takes the host a tenth of a millisecond, too long for every step."""
+"""Fraction of the timeout between resets of the clock, which take the host a tenth of a millisecond each."""
 
 
 class StallWatch:
     """Inside its `with`, a rank that takes no step for most of `seconds` writes its stacks to a file and goes on.
 
-    Ranks in a collective show which one they are in, the one that they wait for what it does instead. The file of a run
-    that came to its end is removed.
+    The stacks of waiting ranks show their collective, those of the rank that they wait for what it does instead. When
+    a run ends normally, the file is removed.
     """
 
     def __init__(self, run_dir: Path, rank: int, seconds: float) -> None:
-        """`seconds`: the collectives' own timeout, of which the error that they then raise tells."""
+        """`seconds`: the timeout of the collectives, which raise an error after it."""
         self._path = run_dir / f"stalled_rank_{rank}.txt"
         self._rank, self._seconds = rank, seconds
         self._step, self._noted = 0, 0.0

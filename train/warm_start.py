@@ -25,9 +25,9 @@ def load(
 ) -> None:
     """Read the weights of `start.load` into a new run: a checkpoint, or the best one of a run directory.
 
-    Tables of a `source` that extends the checkpoint's vocabulary have further rows, which stay as they are. Raises
-    ValueError when the data, the model or, with `load_optimizer`, the optimiser is another one; with `load_partial`
-    only when nothing fits.
+    If `source` extends the checkpoint's vocabulary, its tables have further rows, which keep their fresh weights.
+    Raises ValueError when the data, the model or, with `load_optimizer`, the optimiser is another one; with
+    `load_partial` only when nothing fits.
     """
     assert start.load is not None
     path = Path(start.load)
@@ -56,8 +56,8 @@ def load(
 def _fitting(
     path: Path, weights: dict[str, Any], saved: Metadata, longer_tables: bool, same_data: bool
 ) -> dict[str, Any]:
-    """The weights that a checkpoint has in these sizes; on other data, where ids and numbers mean something else, those
-    of the architecture alone. What is left out is logged."""
+    """The weights that a checkpoint has in these sizes; on other data, where ids and numbers mean something else, only
+    those of the architecture. What is left out is logged."""
     left_out = checkpoint.differences(weights, saved, longer_tables)
     if not same_data:
         fresh = {name: f"model.{name} is of other data" for name in weights if name.startswith("embedding.")}
@@ -78,7 +78,7 @@ def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) ->
     """ValueError unless an optimiser with the configuration `theirs` has the moments that this one needs."""
     for key in ("sparse", "accumulate", "frozen"):
         before, now = theirs.get(key), getattr(ours, key)
-        if before and before != now:  # where nothing was frozen there are all moments
+        if before and before != now:  # if nothing was frozen, all moments exist
             raise ValueError(
                 f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={before}, this run has "
                 f"{now}; use the same value or checkpoint.load_optimizer=false"
@@ -86,7 +86,7 @@ def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) ->
 
 
 class _Prefixes(DefaultLoadPlanner):
-    """Reads a saved tensor into the first rows of one with more of them, whose others it leaves alone."""
+    """Reads a saved tensor into the first rows of a longer one, whose other rows stay as they are."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -94,7 +94,7 @@ class _Prefixes(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         entries = {
-            # Which rows are read is decided by the chunks that were saved; equal sizes are a check.
+            # The chunks that were saved decide which rows are read. Sizes are set equal to pass a check.
             name: dataclasses.replace(entry, size=self.state_dict[name].size())
             if isinstance(entry, TensorStorageMetadata) and name in self.state_dict
             else entry

@@ -82,7 +82,7 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
             return self.definition(*arguments)
-        if get_eval_frame_callback() is None:  # no compiler at work, that is
+        if get_eval_frame_callback() is None:  # so no compiler is at work
             return self._run_unwatched(arguments)
         return self._run(arguments)
 

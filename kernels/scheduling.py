@@ -68,7 +68,7 @@ def tile_schedule(
     MAIN_COUNT counts up to `span` positions, those of neighbouring tiles too; without `span` those of the tile. Rows of
     at most `short` positions on both sides are left out: another kernel takes them.
 
-    Calls with the same offsets and equal numbers share one list, which nobody may write to.
+    Calls with the same offsets and equal numbers share one list, which must not be written to.
     """
     numbers = (main_total, max_other, block_main, block_other, window, max_main, span or block_main, short)
     return remembered(

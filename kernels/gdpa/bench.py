@@ -5,7 +5,7 @@ and keys equally long; queries of uniform lengths against full keys; 256 keys. T
 queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it.
 
 On a GPU there are three more groups at one length: `activation_*`, what each activation costs; `ablation_*`, what each
-part of the Hopper forward brings; and `gelu_*`, the three forms of GELU beside each other in heads of 128 and of 64,
+part of the Hopper forward brings; and `gelu_*`, the three forms of GELU in heads of 128 and of 64,
 which have half the products for each activation.
 
 Every call computes its own list of tiles, although layers with the same offsets would share it.

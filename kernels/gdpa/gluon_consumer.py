@@ -232,8 +232,8 @@ def attend(
         token = warpgroup_mma(
             q_smem.index(next_slot), k_smem.index(k_stage).permute((1, 0)), zero_scores, use_acc=False, is_async=True
         )
-        # The tile after the next one. The loads are waited for at once, and the second product is issued no sooner
-        # than the first one is nearly complete: between the two nobody waits for them.
+        # The tile after the next one. These loads are waited for at once. The second product is issued no sooner than
+        # the first one is nearly complete, so between the two the wait costs nothing.
         new_begin, new_count, new_position, new_length, new_first, new_blocks, new_row, new_head = _entry(
             schedule, num_tiles, gl.minimum(turn + 2, turns - 1), HEADS, LEFT, RIGHT, RUN
         )

@@ -1,4 +1,4 @@
-"""Linear layers that write their results one behind the other into one tensor."""
+"""Linear layers that write their results one after the other into one tensor."""
 
 from __future__ import annotations
 

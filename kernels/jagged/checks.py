@@ -75,7 +75,7 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether numbers can be looked at without a wait: of a tensor of the CPU that has them, unlike that of a trace."""
+    """Whether numbers can be read without a wait: those of a tensor on the CPU, unless it is traced."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 

@@ -141,7 +141,7 @@ def attention_backward(
     and any strides (out: except that of the last dimension); lse is [H, Nq] float32, contiguous, the natural logarithm
     of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
     Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
-    j <= i if `causal`. Calls give equal bits. Values must be finite: a NaN reaches gradients of the rows beside it.
+    j <= i if `causal`. Calls give equal bits. Values must be finite: a NaN reaches gradients of neighbouring rows.
 
     Without a mask, several groups of queries may see the same keys. q_offsets are [G * (B + 1)] then, those of each
     group in turn, all counted from the start of q; row b of every group sees row b of the keys, and max_q limits a

@@ -67,7 +67,7 @@ def exponents(s, m, scale, MASKED: gl.constexpr):
 
 @gluon.constexpr_function
 def _powers_and_turn(registers, consumer):
-    """PTX that makes 2^$0 of $0, and so on, and passes the turn on behind one of the first, which is never 1e30."""
+    """PTX that makes 2^$0 of $0, and so on, and passes the turn on after one of the first, which is never 1e30."""
     powers = "".join(f"ex2.approx.ftz.f32 ${i}, ${i};\n" for i in range(registers))
     return f"""{{
     .reg .pred some;

@@ -21,7 +21,7 @@ def attention_tile_rows_kernel(offsets, tile_rows, num_tiles, TILE: tl.constexpr
     row = tl.program_id(0)
     begin = tl.load(offsets + row).to(tl.int64) // TILE + row
     end = tl.load(offsets + row + 1).to(tl.int64) // TILE + row + 1
-    # Where values go on behind the last row, their tiles are empty ones of it.
+    # If there are values after the last row, their tiles count as empty ones of that row.
     end = tl.where(row == tl.num_programs(0) - 1, num_tiles, end)
     for start in range(begin, end, BLOCK):
         tile = start + tl.arange(0, BLOCK)

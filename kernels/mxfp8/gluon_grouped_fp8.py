@@ -163,7 +163,7 @@ def _multiplied(
 def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, 1] float32: the factors of the rows of a tile's block C. `scales` [1, 256] are E8M0 bytes.
 
-    Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, beside NaNs, gives infinity.
+    Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, which comes with NaNs, gives infinity.
     """
     block = scales.slice(C * ROWS, ROWS, 1).permute((1, 0))
     return (block.load(LAYOUT).to(gl.int32) << 23).to(gl.float32, bitcast=True)

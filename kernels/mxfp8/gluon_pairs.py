@@ -180,7 +180,7 @@ def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: g
     if FORM == _BYTES:
         gl.store(scales + at, scale_bytes.to(gl.uint8))
     else:
-        # The exponent of a bfloat16: byte 0 becomes 0, and 255, which stands beside NaNs, infinity.
+        # The exponent of a bfloat16: byte 0 becomes 0, and 255, which comes with NaNs, infinity.
         gl.store(scales + at, (scale_bytes << 7).to(gl.int16))
     if SQUARE:
         gl.store(differ, 1, mask=gl.max(scale_bytes, 0) != gl.min(scale_bytes, 0))

@@ -128,5 +128,5 @@ def scattered(rows: Tensor, target: Tensor, capacity: int) -> Tensor:
 
 @dispatch.register("mxfp8_grouped_mm", "reference")
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype, group: int) -> Tensor:
-    """x [M, K], weight [E, N, K], offsets [E] cumulative ends -> [M, N]; zeros behind the last end."""
+    """x [M, K], weight [E, N, K], offsets [E] cumulative ends -> [M, N]; zeros after the last end."""
     return _GroupedMM.apply(x, weight, offsets, out_dtype, group)

@@ -148,7 +148,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     """[..., rows, K / 32] uint8 -> [..., bytes]: the tiles of 128 rows x 4 scales that tcgen05 block-scaled MMA reads.
 
     Within a tile of 512 bytes the scale of (row r, column c) lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles are
-    row-major, and rows and columns are padded to whole tiles with byte 0 (2^-127, harmless beside zero codes).
+    row-major, and rows and columns are padded to whole tiles with byte 0 (2^-127, harmless with zero codes).
     """
     *batch, rows, columns = scales.shape
     tiles = pad(scales, (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))

@@ -88,7 +88,7 @@ def _transpose_tile(words, table, size, stride, tile, length, across, WIDTH: tl.
     elif kind == tl.uint8:
         value = word.to(tl.uint8)
     else:
-        # Byte 0 becomes 0: 2^-127 is a subnormal number. Byte 255 stands beside NaNs and becomes infinity.
+        # Byte 0 becomes 0: 2^-127 is a subnormal number. Byte 255 comes with NaNs and becomes infinity.
         value = ((word & 0xFF) << 7).to(tl.int16).to(kind, bitcast=True)
     tl.store(table + column.to(tl.int64)[None] * stride + row[:, None], value, inside)
     return word & 0xFF, inside

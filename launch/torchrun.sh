@@ -3,18 +3,18 @@
 #
 #   NPROC         processes on this node; default: one a GPU, or 2 without GPUs
 #   RUN_DIR       the run's folder; default: runs/<experiment>-<time>. Starting again with the same one resumes.
-#   MAX_RESTARTS  how often the processes are started anew after a failure; they resume from the last checkpoint. Default 0
+#   MAX_RESTARTS  how often the processes are started again after a failure; they resume from the last checkpoint. Default 0
 #   MODULE        what runs: train.main (default), train.compare, train.evaluate, train.importance
 #
-# On several nodes run the same line on each, with these besides:
+# On several nodes run the same line on each, and also set:
 #   NNODES        number of nodes
 #   NODE_RANK     0 .. NNODES-1; node 0 hosts the rendezvous
 #   MASTER_ADDR   host name of node 0;  MASTER_PORT: default 29500
 #   RUN_DIR       must be given, one folder that all nodes see
-# Set MAX_RESTARTS to at least 2 there: nodes count restarts apart, and may need a second one to meet again.
+# Set MAX_RESTARTS to at least 2 there: nodes count restarts separately, and may need a second one to meet again.
 #
-# Told to stop by SIGTERM or SIGUSR1, the run saves a checkpoint within 30 seconds and ends with status 75: the same command
-# with the same RUN_DIR goes on from it.
+# Told to stop by SIGTERM or SIGUSR1, the run saves a checkpoint within 30 seconds and ends with status 75; the same command
+# with the same RUN_DIR resumes from it.
 #
 # Rank 0 writes to the console and RUN_DIR/train.log. The other processes' output and every rank's error.json, with the
 # traceback, are under RUN_DIR/logs.

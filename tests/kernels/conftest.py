@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,3 +13,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def allow_tf32() -> Iterator[Callable[[bool], None]]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield partial(setattr, torch.backends.cuda.matmul, "allow_tf32")
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -101,13 +101,6 @@ def test_what_it_serves() -> None:
         assert chosen(**change) == "triton"
         assert "refused" in dispatch.explain("jagged_linear", "gluon", **hopper | change)
     assert chosen(dtype=torch.float64) == "reference"
-
-
-@pytest.fixture
-def allow_tf32() -> Iterator[Callable[[bool], None]]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    yield partial(setattr, torch.backends.cuda.matmul, "allow_tf32")
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def hopper(test: Callable[..., None]) -> Callable[..., None]:

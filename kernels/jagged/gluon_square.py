@@ -25,7 +25,7 @@ from kernels.custom_op import custom_op
 from kernels.hopper import barrier
 from kernels.jagged.gluon_linear_tiles import addressable, descriptor
 from kernels.jagged.triton_common import cdiv, num_tiles, steps_of
-from kernels.jagged.triton_square import outer_gradient, save_outer
+from kernels.jagged.triton_square import inner, register_outer
 from kernels.launch import Launcher, aligned, processors
 
 ROWS = gl.constexpr(64)  # places of a tile
@@ -246,4 +246,4 @@ def _(x, y, offsets, squares, total):
     return x.new_empty(total)
 
 
-outer.register_autograd(outer_gradient, setup_context=save_outer)
+register_outer(outer, inner)

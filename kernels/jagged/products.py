@@ -14,6 +14,7 @@ from kernels import dispatch
 from kernels.jagged import reference
 from kernels.jagged.checks import check_floating, check_lengths, check_offsets
 
+SHORT = 128  # places; rows of fewer do not fill tiles of 64
 LONG = 1024  # places of a row; the kernel that gives each row to one program keeps to rows of no more
 
 
@@ -54,7 +55,9 @@ def jagged_jagged_bmm_jagged_out(
     check_offsets(x.shape[0], offsets)
     check_offsets(total, squares)
     x, y = dispatch.autocast_operands(x=x, y=y)
-    chosen = dispatch.choose("jagged_jagged_bmm_jagged_out", backend, x, width=x.shape[1])
+    chosen = dispatch.choose(
+        "jagged_jagged_bmm_jagged_out", backend, x, width=x.shape[1], short_rows=max_length < SHORT
+    )
     return chosen(x, y, offsets, squares, total, max_length)
 
 
@@ -77,7 +80,8 @@ def array_jagged_bmm_jagged_out(
     check_offsets(y.shape[0], offsets)
     check_offsets(a.shape[0], squares)
     a, y = dispatch.autocast_operands(a=a, y=y)
-    return dispatch.choose("array_jagged_bmm_jagged_out", backend, y)(a, y, offsets, squares, max_length, transpose)
+    chosen = dispatch.choose("array_jagged_bmm_jagged_out", backend, y, width=y.shape[1], short_rows=max_length < SHORT)
+    return chosen(a, y, offsets, squares, max_length, transpose)
 
 
 def jagged_softmax(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:

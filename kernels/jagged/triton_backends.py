@@ -151,20 +151,42 @@ def _inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: i
 
 
 def _supports_square_stream(
-    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, **facts: Hashable
+    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
 ) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
     if not 0 < width <= 256 or width % 8:
         return f"needs a width in multiples of 8 up to 256, got {width}"
+    if dtype is torch.float32:
+        return _supports_inner_stream(
+            device=device, capability=capability, dtype=dtype, width=width, short_rows=short_rows
+        )
     return None
+
+
+def _supports_inner_stream(
+    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if not 128 < width <= 256 or width % 8:
+        return f"needs a width in multiples of 8 from 136 to 256, got {width}"
+    return "fills tiles of 64 places, which rows so short leave empty" if short_rows else None
 
 
 @dispatch.register("jagged_jagged_bmm_jagged_out", "gluon", supports=_supports_square_stream, priority=20)
 def _outer_stream(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> Tensor:
-    from kernels.jagged import gluon_square
+    from kernels.jagged import gluon_square, gluon_square_inner, products
 
-    return gluon_square.outer(x, y, offsets, squares, total)
+    serves_gradients = x.shape[1] > 128 and max_length >= products.SHORT
+    return (gluon_square_inner if serves_gradients else gluon_square).outer(x, y, offsets, squares, total)
+
+
+@dispatch.register("array_jagged_bmm_jagged_out", "gluon", supports=_supports_inner_stream, priority=20)
+def _inner_stream(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool) -> Tensor:
+    from kernels.jagged import gluon_square_inner
+
+    return gluon_square_inner.inner(a, y, offsets, squares, transpose)
 
 
 @_register("jagged_softmax")

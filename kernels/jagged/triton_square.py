@@ -8,6 +8,7 @@ their rows are of any length, so their elements are loaded and stored one by one
 whole vectors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -323,37 +324,48 @@ def _(grad, a, y, offsets, squares, transpose):
     return a.new_empty(a.shape), y.new_empty(y.shape)
 
 
-def save_outer(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
+def register_outer(outer: Any, inner: Any) -> None:
+    """The second is the gradient of the first."""
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:4])
+
+    def gradient(ctx, grad):
+        x, y, offsets, squares = ctx.saved_tensors
+        dx = inner(grad, y, offsets, squares, False) if ctx.needs_input_grad[0] else None
+        dy = inner(grad, x, offsets, squares, True) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, None, None
+
+    outer.register_autograd(gradient, setup_context=save)
 
 
-def outer_gradient(ctx, grad):
-    x, y, offsets, squares = ctx.saved_tensors
-    dx = inner(grad, y, offsets, squares, False) if ctx.needs_input_grad[0] else None
-    dy = inner(grad, x, offsets, squares, True) if ctx.needs_input_grad[1] else None
-    return dx, dy, None, None, None
+def register_inner(inner: Any, outer: Any, inner_gradients: Any, fused: Callable[[Tensor], bool]) -> None:
+    """The second is the gradient of the first's matrix; where `fused` says so of y, the third makes both gradients."""
 
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:4])
+        ctx.transpose = inputs[4]
 
-def _save_inner(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.transpose = inputs[4]
-
-
-def _inner_gradient(ctx, grad):
-    a, y, offsets, squares = ctx.saved_tensors
-    da = dy = None
-    # A tile of float32 values has no room beside its sums. The two below can be differentiated again.
-    fused = y.dtype is not torch.float32 and y.shape[1] <= MAX_WIDTH and not torch.is_grad_enabled()
-    if all(ctx.needs_input_grad[:2]) and fused:
-        da, dy = inner_gradients(grad, a, y, offsets, squares, ctx.transpose)
+    def gradient(ctx, grad):
+        a, y, offsets, squares = ctx.saved_tensors
+        da = dy = None
+        # The two below can be differentiated again.
+        if all(ctx.needs_input_grad[:2]) and fused(y) and not torch.is_grad_enabled():
+            da, dy = inner_gradients(grad, a, y, offsets, squares, ctx.transpose)
+            return da, dy, None, None, None
+        if ctx.needs_input_grad[0]:
+            x, y_of_a = (y, grad) if ctx.transpose else (grad, y)
+            da = outer(x, y_of_a, offsets, squares, a.shape[0])
+        if ctx.needs_input_grad[1]:
+            dy = inner(a, grad, offsets, squares, not ctx.transpose)
         return da, dy, None, None, None
-    if ctx.needs_input_grad[0]:
-        x, y_of_a = (y, grad) if ctx.transpose else (grad, y)
-        da = outer(x, y_of_a, offsets, squares, a.shape[0])
-    if ctx.needs_input_grad[1]:
-        dy = inner(a, grad, offsets, squares, not ctx.transpose)
-    return da, dy, None, None, None
+
+    inner.register_autograd(gradient, setup_context=save)
 
 
-outer.register_autograd(outer_gradient, setup_context=save_outer)
-inner.register_autograd(_inner_gradient, setup_context=_save_inner)
+def _fused(y: Tensor) -> bool:
+    return y.dtype is not torch.float32 and y.shape[1] <= MAX_WIDTH  # float32 values have no room beside their sums
+
+
+register_outer(outer, inner)
+register_inner(inner, outer, inner_gradients, _fused)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from kernels.gdpa import gdpa as activated_attention
-from kernels.jagged import jagged_attention
+from kernels.jagged import jagged_attention, squared_offsets
 from tests.kernels.devices import HOPPER
 from tests.kernels.jagged_problems import offsets_of
 from tests.kernels.ungraded import ungraded
@@ -51,6 +51,11 @@ def square() -> tuple[Any, ...]:
     return leaf(TOTAL, 64), leaf(TOTAL, 64), offsets_of(LENGTHS), squares, 25 + 70 * 70
 
 
+def inner() -> tuple[Any, ...]:
+    offsets = offsets_of(LENGTHS)
+    return leaf(25 + 70 * 70), leaf(TOTAL, 40), offsets, squared_offsets(offsets), True
+
+
 def joint() -> tuple[Any, ...]:
     offsets, candidates = offsets_of(LENGTHS), offsets_of([2, 1, 0]) * 64
     q, k, v = leaf(TOTAL + 3 * 64, 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
@@ -75,11 +80,18 @@ OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]]
     "linear": ("jagged_linear_stream", linear, [[TOTAL, 40], [TOTAL, 40]]),
     "product": ("jagged_jagged_bmm_stream", product, [[3, 64, 3]]),
     "square": ("jagged_outer_stream", square, [[25 + 70 * 70]]),
+    "square of long rows": ("jagged_outer_long", square, [[25 + 70 * 70]]),
+    "inner": ("jagged_inner_stream", inner, [[TOTAL, 40]]),
     "joint": ("joint_attention_gluon", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
     "tree": ("tree_attention_gluon", tree, [[192, 2, 64], [2, 192]]),
     "compression": ("lce_gluon_1", compression, [[4, 130, 128]]),
 }
-MODULES = ("gluon_linear", "gluon_jagged_bmm", "gluon_square")  # are imported when they are first needed
+MODULES = (
+    "gluon_linear",
+    "gluon_jagged_bmm",
+    "gluon_square",
+    "gluon_square_inner",
+)  # are imported when they are first needed
 
 
 def operator_of(name: str) -> Any:

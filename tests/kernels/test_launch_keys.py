@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ from kernels.jagged import (
     gluon_linear_backward,
     gluon_linear_weight,
     gluon_square,
+    gluon_square_inner,
     triton_attention_decode,
     triton_attention_short,
     triton_bmm,
@@ -288,22 +289,32 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         assert hits[launcher]
 
 
-def test_products_of_rows_with_themselves(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    monkeypatch.setattr(gluon_square, "processors", lambda device: 132)
-    for rows, width, dtype, elsewhere, wide in itertools.product(
+def test_products_of_rows_with_themselves(
+    monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher], allow_tf32: Callable[[bool], None]
+) -> None:
+    for module in (gluon_square, gluon_square_inner):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    for rows, width, dtype, elsewhere, wide, tf32 in itertools.product(
         ((1,), (64, 0, 100), (3,) * 40, (16,) * 16),
         (8, 16, 200),
-        (torch.float16, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.float32),
         (False, True),
         (torch.int32, torch.int64),
+        (False, True),
     ):
+        allow_tf32(tf32)
         offsets = torch.tensor([0, *rows]).cumsum(0)
         squares = torch.tensor([0, *(count * count for count in rows)]).cumsum(0).to(wide)
-        x = torch.zeros(sum(rows), width, dtype=dtype)
+        x, a = torch.zeros(sum(rows), width, dtype=dtype), torch.zeros(int(squares[-1]), dtype=dtype)
         if elsewhere:
-            x, offsets, squares = (shifted(tensor) for tensor in (x, offsets, squares))
-        gluon_square.outer(x, x, offsets, squares, sum(count * count for count in rows))
-    assert hits[gluon_square._launch]
+            x, a, offsets, squares = (shifted(tensor) for tensor in (x, a, offsets, squares))
+        if dtype is not torch.float32:
+            gluon_square.outer(x, x, offsets, squares, sum(count * count for count in rows))
+        gluon_square_inner.inner(a, x, offsets, squares, elsewhere)
+        if dtype is not torch.float32 or tf32:
+            gluon_square_inner.inner_gradients(x, a, x, offsets, squares, elsewhere)
+    for module in (gluon_square, gluon_square_inner):
+        assert hits[module._launch]
 
 
 def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:

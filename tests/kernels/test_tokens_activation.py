@@ -71,6 +71,29 @@ def test_activation(shape: tuple[int, ...], name: str, factor: bool, dtype: torc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB")
+    last = 2**24 + 3
+    z, factor, grad = (torch.randn(last + 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    grad[4:-4] = 0  # the gradient of the bias is that of both ends
+    bias = torch.randn(128, device="cuda", requires_grad=True)
+    leaves = [z.requires_grad_(), factor.requires_grad_()]
+    result = activate(z, bias, "silu", factor, backend="triton")
+    *gradients, d_bias = torch.autograd.grad(result, [*leaves, bias], grad)
+    sums = torch.zeros_like(d_bias)
+    for some in (slice(0, 4), slice(last - 3, last + 1)):
+        ends = [leaf.detach()[some].double().requires_grad_() for leaf in leaves]
+        expected = activate(ends[0], bias, "silu", ends[1], backend="reference")
+        *wanted, d = torch.autograd.grad(expected, [*ends, bias], grad[some].double())
+        sums += d
+        for one, other in zip((result, *gradients), (expected, *wanted), strict=True):
+            assert ((one[some] - other).norm() / other.norm()).item() < 1e-2
+    assert ((d_bias - sums).norm() / sums.norm()).item() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     for factor in (x[:, 1], None):

@@ -88,6 +88,29 @@ def test_sum_and_norm(shape: tuple[int, ...], what: str, dtype: torch.dtype) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB")
+    last = 2**24 + 3
+    # The sum and the norm have gradients of their own.
+    x, change, *grads = (torch.randn(last + 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    rows = torch.tensor([-1, last, 2], device="cuda")
+    leaves = [x.requires_grad_(), change.requires_grad_()]
+    results = add_rms_norm(x, change, rows, backend="triton")
+    gradient = torch.autograd.grad(results, leaves, [*grads, torch.ones_like(results[2])])[0]
+    for first, there in ((0, [-1, -1, 2]), (last - 3, [-1, 3, -1])):
+        some = slice(first, first + 4)
+        ends = [leaf.detach()[some].double().requires_grad_() for leaf in leaves]
+        expected = add_rms_norm(*ends, torch.tensor(there, device="cuda"), backend="reference")
+        given = [*(grad[some].double() for grad in grads), torch.ones_like(expected[2])]
+        wanted = (*expected[:2], torch.autograd.grad(expected, ends, given)[0])
+        for one, other in zip((*results[:2], gradient), wanted, strict=True):
+            assert ((one[some] - other).norm() / other.norm()).item() < 1e-2
+    assert bool((results[2] == torch.stack([torch.zeros_like(x[0]), *results[0][[last, 2]]])).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     rows = torch.tensor([[3, -1], [0, 1]], device="cuda")

@@ -268,7 +268,7 @@ class RuntimeConfig:
     bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
     compile: bool = False  # torch.compile the layers of the dense part one by one
-    cuda_graphs: bool = False  # replay CUDA graphs of the dense part for batches whose shapes recur
+    cuda_graphs: bool = False  # replay CUDA graphs of the dense part, or of its layers, for shapes that recur
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
     collective_timeout: float = 600.0  # seconds that ranks wait for the slowest one before the run ends
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node

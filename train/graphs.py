@@ -1,15 +1,18 @@
 """Forward and backward of the architecture as CUDA graphs: `runtime.cuda_graphs=true`.
 
 A step of a small model waits for the host, which launches a thousand kernels one by one. A graph holds them all and is
-launched once. It works only for the shapes that it was captured with, so its use depends on the data: batches of one
-size with histories of one total length (`data.pad_events` rounds it up) have few shapes.
+launched once. It is good for the shapes that it was captured with, so what it brings depends on the data: batches
+of one size with histories of one total length (`data.pad_events` rounds it up) have few shapes. Where histories have a
+total of their own in every batch, there are graphs of the layers that do not read them.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,51 +22,92 @@ from torch.autograd.function import once_differentiable
 from modules.batch import RequestBatch
 from modules.embedding import Tokens
 from modules.models.scoring import arch_inputs, scoring_inputs
+from train.arguments import Apart, take_apart
+from train.regions import regions
 from train.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
 
 log = logging.getLogger(__name__)
+MAX_GRAPHS_OF_LAYER = 4
+"""Further shapes of it run as they are: each keeps what its backward needs."""
+PATIENCE = 2 * MAX_GRAPHS
+"""Shapes that a module may have before one of them has come back often enough, or its parts are asked for theirs."""
 
 
 def use_graphs(arch: nn.Module) -> None:
     """Let training steps of `arch` replay CUDA graphs, captured when shapes recur.
 
-    Evaluation, and steps with shapes that have not recurred, run as before. A capture records only the device's work:
-    the architecture must not wait for the device, and its `aux_loss` has no gradient.
+    Where those of whole batches do not, graphs are of layers whose own do, such as those of candidates alone, and of
+    parts of the other layers. Evaluation, and shapes that did not come back, run as before. What a capture records is
+    the device's work alone: the architecture must not wait for the device, and its `aux_loss` is without gradient.
     """
-    arch.forward = _Graphed(arch, arch.forward)
+    # Of all shapes a step has one, so that they can share the memory of a step.
+    arch.forward = _Graphed(arch, arch.forward, _inputs_of_arch, cache(torch.cuda.graph_pool_handle), MAX_GRAPHS)
 
 
 class _Graphed:
-    """`forward(tokens, batch)` by shapes."""
+    """The forward of a module, by the shapes of what `apart` finds in its arguments.
 
-    def __init__(self, arch: nn.Module, forward: Callable[[Tokens, RequestBatch], Tensor]) -> None:
-        self._arch, self._forward = arch, forward
-        self._seen: Counter[tuple[torch.Size, ...]] = Counter()
-        self._graphs: dict[tuple[torch.Size, ...], _Graphs] = {}
-        self._pool: Any = None
+    A module that has other results than one tensor, or whose shapes do not come back, gets its own forward back, and
+    its parts are asked for theirs.
+    """
 
-    def __call__(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
-        if not (self._arch.training and torch.is_grad_enabled()):
-            return self._forward(tokens, batch)
-        request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
-        inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
-        names = list(histories)
-        shapes = tuple(tensor.shape for tensor in inputs)
-        graphs = self._graphs.get(shapes)
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Tensor],
+        apart: Callable[..., Apart],
+        pool: Callable[[], Any],
+        most: int,
+    ) -> None:
+        self._module, self._forward, self._apart, self._pool, self._most = module, forward, apart, pool, most
+        self._seen: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, _Graphs] = {}
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if not (self._module.training and torch.is_grad_enabled()):
+            return self._forward(*arguments, **named)
+        inputs, kind, together = self._apart(*arguments, **named)
+        if not inputs or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._forward(*arguments, **named)  # within a graph of more, maybe
+        key = kind, tuple([(x.shape, x.dtype, x.requires_grad) for x in inputs])
+        graphs = self._graphs.get(key)
         if graphs is None:
             if len(self._seen) > MAX_KINDS:
                 self._seen.clear()
-            self._seen[shapes] += 1
-            if len(self._graphs) == MAX_GRAPHS:
-                return self._forward(tokens, batch)
-            if self._seen[shapes] <= WARMUP_STEPS:
-                # On copies, as in the capture: compiled layers are specialised to how tensors lie in memory.
-                return self._forward(*_arguments([tensor.clone() for tensor in inputs], names))
-            events = [len(values) for values, *_ in histories.values()]
-            log.info("captured: %s requests, %s candidates, %s events", len(request), len(candidate), events)
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graphs = self._graphs[shapes] = _Graphs(self._arch, self._forward, inputs, names, self._pool)
+            self._seen[key] += 1
+            if len(self._graphs) == self._most:
+                return self._forward(*arguments, **named)
+            if self._seen[key] <= WARMUP_STEPS:
+                # On copies, as in the capture: compiled layers tell tensors apart by how they lie in memory.
+                arguments, named = together([x.clone() for x in inputs])
+                result = self._forward(*arguments, **named)
+                fits = isinstance(result, Tensor) and result.requires_grad
+                if not fits or (len(self._seen) == PATIENCE and not self._graphs):
+                    self._leave_to_parts()
+                return result
+            log.info("captured: %s of %s", type(self._module).__name__, [list(x.shape) for x in inputs])
+            graphs = self._graphs[key] = _Graphs(self._module, self._forward, inputs, together, self._pool())
+        if graphs.waits_for_backward():
+            return self._forward(*arguments, **named)
         return cast(Tensor, _Replay.apply(graphs, *inputs, *graphs.parameters))
+
+    def _leave_to_parts(self) -> None:
+        self._module.forward = self._forward
+        if getattr(self._forward, "__func__", None) is not type(self._module).forward:
+            return  # it is compiled
+        for part in regions(self._module):
+            if not isinstance(part.forward, _Graphed):  # as one that two modules share is by now
+                # Each graph has memory of its own: a step replays all forwards before the first backward.
+                own = torch.cuda.graph_pool_handle
+                part.forward = _Graphed(part, part.forward, take_apart, own, MAX_GRAPHS_OF_LAYER)
+
+
+def _inputs_of_arch(tokens: Tokens, batch: RequestBatch) -> Apart:
+    """What an architecture reads, which is less than a batch holds."""
+    request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
+    names = list(histories)
+    inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
+    return Apart(inputs, tuple(names), lambda tensors: (_arguments(tensors, names), {}))
 
 
 def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, RequestBatch]:
@@ -74,15 +118,15 @@ def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, 
 
 
 class _Plain(nn.Module):
-    """The architecture with its original forward, for `functional_call`."""
+    """The module as it was, for `functional_call`."""
 
-    def __init__(self, arch: nn.Module, forward: Callable[[Tokens, RequestBatch], Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.arch = arch
+        self.module = module
         self._forward = forward
 
-    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
-        return self._forward(tokens, batch)
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+        return self._forward(*arguments, **named)
 
 
 class _Graphs:
@@ -90,23 +134,35 @@ class _Graphs:
 
     def __init__(
         self,
-        arch: nn.Module,
-        forward: Callable[[Tokens, RequestBatch], Tensor],
+        module: nn.Module,
+        forward: Callable[..., Tensor],
         inputs: list[Tensor],
-        names: list[str],
+        together: Callable[[Sequence[Tensor]], Any],
         pool: Any,
     ) -> None:
-        self.parameters = [parameter for parameter in arch.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
-        self._capture(_Plain(arch, forward), _arguments(self.inputs, names), pool)
+        self._step: Callable[[], object | None] = lambda: None
+        self._capture(_Plain(module, forward), together(self.inputs), pool)
 
-    def _capture(self, plain: nn.Module, arguments: tuple[Tokens, RequestBatch], pool: Any) -> None:
+    def begin(self, step: object) -> None:
+        """A step, which needs what its forward wrote until its backward, if one comes."""
+        self._step = weakref.ref(step)
+
+    def end(self) -> None:
+        self._step = lambda: None
+
+    def waits_for_backward(self) -> bool:
+        """Whether a forward was replayed whose backward may still come."""
+        return self._step() is not None
+
+    def _capture(self, plain: nn.Module, arguments: Any, pool: Any) -> None:
         aliases = leaves_of(plain)
         leaves = (*self.inputs, *aliases.values())
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may allocate during the capture: loaders pin memory.
         with torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
-            output = torch.func.functional_call(plain, aliases, arguments)
+            output = torch.func.functional_call(plain, aliases, *arguments)
         self.gradient = torch.empty_like(output)
         with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
             #: Gradients of each input and parameter; None for those without one.
@@ -150,6 +206,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: _Graphs, *inputs: Tensor) -> Tensor:
         ctx.graphs = graphs
+        graphs.begin(ctx)
         graphs.run_forward(inputs)
         return graphs.output.clone()
 
@@ -157,6 +214,7 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.graphs.run_backward(gradient)
-        # Detached, so that `.grad` does not become the graph's own tensor object. It shares its memory, which the next
-        # replay overwrites: a step must have used or copied it by then.
+        ctx.graphs.end()
+        # Detached, so that a gradient that is kept as it is does not keep the graph's own tensor object. It keeps its
+        # memory: the next replay writes over it, so a step has to have used or copied it by then.
         return (None, *(None if g is None else g.detach() for g in ctx.graphs.gradients))

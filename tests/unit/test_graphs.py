@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from train import graphs
+from train.arguments import take_apart
 from train.build import model_fields
 from train.config import InterFormerConfig, SyntheticConfig
 from train.data import SyntheticSource
@@ -27,8 +29,9 @@ class Rerun(graphs._Graphs):
     """In place of graphs on a CPU: computes anew from what a graph would read into what it would write."""
 
     def _capture(self, plain: nn.Module, arguments: Any, pool: Any) -> None:
-        self._run, self._arguments = plain, arguments
-        self.output = plain(*arguments).detach()
+        self.name = type(plain.module).__name__
+        self._run = lambda: plain(*arguments[0], **arguments[1])
+        self.output = self._run().detach()
         self.gradient = torch.empty_like(self.output)
         self.gradients: list[Tensor | None] = [None] * (len(self.inputs) + len(self.parameters))
 
@@ -36,7 +39,7 @@ class Rerun(graphs._Graphs):
         for static, tensor in zip(self.inputs, inputs, strict=False):
             static.detach().copy_(tensor)
         with torch.enable_grad():
-            self._result = self._run(*self._arguments)
+            self._result = self._run()
         self.output.copy_(self._result.detach())
 
     def run_backward(self, gradient: Tensor) -> None:
@@ -52,12 +55,14 @@ def model(device: str) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
     return source, FeatureEmbedding(source.spec, MODEL.dim, device=device).to(device), arch
 
 
-def batches(source: SyntheticSource, device: str) -> Iterator[RequestBatch]:
-    for start in range(0, 20, 4):
-        yield pad_events(source.batch("train", np.arange(start, start + 4)), source.spec, 64).to(torch.device(device))
+def batches(source: SyntheticSource, device: str, padded: bool = True) -> Iterator[RequestBatch]:
+    for start in range(0, 20 if padded else 80, 4):
+        batch = source.batch("train", np.arange(start, start + 4))
+        yield (pad_events(batch, source.spec, 64) if padded else batch).to(torch.device(device))
 
 
-def losses(device: str, graphed: bool) -> tuple[list[Tensor], list[Tensor]]:
+def losses(device: str, graphed: bool, padded: bool = True, rate: float = 0.1) -> tuple[list[Tensor], ...]:
+    """Of each batch; weights after them, which have moved against their gradients; and gradients of the last batch."""
     source, embedding, arch = model(device)
     if graphed:
         graphs.use_graphs(arch)
@@ -66,15 +71,16 @@ def losses(device: str, graphed: bool) -> tuple[list[Tensor], list[Tensor]]:
     # Data parallelism holds the nodes that accumulate gradients, which are of the stream that they were made on.
     held = [parameter.expand_as(parameter).grad_fn for parameter in parameters]
     assert all(node.next_functions for node in held)
-    for batch in batches(source, device):
+    for batch in batches(source, device, padded):
         tokens = embedding(batch)
         with torch.autocast(device, torch.bfloat16):
             logits = arch(tokens, batch)
         loss = logits.float().square().mean()
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.data -= 0.1 * gradient
+        gradients = [gradient.clone() for gradient in torch.autograd.grad(loss, parameters)]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.data -= rate * gradient
         values.append(loss.detach())
-    return values, [parameter.detach() for parameter in parameters]
+    return values, [parameter.detach() for parameter in parameters], gradients
 
 
 def test_steps_of_one_shape_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +102,41 @@ def test_steps_of_one_shape_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen
 
 
+def test_layers_replay_where_batches_have_shapes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graphs", Rerun)
+    monkeypatch.setattr(graphs, "PATIENCE", 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    replayed: Counter[str] = Counter()
+    begin = Rerun.begin
+    monkeypatch.setattr(Rerun, "begin", lambda self, step: (replayed.update([self.name]), begin(self, step)))
+    assert_near(*(losses("cpu", graphed, padded=False, rate=0) for graphed in (True, False)))
+    # Parts of what reads the histories, too: of `SequenceSummary` those that gate and compress.
+    assert set(replayed) >= {"Summary", "InteractionArch", "TaskHeads", "Gating", "LCE"}
+
+
+def test_a_layer_that_is_called_twice_before_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second replay would write over what the first backward reads."""
+    monkeypatch.setattr(graphs, "_Graphs", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+
+    class Squares(nn.Module):
+        def forward(self, x: Tensor, *, scale: float) -> Tensor:
+            return x.square() * scale
+
+    layer = Squares()
+    layer.forward = graphs._Graphed(layer, layer.forward, take_apart, lambda: "pool", 1)
+    for _ in range(2 * graphs.WARMUP_STEPS):
+        x, y = (torch.tensor(value, requires_grad=True) for value in (1.0, 2.0))
+        result = layer(layer(x, scale=3.0) + y, scale=3.0)
+        assert [float(each) for each in torch.autograd.grad(result, (x, y))] == [180.0, 30.0]
+    assert len(layer.forward._graphs) == 1
+    unfinished = [layer(x, scale=3.0)]
+    (graph,) = layer.forward._graphs.values()
+    assert graph.waits_for_backward()
+    unfinished.clear()
+    assert not graph.waits_for_backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_replays_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +145,24 @@ def test_replays_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs._Graphs, "run_backward", lambda *a: (replays.append(1), run(*a)))
     assert_same(losses("cuda", graphed=True), losses("cuda", graphed=False))
     assert len(replays) == 5 - graphs.WARMUP_STEPS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replays_of_layers_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "PATIENCE", 3)
+    replays = []
+    run = graphs._Graphs.run_backward
+    monkeypatch.setattr(graphs._Graphs, "run_backward", lambda *a: (replays.append(1), run(*a)))
+    assert_near(*(losses("cuda", graphed, padded=False, rate=0) for graphed in (True, False)))
+    assert len(replays) > 20
+
+
+def assert_near(first: Any, second: Any) -> None:
+    """Gradients that several graphs of a layer make are not rounded before they are added up."""
+    for parts in zip(first, second, strict=True):
+        for a, b in zip(*parts, strict=True):
+            assert float((a - b).norm()) <= 0.02 * float(b.norm())
 
 
 def assert_same(first: Any, second: Any) -> None:

@@ -92,7 +92,7 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Capture(Rerun):
         def _capture(self, plain: nn.Module, arguments: Any, pool: Any) -> None:
             before = num_compiled()
-            torch.func.functional_call(plain, graphs.leaves_of(plain), arguments)
+            torch.func.functional_call(plain, graphs.leaves_of(plain), *arguments)
             compiled.append(num_compiled() - before)
             super()._capture(plain, arguments, pool)
 

@@ -162,21 +162,16 @@ def _linear_bias_kernel(
     num_rows,
     width,
     CHUNK: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Rounds the sums of rows and adds up those of a chunk of rows."""
-    first = tl.program_id(0).to(tl.int64) * CHUNK
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    total = tl.zeros([BLOCK_B, BLOCK_W], tl.float32)
-    for start in tl.static_range(0, CHUNK, BLOCK_B):
-        row = first + start + tl.arange(0, BLOCK_B)
-        mask = (row < num_rows)[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
-        values = tl.load(sums + at, mask=mask, other=0)
-        tl.store(of_rows + at, values.to(of_rows.dtype.element_ty), mask=mask)
-        total += values
-    result = tl.sum(total, 0).to(of_chunks.dtype.element_ty)
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    values = tl.load(sums + at, mask=mask, other=0)
+    tl.store(of_rows + at, values.to(of_rows.dtype.element_ty), mask=mask)
+    result = tl.sum(values, 0).to(of_chunks.dtype.element_ty)
     tl.store(of_chunks + tl.program_id(0) * width + column, result, mask=column < width)
 
 
@@ -189,8 +184,8 @@ def bias_gradients(sums: Tensor, bias_dtype: torch.dtype, row_dtype: torch.dtype
         return of_bias.zero_(), of_rows
     chunks = cdiv(num_rows, _CHUNK)
     of_chunks = of_bias.unsqueeze(0) if chunks == 1 else sums.new_empty(chunks, width)
-    _linear_bias_kernel[(chunks, cdiv(width, 8))](
-        sums, of_rows, of_chunks, num_rows, width, CHUNK=_CHUNK, BLOCK_B=256, BLOCK_W=8
+    _linear_bias_kernel[(chunks, cdiv(width, 4))](
+        sums, of_rows, of_chunks, num_rows, width, CHUNK=_CHUNK, BLOCK_W=4, num_warps=8
     )
     if chunks > 1:
         of_bias.copy_(of_chunks.sum(0))

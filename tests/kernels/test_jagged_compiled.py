@@ -116,7 +116,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
     },
     "ranks of selected rows": (triton_gather._rank_kernel, {"BLOCK_M": 4, "BLOCK_N": 1024}),
     "rows of places": (triton_linear._row_of_place_kernel, {**BY_PART, "BLOCK": 256}),
-    "bias gradients": (triton_linear._linear_bias_kernel, {"CHUNK": 1024, "BLOCK_B": 256, "BLOCK_W": 8}),
+    "bias gradients": (triton_linear._linear_bias_kernel, {"CHUNK": 1024, "BLOCK_W": 4, "num_warps": 8}),
     "softmax": (triton_softmax._softmax_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
     "softmax gradient": (triton_softmax._softmax_gradient_kernel, {"BLOCK_L": 128, "BLOCK_W": 8}),
     **{

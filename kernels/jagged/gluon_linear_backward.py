@@ -93,7 +93,7 @@ def _place(rows, lines, barriers, offsets, num_rows, total, LEVELS: gl.constexpr
     tile = 0
     for first in range(gl.program_id(0) // 2 * ROWS, total, gl.num_programs(0) // 2 * ROWS):
         stage = tile % STAGES
-        row = rows_of(offsets, num_rows, first, total, LEVELS)
+        row = rows_of(offsets, num_rows, first, total, ROWS, LEVELS)
         LANES: gl.constexpr = row.type.layout
         line = _lines(offsets, num_rows, first, gl.min(row, 0), gl.max(row, 0), LANES)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
@@ -310,10 +310,10 @@ def _linear_finish_kernel(
 _launch_finish = Launcher(_linear_finish_kernel)
 
 
-def finish(partials: Tensor, dw: Tensor, sums: Tensor | None, offsets: Tensor | None) -> None:
+def finish(partials: Tensor, dw: Tensor, sums: Tensor | None, offsets: Tensor | None, places: int) -> None:
     """Adds up `partials` [count, WIDTH, WIDTH] into dw [E, D], and the sums of rows that several tiles have."""
     width, inner = dw.shape
-    numbers = (width, inner, ROWS.value, WIDTH, 16, 256)
+    numbers = (width, inner, places, WIDTH, 16, 256)
     num_rows = 0 if sums is None else offsets.shape[0] - 1
     if num_rows == 0:  # any tensor stands in for them
         sums = offsets = partials
@@ -360,7 +360,7 @@ def gradients(
         width,
         *constants,
     )
-    finish(partials, dw, sums if needs_sums else None, offsets)
+    finish(partials, dw, sums if needs_sums else None, offsets, ROWS.value)
     return dx, dw, sums[:num_rows]
 
 

@@ -118,7 +118,7 @@ def find(rows, known, used, offsets, num_rows, total, COLUMNS: gl.constexpr, AHE
     step = gl.num_programs(0) // COLUMNS * ROWS
     for first in range(gl.program_id(0) // COLUMNS * ROWS, total + AHEAD * step, step):
         index = tile % HELD
-        row = rows_of(offsets, num_rows, gl.minimum(first, total - 1), total, LEVELS)
+        row = rows_of(offsets, num_rows, gl.minimum(first, total - 1), total, ROWS, LEVELS)
         mbarrier.wait(used.index(index), ((tile // HELD) & 1) ^ 1)
         rows.index(index).store(row)
         barrier()

@@ -29,12 +29,12 @@ def _row_of(offsets, num_rows, place, LEVELS: gl.constexpr, LANES: gl.constexpr)
 
 
 @gluon.jit
-def rows_of(offsets, num_rows, first, total, LEVELS: gl.constexpr):
+def rows_of(offsets, num_rows, first, total, PLACES: gl.constexpr, LEVELS: gl.constexpr):
     """The rows of a tile's places: those of the first and the last, and between them, if they differ, of each."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lowest = _row_of(offsets, num_rows, first, LEVELS, LANES)
-    span = _row_of(offsets, num_rows, gl.minimum(first + ROWS, total) - 1, LEVELS, LANES) - lowest
-    place = first + gl.arange(0, ROWS, layout=LANES)
+    span = _row_of(offsets, num_rows, gl.minimum(first + PLACES, total) - 1, LEVELS, LANES) - lowest
+    place = first + gl.arange(0, PLACES, layout=LANES)
     row = place * 0 + lowest
     for level in gl.static_range(5 * LEVELS):
         step = 1 << (5 * LEVELS - 1 - level)

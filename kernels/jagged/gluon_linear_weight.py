@@ -167,7 +167,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         total,
         groups,
     )
-    finish(partials, dw, None, None)
+    finish(partials, dw, None, None, PLACES.value)
     return dw
 
 

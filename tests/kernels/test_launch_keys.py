@@ -26,6 +26,7 @@ from kernels.jagged import (
     gluon_attention_forward,
     gluon_linear,
     gluon_linear_backward,
+    gluon_linear_backward_single,
     gluon_linear_weight,
     gluon_square,
     gluon_square_inner,
@@ -261,7 +262,7 @@ def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    for module in (gluon_linear, gluon_linear_backward, gluon_linear_weight):
+    for module in (gluon_linear, gluon_linear_backward, gluon_linear_backward_single, gluon_linear_weight):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for rows, (inner, width), dtype, elsewhere in itertools.product(
         ((1,), (64, 0, 100), (3,) * 40),
@@ -282,10 +283,17 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         for kind, sums in (("none", False), ("given", True), ("relu", True)):
             gluon_linear_backward.gradients(grad, grad, x, offsets, weight, kind, sums)
         grad, x = grad.float(), x.float()
-        gluon_linear_weight.weight_gradient(shifted(grad) if elsewhere else grad, x)
+        grad, weight = shifted(grad) if elsewhere else grad, weight.float()
+        gluon_linear_weight.weight_gradient(grad, x)
+        for kind, sums in (("none", False), ("given", True), ("relu", True)):
+            gluon_linear_backward_single.gradients_single(grad, grad, x, offsets, weight, kind, sums)
     assert hits[gluon_linear._launch]
     assert hits[gluon_linear_weight._launch]
-    for launcher in (gluon_linear_backward._launch, gluon_linear_backward._launch_finish):
+    for launcher in (
+        gluon_linear_backward._launch,
+        gluon_linear_backward._launch_finish,
+        gluon_linear_backward_single._launch,
+    ):
         assert hits[launcher]
 
 

@@ -131,7 +131,7 @@ def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.accumulate=4 is more than the 3 steps"):
         train_here(tmp_path / "run", "optimizer.accumulate=4", "runtime.steps=3")
     train_here(tmp_path / "rising", "optimizer.warmup_steps=3", "runtime.steps=2")
-    assert "for that lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
+    assert "to reach it, lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
 
 
 def test_more_ranks_than_rows(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ def main(what: str) -> None:
 def operators(offsets: Tensor) -> None:
     squared = sum(length * length for length in LENGTHS)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    # A width of no whole tile, and one that the Hopper kernels take.
-    for backend, width in (("triton", 40), ("gluon", 64)) if hopper else (("triton", 40),):
+    # A width of no whole tile, a narrow one that Hopper kernels take, and one that all of them do.
+    for backend, width in (("triton", 40), ("gluon", 64), ("gluon", 200)) if hopper else (("triton", 40),):
         sizes = bench_operators.Sizes(len(LENGTHS), max(LENGTHS), width, 6, sum(LENGTHS), squared)
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, tf32 in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
             for name in bench_operators.OPERATORS:
                 operator = bench_operators._operator(
                     name,
@@ -46,10 +47,10 @@ def operators(offsets: Tensor) -> None:
                 inputs = [tensor.requires_grad_() for tensor in operator.inputs]
                 try:
                     out = operator.ours(backend, *inputs)
-                except dispatch.UnsupportedError:  # the Hopper kernels of float32 without tf32
+                except dispatch.UnsupportedError:
                     continue
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
-                print(backend, name, dtype)
+                print(backend, name, dtype, "tf32" if tf32 else "")
 
 
 def attention(offsets: Tensor) -> None:

@@ -93,6 +93,7 @@ def jagged_attention() -> Iterator[Row]:
         "2, 2 of 64 features, forward": "pooling_fwd_S2_d64",
         "2, 2 of 64 features, backward": "pooling_bwd_S2_d64",
         "8, 4 of 128 features, forward": "pooling_fwd_S8_d128",
+        "8, 4 of 128 features, backward": "pooling_bwd_S8_d128",
     }.items():
         result = Result("jagged", case)
         speed = f"{result.ours['tb_per_s']:.2f}"
@@ -116,7 +117,7 @@ def attention_lengths() -> Iterator[Row]:
 
 def jagged_operators() -> Iterator[Row]:
     names = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax", "jagged_jagged_bmm_jagged_out",
-             "array_jagged_bmm_jagged_out", "jagged2_softmax")  # fmt: skip
+             "array_jagged_bmm_jagged_out", "jagged2_softmax", "jagged_linear")  # fmt: skip
     for precision in ("fp32", "bf16"):
         for name in names:
             for direction, short in DIRECTIONS.items():

@@ -1,4 +1,4 @@
-"""Arguments of a module as tensors and what they are besides, for those who keep copies of the tensors."""
+"""Splits the arguments of a module into tensors and a description of the rest, so that copies can be passed instead."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 class Apart(NamedTuple):
     tensors: list[Tensor]
-    kind: Hashable  # equal where only tensors differ
-    together: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]  # arguments again, and named ones
+    kind: Hashable  # the rest: equal for arguments that differ only in their tensors
+    together: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]  # arguments with other tensors
 
 
 def take_apart(*arguments: Any, **named: Any) -> Apart:
-    """Arguments that are tensors, tuples, lists, dicts and dataclasses of such, and all else by its value.
+    """Find the tensors in arguments that are tensors, or tuples, lists, dicts and dataclasses of them.
 
-    What has no hash has a kind of its own each time.
+    Anything else is part of the kind by its value. A value without a hash makes a new kind each time.
     """
     tensors: list[Tensor] = []
     kind = _take((arguments, named), tensors)

@@ -1,9 +1,9 @@
 """Forward and backward of the architecture as CUDA graphs: `runtime.cuda_graphs=true`.
 
 A step of a small model waits for the host, which launches a thousand kernels one by one. A graph holds them all and is
-launched once. It is good for the shapes that it was captured with, so what it brings depends on the data: batches
-of one size with histories of one total length (`data.pad_events` rounds it up) have few shapes. Where histories have a
-total of their own in every batch, there are graphs of the layers that do not read them.
+launched once. It works only for the shapes that it was captured with, so its use depends on the data: batches of one
+size with histories of one total length (`data.pad_events` rounds it up) have few shapes. If the total length differs in
+every batch, the layers that do not read histories have graphs of their own.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from train.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
 
 log = logging.getLogger(__name__)
 MAX_GRAPHS_OF_LAYER = 4
-"""Further shapes of it run as they are: each keeps what its backward needs."""
+"""Further shapes run without a graph, because each graph keeps what its backward needs."""
 PATIENCE = 2 * MAX_GRAPHS
-"""Shapes that a module may have before one of them has come back often enough, or its parts are asked for theirs."""
+"""Shapes that a module may show before one of them must have recurred; otherwise its parts get graphs instead."""
 
 
 def use_graphs(arch: nn.Module) -> None:
     """Let training steps of `arch` replay CUDA graphs, captured when shapes recur.
 
-    Where those of whole batches do not, graphs are of layers whose own do, such as those of candidates alone, and of
-    parts of the other layers. Evaluation, and shapes that did not come back, run as before. What a capture records is
-    the device's work alone: the architecture must not wait for the device, and its `aux_loss` is without gradient.
+    If the shapes of whole batches do not recur, layers whose own shapes do are captured, such as those that see only
+    candidates, and parts of the other layers. Evaluation, and shapes that do not recur, run as before. A capture
+    records only the device's work: the architecture must not wait for the device, and its `aux_loss` has no gradient.
     """
-    # Of all shapes a step has one, so that they can share the memory of a step.
+    # A step uses one of these graphs, so they can share the memory of a step.
     arch.forward = _Graphed(arch, arch.forward, _inputs_of_arch, cache(torch.cuda.graph_pool_handle), MAX_GRAPHS)
 
 
 class _Graphed:
-    """The forward of a module, by the shapes of what `apart` finds in its arguments.
+    """Stands in for a module's forward and replays a graph for each set of shapes of the tensors `apart` finds.
 
-    A module that has other results than one tensor, or whose shapes do not come back, gets its own forward back, and
-    its parts are asked for theirs.
+    If the module returns anything but one tensor, or if its shapes do not recur, its own forward is restored and its
+    parts get graphs instead.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _Graphed:
             return self._forward(*arguments, **named)
         inputs, kind, together = self._apart(*arguments, **named)
         if not inputs or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._forward(*arguments, **named)  # within a graph of more, maybe
+            return self._forward(*arguments, **named)  # a module around this one may be being captured
         key = kind, tuple([(x.shape, x.dtype, x.requires_grad) for x in inputs])
         graphs = self._graphs.get(key)
         if graphs is None:
@@ -146,7 +146,7 @@ class _Graphs:
         self._capture(_Plain(module, forward), together(self.inputs), pool)
 
     def begin(self, step: object) -> None:
-        """A step, which needs what its forward wrote until its backward, if one comes."""
+        """Note the step that now needs what its forward wrote until its backward, if one comes."""
         self._step = weakref.ref(step)
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -72,7 +73,7 @@ class Preemption:
 
 
 def shield(worker: int) -> None:
-    """`worker_init_fn` of a loader: only the process that reads its batches ends a worker.
+    """`worker_init_fn` of a loader: only the process that reads its batches ends a worker, by a signal or its own end.
 
     torchrun signals the process group of each rank, and Slurm every process of a job: a worker that died of the signal
     would end its rank before the checkpoint is written.
@@ -80,10 +81,13 @@ def shield(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     reader = multiprocessing.parent_process()
     assert reader is not None
-    threading.Thread(target=_obey, args=(reader.pid,), daemon=True).start()
+    threading.Thread(target=_obey, args=(reader,), daemon=True).start()
 
 
-def _obey(reader: int | None) -> None:
-    while signal.sigwaitinfo(SIGNALS).si_pid != reader:
-        pass
+def _obey(reader: BaseProcess) -> None:
+    """Ends this process. Torch watches the process that forked it, which stays as long as there are workers."""
+    while reader.is_alive():
+        told = signal.sigtimedwait(SIGNALS, 2)
+        if told is not None and told.si_pid == reader.pid:
+            break
     os._exit(0)

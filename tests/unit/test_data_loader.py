@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ import torch
 from modules.batch import select_rows
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
+from tests.launching import environment, python
 from tests.unit.test_batch import assert_same
 from train.build import model_fields
 from train.config import InterFormerConfig, MovieLensConfig, SyntheticConfig
@@ -152,6 +158,51 @@ def test_an_error_in_a_worker_arrives_with_its_message(movielens):
     _, (folder, max_history) = movielens.__reduce__()
     with pytest.raises(ValueError, match="id 1000000 of feature 'movie' at source row"):
         load(Broken(folder, max_history), num_workers=1)
+
+
+READ = """
+from multiprocessing import active_children, forkserver
+from train.config import SyntheticConfig
+from train.data import build_source
+from train.data.loader import build_loader
+
+if __name__ == "__main__":
+    loader = build_loader(
+        build_source(SyntheticConfig(num_requests=1000)), "train", batch_size=8, seed=0, rank=0, world_size=1,
+        shuffle=True, num_workers=2, prefetch=2,
+    )
+    batches = iter(loader)
+    next(batches)
+    print(forkserver._forkserver._forkserver_pid, *(worker.pid for worker in active_children()), flush=True)
+    input()
+"""
+
+
+def test_workers_end_with_a_reader_that_was_killed(tmp_path):
+    script = tmp_path / "read.py"
+    script.write_text(READ)
+    with subprocess.Popen(
+        python(str(script)), env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        processes = [int(process) for process in reader.stdout.readline().split()]
+        reader.kill()
+    assert len(processes) == 3
+    deadline = time.monotonic() + 30
+    while any(running(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [process for process in processes if running(process)]
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left
+
+
+def running(process: int) -> bool:
+    """Whether it is there and not a zombie, which nobody waits for in some containers."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_sources_travel_to_workers_without_their_data(movielens):

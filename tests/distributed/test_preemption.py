@@ -68,6 +68,7 @@ def stop(ranks: int, number: signal.Signals, run_dir: Path, *, all_processes: bo
         os.kill(each, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == STATUS, errors[-5000:]
+    assert "resource_tracker" not in errors, errors[-5000:]
     (saved,) = run_dir.glob("checkpoints/step_????????")
     step = logged(run_dir)[-1]
     assert saved.name == f"step_{step:08d}"
@@ -83,6 +84,10 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(ranks: int, tmp_pat
     assert logged(tmp_path / "stopped") == list(range(1, STEPS + 1))
     assert resumed["test"] == whole["test"]
     assert resumed["valid"] == whole["valid"]
+
+
+def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> None:
+    stop(1, signal.SIGUSR1, tmp_path / "run", all_processes=True)
 
 
 def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:

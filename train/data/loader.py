@@ -79,9 +79,11 @@ def _process_starter() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.build"])  # once for all workers, whose main module imports it
-    resource_tracker.ensure_running()  # the server starts it as well, which would end the blocking below
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the server and its workers; see shield
+    # What is started here, workers included, inherits that signals are blocked; see shield.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # again: the start of the tracker ends it
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -196,6 +196,11 @@ def test_workers_end_with_a_reader_that_was_killed(tmp_path):
     assert not left
 
 
+def test_a_program_from_stdin_has_no_workers():
+    done = subprocess.run(python("-"), env=environment(), input=READ, capture_output=True, text=True)
+    assert "write the program to a file, or use data.num_workers=0" in done.stderr
+
+
 def running(process: int) -> bool:
     """Whether it is there and not a zombie, which nobody waits for in some containers."""
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +78,15 @@ def _process_starter() -> ForkServerContext:
     """Starts workers from a process without threads.
 
     This process has many, of gloo and of the checkpoint being written: fork() beside them hangs, now and then.
+    ValueError when the program was read from stdin: workers import it once more.
     """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if main.__spec__ is None and file is not None and not Path(file).exists():
+        raise ValueError(
+            f"data.num_workers is above 0 and the main module, which workers import, is {file}: write the program to a "
+            "file, or use data.num_workers=0"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.build"])  # once for all workers, whose main module imports it
     # What is started here, workers included, inherits that signals are blocked; see shield.

@@ -2,8 +2,8 @@
 
 Permutation importance: the values of one feature at a time are shuffled among the rows of each batch, which keeps its
 distribution and removes its meaning; how much NE rises, and AUC falls, is what the model gets from it. An event type is
-one feature, its events with all their fields. Features with the same information stand in for one another, so each
-alone seems to be worth little.
+one feature, its events with all their fields, and so is a number with its indicator of missing ones. Features with the
+same information stand in for one another, so each alone seems to be worth little.
 
 Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, `checkpoint=` names one; `steps=N` takes the
 first N batches only (0: all), each of which goes through the model once for every feature. Further `key=value`
@@ -29,6 +29,7 @@ from modules.batch import FeatureSpec, RequestBatch, select_rows
 from modules.precision import in_high_precision
 from train import checkpoint
 from train.build import Job
+from train.data.numeric import INDICATOR
 from train.evaluate import checked_split, split_loader, trained
 from train.files import write_json
 from train.metrics import MetricSet
@@ -37,10 +38,16 @@ from train.tracking import format_table
 
 
 def features_of(spec: FeatureSpec) -> list[str]:
-    """Every feature, numeric ones too, and every event type; a column that is two of these is one."""
+    """Every feature, numeric ones too, and every event type; a column that is two of these is one.
+
+    A number and its indicator are one as well.
+    """
+    dense = (*spec.request_dense, *spec.candidate_dense)
+    indicators = {name + INDICATOR for name in dense}
+    numeric = [name for name in dense if name not in indicators]
     sparse = [feature.name for feature in (*spec.request, *spec.candidate)]
     events = [event.name for event in spec.histories]
-    return list(dict.fromkeys([*sparse, *spec.request_dense, *spec.candidate_dense, *events]))
+    return list(dict.fromkeys([*sparse, *numeric, *events]))
 
 
 def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch.Generator) -> RequestBatch:
@@ -59,7 +66,8 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
             changes[f"{side}_sparse"] = _with_rows(getattr(batch, f"{side}_sparse"), [name], rows)
         if name in dense:
             columns = changes[f"{side}_dense"] = getattr(batch, f"{side}_dense").clone()
-            columns[:, dense.index(name)] = columns[rows, dense.index(name)]
+            for index in [dense.index(each) for each in (name, name + INDICATOR) if each in dense]:
+                columns[:, index] = columns[rows, index]
     for event in spec.histories:
         if event.name == name:
             rows = shuffled(batch.num_requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,6 +43,17 @@ def test_one_feature_is_dealt_out_anew_and_all_others_stay(name: str) -> None:
         assert sorted(before[name]) == sorted(after[name])
     else:
         assert sorted(before[name][0]) == sorted(after[name][0])
+
+
+def test_a_number_and_its_indicator_are_one_feature() -> None:
+    spec = replace(SPEC, candidate_dense=("price", "stock", "price.missing"))
+    assert [name for name in importance.features_of(spec) if name in spec.candidate_dense] == ["price", "stock"]
+    batch = random_batch(SPEC, candidates=(20,), seed=1)
+    batch.candidate_dense = torch.arange(60.0).view(20, 3)
+    after = importance.permuted(batch, spec, "price", torch.Generator().manual_seed(0)).candidate_dense
+    assert not after[:, 0].equal(batch.candidate_dense[:, 0])
+    assert (after[:, 2] == after[:, 0] + 2).all()
+    assert after[:, 1].equal(batch.candidate_dense[:, 1])
 
 
 class Priced(nn.Module):

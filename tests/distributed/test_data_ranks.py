@@ -13,10 +13,10 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tests.processes import run_ranks
-from train import distributed
-from train.config import EventsConfig, MovieLensConfig, RuntimeConfig
+from train.config.schema import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
 from train.data.loader import build_loader
+from train.process import distributed
 
 RANKS = 2
 

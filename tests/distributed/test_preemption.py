@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.agent import main as agent
 from tests.launching import ROOT, TINY, environment, python, train_ranks
-from train.preemption import STATUS
-from train.tracking import read_metrics
+from train.process.preemption import STATUS
+from train.record.tracking import read_metrics
 
 STEPS = 80
 OPTIONS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import environment, train, train_here, train_ranks
-from train.tracking import Record, read_metrics
+from train.record.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
 

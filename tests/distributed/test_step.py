@@ -11,10 +11,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models.ranking import RankingModel
+from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
-from tests.unit.factories import random_batch, random_spec
-from train import distributed
-from train.config import (
+from train.config.schema import (
     CheckpointConfig,
     Config,
     DLRMConfig,
@@ -25,10 +24,11 @@ from train.config import (
     SyntheticConfig,
     TrackingConfig,
 )
-from train.guards import FiniteGuard
 from train.loss import ranking_loss
-from train.optim import Optimizer
-from train.sparse import shard
+from train.optim.dense import Optimizer
+from train.optim.guards import FiniteGuard
+from train.optim.sparse import shard
+from train.process import distributed
 
 DIM = 8
 POISONED = 2  # the step whose batch has a NaN on rank 0

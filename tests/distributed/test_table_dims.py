@@ -12,7 +12,8 @@ import pytest
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
-from train import evaluate, export, score
+from train import evaluate
+from train.commands import export, score
 
 MIXED = (*TINY, "+model.table_dims={item: 8, user: 32, category: 8}", "runtime.steps=6", "precision=fp32")
 

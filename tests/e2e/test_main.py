@@ -10,7 +10,7 @@ import torch
 from hydra.errors import ConfigCompositionException
 
 from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
-from train.tracking import read_metrics
+from train.record.tracking import read_metrics
 
 
 def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:

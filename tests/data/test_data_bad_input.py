@@ -62,6 +62,7 @@ def whole(source, split="train"):
         ("1,9,1,0.5,1,1", "6 columns, expected 5"),
     ],
 )
+@pytest.mark.reliability("a malformed row", "named by file and row, or skipped and counted, by `data.bad_rows`")
 def test_malformed_row_is_named_or_skipped(tmp_path, caplog, row, message):
     with pytest.raises(ValueError, match=r"events\.csv, row 5") as error:
         build_source(config_of(tmp_path, with_row(row)))
@@ -83,6 +84,7 @@ def test_nothing_but_malformed_rows(tmp_path):
         build_source(config_of(tmp_path, ["1,1,1,x,1"], bad_rows="skip", max_skipped=1))
 
 
+@pytest.mark.reliability("more malformed rows than `data.max_skipped`", "refused, whatever `data.bad_rows` says")
 def test_more_malformed_rows_than_a_few_are_a_wrong_configuration(tmp_path):
     rows = [row.replace(",0.", ",about 0.") if number % 4 == 0 else row for number, row in enumerate(ROWS)]
     with pytest.raises(ValueError, match=r"10 of 40 rows .*=0\.1 lets .* row 1: column 'price' is about .*=0\.25$"):
@@ -103,6 +105,7 @@ def test_missing_numbers_and_labels_are_no_errors(tmp_path):
     assert batch.labels[added].isnan().all()
 
 
+@pytest.mark.reliability("NaN and infinity in Parquet columns", "named by file and row, or skipped and counted")
 def test_nan_and_infinity_in_parquet(tmp_path):
     for value in (float("nan"), float("inf")):
         table = {
@@ -171,6 +174,7 @@ def test_wrong_types(tmp_path):
         build_source(config_of(tmp_path, files=[str(tmp_path / "[ab].parquet")]))
 
 
+@pytest.mark.reliability("data files that are empty, absent or cut short", "refused by their names")
 def test_files_that_are_empty_absent_or_cut_short(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv: the file is empty"):
         build_source(config_of(tmp_path, text=""))
@@ -190,6 +194,7 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
         build_source(config_of(tmp_path, files=[str(tmp_path / "cut.parquet")]))
 
 
+@pytest.mark.reliability("the preparation of data fails", "nothing of it stays")
 def test_failed_preparation_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="row 5"):
         build_source(config_of(tmp_path, with_row("1,9,1,x,1")))
@@ -205,6 +210,7 @@ def list_config(tmp_path, viewed: str, when: str, **changes) -> EventsConfig:
 
 
 @pytest.mark.parametrize("late", [100, 101])
+@pytest.mark.reliability("events of a history that lie after the request", "an error, or trimmed and counted")
 def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
     times = f"5|{late}|7"
     with pytest.raises(ValueError, match=rf"row 2: column 'when' is 5\|{late}\|7, expected times before the row's own"):
@@ -216,6 +222,7 @@ def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
     assert batch.history_times.values().tolist() == [99, 5, 7, 5, 7]
 
 
+@pytest.mark.reliability("lists of one history that differ in length", "named by file and row")
 def test_lists_that_are_not_aligned(tmp_path):
     with pytest.raises(ValueError, match="row 2: column 'when' is 5, expected as many items as 'viewed'"):
         build_source(list_config(tmp_path, "1|2|3", "5"))
@@ -249,6 +256,7 @@ def test_negative_and_unseen_ids_are_ids_like_others_or_unknown(tmp_path):
     assert 0 in whole(source, "test").candidate_sparse["item"].values().tolist()
 
 
+@pytest.mark.reliability("ids in the cache that no table has", "an error before a lookup reads beyond the table")
 def test_damaged_cache_is_caught_before_it_reaches_a_table(tmp_path):
     source = build_source(config_of(tmp_path))
     ids = np.load(source.folder / "candidate_ids.npy")
@@ -288,6 +296,7 @@ def test_no_label_at_all_and_no_training_row(tmp_path):
         build_source(config_of(tmp_path, ROWS[:1], split=[0.2, 0.4, 0.4]))
 
 
+@pytest.mark.reliability("a side table with a repeated key or a bad value", "named by file and row")
 def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     side = tmp_path / "items.csv"
     joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}

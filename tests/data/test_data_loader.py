@@ -154,6 +154,7 @@ class Broken(PreparedSource):
         return super().batch(split, requests)
 
 
+@pytest.mark.reliability("a loader worker fails", "the run ends with the worker's message")
 def test_an_error_in_a_worker_arrives_with_its_message(movielens):
     _, (folder, max_history) = movielens.__reduce__()
     with pytest.raises(ValueError, match="id 1000000 of feature 'movie' at source row"):
@@ -178,6 +179,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.reliability("the process that reads batches is killed", "its loader workers end with it")
 def test_workers_end_with_a_reader_that_was_killed(tmp_path):
     script = tmp_path / "read.py"
     script.write_text(READ)

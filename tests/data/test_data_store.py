@@ -13,6 +13,7 @@ from train.config.schema import EventsConfig
 from train.data import store
 
 
+@pytest.mark.reliability("a data file is rewritten with the same size", "the data is prepared anew")
 def test_a_file_rewritten_with_equal_size_is_another_file_set(tmp_path: Path) -> None:
     config, file = EventsConfig(cache_dir=str(tmp_path)), tmp_path / "events.csv"
     file.write_text("user,click\n1,0\n")
@@ -43,6 +44,9 @@ def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     assert modes == {0o750}
 
 
+@pytest.mark.reliability(
+    "the disk is full when data is prepared", "the error names the folder and the key that puts it elsewhere"
+)
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     def prepare(partial: Path) -> None:
         raise OSError("3964 requested and 3056 written")  # as numpy tells it

@@ -32,6 +32,10 @@ def test_a_run_that_goes_on_with_other_batches_sees_every_request_once_an_epoch(
     assert Progress().steps_left(500, 32, epochs=2) == 32
 
 
+@pytest.mark.reliability(
+    "the disk is full when a checkpoint is written",
+    "the error gives the reason; whole checkpoints stay, and the next save removes the remains",
+)
 def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +97,10 @@ def test_the_best_validation_is_the_one_of_the_tasks_that_count() -> None:
     assert progress.best_step == 1
 
 
+@pytest.mark.reliability(
+    "a node of a shared file system sees a new checkpoint late",
+    "all ranks resume from the one that the first rank sees",
+)
 def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(tmp_path: Path) -> None:
     seen = tmp_path / "step_00000003"
     late = cast(World, SimpleNamespace(broadcast=lambda own: seen))  # a node that is shown the folder later

@@ -88,6 +88,10 @@ def test_a_new_start_forgets_an_earlier_one(tmp_path):
     assert steps_of(tmp_path) == []
 
 
+@pytest.mark.reliability(
+    "a process is killed while it writes a line of metrics.jsonl, or a line is damaged",
+    "the unfinished line is dropped; a damaged one is named",
+)
 def test_a_torn_last_line_is_dropped_and_a_damaged_one_named(tmp_path):
     path = tmp_path / METRICS_FILE
     whole = Record(1, "train", 0.0, {"loss": 1.0}).to_json() + "\n"
@@ -131,6 +135,7 @@ def test_wandb_without_a_key_is_written_offline_and_resumes_the_same_run(tmp_pat
     assert steps_of(tmp_path) == [1, 2]
 
 
+@pytest.mark.reliability("W&B cannot start", "one warning; the run goes on")
 def test_wandb_that_cannot_start_is_one_warning(tmp_path, offline_wandb, monkeypatch, caplog):
     def no_service(**options):
         raise wandb.errors.CommError("the service process did not start")
@@ -147,6 +152,9 @@ def test_wandb_that_cannot_start_is_one_warning(tmp_path, offline_wandb, monkeyp
     assert steps_of(tmp_path) == [1]
 
 
+@pytest.mark.reliability(
+    "W&B or TensorBoard breaks on the way", "one warning; the run goes on, and metrics.jsonl is complete"
+)
 def test_a_mirror_that_breaks_on_the_way_is_dropped_once(tmp_path, monkeypatch, caplog):
     run = started(tmp_path, tensorboard=True)
 

@@ -59,12 +59,9 @@ class AllGather:
 
     def mix(self, x: Tensor, routing: Routing, experts: LocalExperts) -> Tensor:
         """As `AllToAll.mix`. ValueError unless each token selects all experts."""
-        total, ranks = routing.scores.shape[1], self.group.size()
-        if routing.selected_experts.shape[1] != total:
-            raise ValueError(
-                f"AllGather needs tokens that go to all {total} experts, got top_k={routing.selected_experts.shape[1]}; "
-                "use AllToAll"
-            )
+        top_k, total, ranks = routing.selected_experts.shape[1], routing.scores.shape[1], self.group.size()
+        if top_k != total:
+            raise ValueError(f"AllGather needs tokens that go to all {total} experts, got top_k={top_k}; use AllToAll")
         count = torch.full((ranks,), x.shape[0], device=x.device)
         counts = torch.empty_like(count)
         dist.all_to_all_single(counts, count, group=self.group)
@@ -95,9 +92,7 @@ class _Exchange(torch.autograd.Function):
     """Rows to all ranks of a group, and their gradients the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         """rows [sum(sent), width], those for rank 0 first -> [sum(received), width], those of rank 0 first."""
         ctx.received, ctx.sent, ctx.group = received, sent, group
         return _exchange(rows, received, sent, group)

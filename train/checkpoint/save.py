@@ -24,10 +24,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from train.config.compose import from_dict
 from train.optim.dense import Optimizer
+from train.parallel.layout import described, layouts
 from train.process.distributed import World
 from train.process.files import write_json
 
@@ -256,7 +258,8 @@ def read(
         dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
     except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
         raise _damaged(path, error) from error
-    model.load_state_dict(model.state_dict() | state["model"])
+    # Sharded dense tensors describe the model's own memory, which they have been read into.
+    model.load_state_dict(model.state_dict() | {k: v for k, v in state["model"].items() if not isinstance(v, DTensor)})
     if "tables" in state:
         tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
         model.fused_optimizer.load_state_dict({"state": tables})
@@ -296,7 +299,8 @@ def save_weights(path: Path, model: DistributedModelParallel, world: World, abou
 
 
 def model_state(model: DistributedModelParallel) -> dict[str, Any]:
-    return {"model": model.state_dict()}
+    """All weights; those of sharded parameters as DTensors of the whole."""
+    return {"model": described(model.state_dict(), layouts(get_unwrapped_module(model)))}
 
 
 def _averages(state: dict[str, Any], saved: Metadata) -> dict[str, Any]:

@@ -22,6 +22,7 @@ CHOICES = {
     "data.bad_rows": ("raise", "skip"),
     "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
+    "parallel.dense": ("ddp", "fsdp", "hsdp"),
     "parallel.comm_precision": ("fp32", "bf16"),
     "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
     "tracking.wandb": ("auto", "online", "offline", "disabled"),

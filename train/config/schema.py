@@ -222,6 +222,10 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
+    dense: str = "ddp"  # ddp: each rank holds the dense part | fsdp: all ranks share one | hsdp: each shard_ranks one
+    shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
+    recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
+    expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
     sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
     comm_precision: str = "fp32"  # fp32 | bf16: of looked-up rows and their gradients on the way between ranks
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's

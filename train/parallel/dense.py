@@ -9,6 +9,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,13 +24,14 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardingEnv
 
+from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.moe import Experts, Router
 from modules.precision import FP32Linear, Quantizable
-from train.config import Config
+from train.config.schema import Config
 from train.parallel.experts import reduce_gradients
 from train.parallel.mesh import Mesh
-from train.regions import regions
+from train.speedup.regions import regions
 
 
 def data_parallel(config: Config, ranks: int, mesh: Mesh | None) -> DataParallelWrapper:
@@ -81,8 +83,7 @@ class _FullyShard(DataParallelWrapper):
             if next(region.parameters(), None) is not None and not isinstance(region, FSDPModule):
                 fully_shard(region, mesh=self._dense, reshard_after_forward=True, mp_policy=self._policy(region))
         # All are resharded after each forward, so that parameters are the shards whenever anything else looks at them.
-        tables = {table for part in model.embedding.modules() for table in _tables(part)}
-        fully_shard(model, mesh=self._dense, reshard_after_forward=True, ignored_params=tables)
+        fully_shard(model, mesh=self._dense, reshard_after_forward=True, ignored_params=set(_tables(model.embedding)))
         for module in model.modules():
             if isinstance(module, FSDPModule) and device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no average
@@ -99,8 +100,8 @@ class _FullyShard(DataParallelWrapper):
         for name, parameter in experts.named_parameters():
             if parameter.shape[1] % shards:
                 raise ValueError(
-                    f"the {parameter.shape[1]} rows of {name} of each expert cannot be split evenly over {shards} ranks "
-                    f"of parallel.dense; make model.dim and model.moe.expert_dim multiples of {shards}"
+                    f"the {parameter.shape[1]} rows of {name} of each expert cannot be split evenly over {shards} "
+                    f"ranks of parallel.dense; make model.dim and model.moe.expert_dim multiples of {shards}"
                 )
         fully_shard(
             experts,
@@ -119,7 +120,8 @@ def _reads_float32(module: nn.Module) -> bool:
     return isinstance(module, FP32Linear) or (isinstance(module, Quantizable) and module.recipe != "none")
 
 
-def _tables(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of TorchRec's collections; other modules of the embedding belong to the dense part."""
-    if type(module).__module__.startswith(("torchrec.", "fbgemm_gpu.")):
-        yield from (parameter for _, parameter in module.named_parameters(recurse=False))
+def _tables(embedding: FeatureEmbedding) -> Iterator[nn.Parameter]:
+    """Parameters below TorchRec's collections, whose own list holds only some of them."""
+    for collection in embedding.collections:
+        for part in cast(nn.Module, collection).modules():
+            yield from (parameter for _, parameter in part.named_parameters(recurse=False))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from modules.moe import AllGather, AllToAll, Experts, MoE
-from train.config import ParallelConfig
+from train.config.schema import ParallelConfig
 from train.parallel.mesh import Mesh
 
 

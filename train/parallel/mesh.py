@@ -14,11 +14,13 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from train.config import ParallelConfig
-from train.distributed import World
+from train.config.schema import ParallelConfig
+from train.process.distributed import World
 
 log = logging.getLogger(__name__)
 AXES = ("replicate", "shard", "expert")
@@ -72,16 +74,23 @@ def build_mesh(parallel: ParallelConfig, world: World, timeout: float) -> Mesh |
     if not sharded and not parallel.expert_ranks:
         return None
     shape = sizes(parallel, world.size, world.local_size) if world.size > 1 else (1, 1, 1)
-    whole = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES)
-    dense = None
-    if sharded:
-        shard = "shard"
-        if shape[2] > 1:
-            shard = "dense_shard"
-            whole["shard", "expert"]._flatten(shard)
-        dense = whole[shard] if shape[0] == 1 else whole["replicate", shard]
-    for mesh in (whole, dense):
-        for axis in range(mesh.ndim if mesh else 0):
-            _set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(axis))
+    grid = torch.arange(world.size).view(shape)
     log.info("mesh: %s", " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True)))
-    return Mesh(whole, dense)
+    whole = _mesh(grid, AXES, world, timeout)
+    if not sharded:
+        return Mesh(whole, None)
+    if shape[0] == 1:
+        return Mesh(whole, _mesh(grid.flatten(), ("shard",), world, timeout))
+    return Mesh(whole, _mesh(grid.flatten(1), ("replicate", "shard"), world, timeout))
+
+
+def _mesh(grid: Tensor, names: tuple[str, ...], world: World, timeout: float) -> DeviceMesh:
+    """Ranks laid out as `grid`, with process groups of its own, since the backward has others' collectives, too."""
+    groups = []
+    for axis in range(grid.ndim):
+        lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis]).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=timeout))
+        groups.append(own)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], world.device.type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, world.device.type, grid, mesh_dim_names=names)

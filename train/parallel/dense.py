@@ -74,16 +74,24 @@ class _FullyShard(DataParallelWrapper):
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         model = get_unwrapped_module(dmp)
         assert isinstance(model, RankingModel)
+        ignored = set(_tables(model.embedding))
         for module in list(model.arch.modules()):
             if isinstance(module, Experts) and module.mesh is not None:
-                self._shard_experts(module)
+                if self._mesh.size("shard") > 1:
+                    self._shard_experts(module)
+                else:
+                    ignored.update(module.parameters())
+                    reduce_gradients(module, module.mesh)
             elif isinstance(module, Router):
                 fully_shard(module, mesh=self._dense, reshard_after_forward=True)
         for region in dict.fromkeys(regions(model.arch)):
             if next(region.parameters(), None) is not None and not isinstance(region, FSDPModule):
-                fully_shard(region, mesh=self._dense, reshard_after_forward=True, mp_policy=self._policy(region))
+                policy = self._policy(region)
+                fully_shard(
+                    region, mesh=self._dense, reshard_after_forward=True, mp_policy=policy, ignored_params=ignored
+                )
         # All are resharded after each forward, so that parameters are the shards whenever anything else looks at them.
-        fully_shard(model, mesh=self._dense, reshard_after_forward=True, ignored_params=set(_tables(model.embedding)))
+        fully_shard(model, mesh=self._dense, reshard_after_forward=True, ignored_params=ignored)
         for module in model.modules():
             if isinstance(module, FSDPModule) and device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no average

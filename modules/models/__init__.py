@@ -70,7 +70,9 @@ def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
     assert isinstance(config, CustomConfig)
     model = _build_own(config, spec)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model.name={config.name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}")
+        raise ValueError(
+            f"model.name={config.name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}"
+        )
     if lacking := [method for method in ("aux_loss", "flops_per_batch") if not hasattr(model, method)]:
         raise ValueError(
             f"model.name={config.name} lacks {' and '.join(lacking)}; `Architecture` in modules/models/ranking.py says "

@@ -1,0 +1,114 @@
+"""From what Hydra composed, or a checkpoint kept, to a configuration in plain dataclasses that has been checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from modules.config import check_options
+from modules.models import CONFIGS, CustomConfig
+from train.config.schema import SOURCES, Config
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The composed configuration as plain dataclasses, validated."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    refuse_unknown(config)
+    validate(config)
+    return config
+
+
+def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
+    """A configuration read back from a checkpoint, with `key=value` overrides of existing keys."""
+    schema = OmegaConf.structured(Config)
+    sources = {node.name: node for node in SOURCES}
+    schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
+    schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
+    composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
+    assert isinstance(composed, DictConfig)
+    return to_config(composed)
+
+
+def validate(config: Config) -> None:
+    """Rules across fields. Raises ValueError naming the key and a value that works."""
+    if not 0 < config.data.negative_rate <= 1:
+        raise ValueError(
+            f"data.negative_rate={config.data.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
+            "data.negative_rate=0.1"
+        )
+    for group, section in vars(config).items():
+        check_options(section, group)
+    model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
+    for table, width in model.table_dims.items():
+        if width < 4 or width % 4:
+            raise ValueError(
+                f"model.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at once, "
+                f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
+            )
+    model.check()
+    if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
+        raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
+    if precision.name.startswith("mxfp8") and not precision.quantize:
+        raise ValueError(
+            f"precision={precision.name} quantises nothing: precision.quantize is empty; "
+            'e.g. precision.quantize=["arch.*"]'
+        )
+    if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
+        raise ValueError(f"data.split={data.split} must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]")
+    if data.max_skipped > 1:
+        raise ValueError(f"data.max_skipped={data.max_skipped} is a share of the rows: at most 1, e.g. 0.1")
+    if data.id_map == "hash" and (data.min_count > 1 or data.table_min_count):
+        raise ValueError(
+            f"data.min_count={data.min_count} and data.table_min_count={data.table_min_count} need ids to be counted, "
+            "which data.id_map=hash does not do; use data.id_map=vocabulary, or data.min_count=1 and no table_min_count"
+        )
+    if data.oov_rows and (data.id_map == "hash" or data.min_count < 2):
+        raise ValueError(
+            f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
+            "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
+        )
+    if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
+        raise ValueError(
+            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
+            "checkpoint.load_optimizer=false"
+        )
+    if len(optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
+    if optimizer.min_lr > 1:
+        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
+
+
+def graphs_refusal(config: Config) -> str | None:
+    """Which key is incompatible with `runtime.cuda_graphs=true`, why, and what works; None if none is."""
+    if config.data.negative_rate < 1:
+        return (
+            f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
+            "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
+    return config.model.graphs_refusal()
+
+
+def refuse_unknown(section: object, path: str = "") -> None:
+    """ValueError for an attribute below `section` that its dataclass does not have; `path` is its prefix, with the dot.
+
+    Hydra and OmegaConf refuse such keys except after a plus, which Hydra's own message proposes.
+    """
+    if isinstance(section, dict):
+        for name, value in section.items():
+            refuse_unknown(value, f"{path}{name}.")
+    if not dataclasses.is_dataclass(section):
+        return
+    known = {field.name for field in dataclasses.fields(section)}
+    for name, value in vars(section).items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {path}{close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+            raise ValueError(f"{path}{name} is no key of the configuration; {hint}")
+        refuse_unknown(value, f"{path}{name}.")

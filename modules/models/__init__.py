@@ -32,9 +32,10 @@ def _find() -> dict[str, type[nn.Module]]:
         module = import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
             if (config := config_class(value)) and value.__module__.startswith(module.__name__):
-                if config.name in found:
-                    raise ValueError(f"two models are called {config.name}: {found[config.name]} and {value}")
-                found[config.name] = value
+                name = vars(config)["name"]
+                if name in found:
+                    raise ValueError(f"two models are called {name}: {found[name]} and {value}")
+                found[name] = value
     return found
 
 
@@ -45,9 +46,7 @@ def config_class(model: Any) -> type[ModelConfig] | None:
 
 
 MODELS = _find()
-CONFIGS: dict[str, type[ModelConfig]] = {name: model.Config for name, model in MODELS.items()} | {  # type: ignore[misc]
-    CustomConfig.name: CustomConfig
-}
+CONFIGS = {name: config for name, model in MODELS.items() if (config := config_class(model))} | {"custom": CustomConfig}
 
 
 def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
@@ -87,13 +86,13 @@ def _build_own(config: CustomConfig, spec: FeatureSpec) -> Any:
     if kind := config_class(own):
         common = {name: value for name, value in vars(config).items() if name != "arguments"}
         try:
-            config = kind(**common | config.arguments)
+            options = kind(**common | config.arguments)
         except TypeError as error:
             raise ValueError(
                 f"model.arguments={config.arguments} must be fields of {config.name}.Config: {error}"
             ) from error
-        _check(config)
-        return own(spec, config)
+        _check(options)
+        return own(spec, options)
     return own(spec, dim=config.dim, dropout=config.dropout, **config.arguments) if callable(own) else own
 
 

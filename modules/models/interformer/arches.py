@@ -253,8 +253,8 @@ class LinearPersonalizedFFN(nn.Module):
 class SequenceArch(nn.Module):
     """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all.
 
-    `pffn` and `sequence_attention` each are the paper's operator or GDPA, which gives the first an activation and replaces the
-    softmax of the second by one.
+    `pffn` and `sequence_attention` each are the paper's operator or GDPA, which gives the first an activation and
+    replaces the softmax of the second by one.
     """
 
     @dataclass

@@ -64,7 +64,7 @@ format: env
 	$(BIN)/ruff format .
 
 doctor: env
-	@$(BIN)/python -m train.doctor
+	@$(BIN)/python -m train.commands.doctor
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -4,7 +4,8 @@ Nothing here depends on a model. A family is a folder: public functions in `__in
 faster backends in further files. Importing this package registers every backend and needs neither a GPU nor Triton.
 """
 
-from kernels import dispatch, gdpa, ikbo, jagged, moe, mxfp8, tokens
-from kernels.custom_op import defined_in
+from kernels import attention, gdpa, ikbo, jagged, moe, mxfp8, tokens
+from kernels.core import dispatch
+from kernels.core.operator import defined_in
 
-__all__ = ["defined_in", "dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"]
+__all__ = ["attention", "defined_in", "dispatch", "gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"]

@@ -2,9 +2,9 @@
 
     python -m launch.scaling +experiment=NAME runtime.steps=100 [key=value] [--nproc 1,2,4] [--out DIR]
 
-Each number of ranks runs `train.speed` through launch/torchrun.sh in a folder of its own under `--out`, one after the
-other, beside `scaling.md` and `scaling.json`. Efficiency is the examples per second and rank over those of the fewest
-ranks. A run that fails is reported and does not stop the others; the exit code is then 1.
+Each number of ranks runs `train.commands.speed` through launch/torchrun.sh in a folder of its own under `--out`, one
+after the other, beside `scaling.md` and `scaling.json`. Efficiency is the examples per second and rank over those of
+the fewest ranks. A run that fails is reported and does not stop the others; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.sweep import Job, Runner
-from train.files import new_folder, write_json
+from train.process.files import new_folder, write_json
 
 GIB = 2**30
-SPEED_FILE = "speed.json"  # of train.speed, which would import all of torch
+SPEED_FILE = "speed.json"  # of train.commands.speed, which would import all of torch
 COLUMNS = (
     "ranks", "examples/s", "steps/s", "efficiency", "waiting for data", "peak memory of a rank", "a step, traced",
     "NCCL", "NCCL alone", "idle",
@@ -41,7 +41,7 @@ class Scale(Job):
 
 
 def table(speeds: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each result of `train.speed`. Times are those of rank 0; without a GPU there are none."""
+    """Markdown: a row for each result of `train.commands.speed`; times are of rank 0, and none without a GPU."""
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for speed in speeds:
         rate = speed["examples_per_s"] / speed["ranks"]
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         shared = ["--config-dir", str(options.config_dir.absolute()), *shared]
     try:
         counts = sorted({int(count) for count in options.nproc.split(",")})
-        runners = [Runner(shared, count, module="train.speed") for count in counts]
+        runners = [Runner(shared, count, module="train.commands.speed") for count in counts]
     except ValueError as error:
         parser.error(str(error))
     if options.out and options.out.exists():

@@ -28,10 +28,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, stdev
 
-from train.doctor import nvidia_smi
-from train.files import new_folder
-from train.overrides import split_values
-from train.preemption import SIGNALS, STATUS
+from train.commands.doctor import nvidia_smi
+from train.config.overrides import split_values
+from train.process.files import new_folder
+from train.process.preemption import SIGNALS, STATUS
 
 SEED = "runtime.seed"
 IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all jobs, or that NE implies

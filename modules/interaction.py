@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
-from kernels.offsets import scaled_offsets
 from modules.broadcast import CandidateRows, request_part
 from modules.maxima import check_maximum
 from modules.mlp import MLP, SharedLinear, linear_flops

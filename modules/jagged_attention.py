@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kernels.jagged import jagged_attention
+from kernels.attention import jagged_attention
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 from modules.rotary import Rotation, rotate_qkv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kernels import dispatch
+from kernels.core import dispatch
 from modules.mlp import MLP, linear_flops
 from modules.norms import rms_norm
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.attention import jagged_attention
+from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
-from kernels.jagged import jagged_attention
-from kernels.offsets import scaled_offsets
 from kernels.tokens import unbind
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum

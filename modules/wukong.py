@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
-from kernels.offsets import scaled_offsets
 from kernels.tokens.norm import EPSILON
 from modules.beside import Beside
 from modules.broadcast import CandidateRows, request_part
@@ -17,7 +17,6 @@ from modules.interaction import DotInteraction, products_across
 from modules.lce import LCE
 from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
-
 
 MACHINES = ("optimised", "plain", "attentive")
 

@@ -13,9 +13,9 @@ from unittest import mock
 from hydra import compose, initialize_config_dir
 
 from tests.processes import run_ranks
-from train import distributed
-from train.compose import to_config
-from train.config import register_schema
+from train.config.compose import to_config
+from train.config.schema import register_schema
+from train.process import distributed
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, train
     world = distributed.start(config.runtime)
     try:
         # They take as long as a run of a few steps; the real commands draw them.
-        with mock.patch("train.plots.plot_run"):
+        with mock.patch("train.record.plots.plot_run"):
             trainer(config, world).run()
     finally:
         distributed.stop()

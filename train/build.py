@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from kernels import dispatch
+from kernels.core import dispatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
-from train.config import Config, EventsConfig, ModelConfig
+from train.config.schema import Config, EventsConfig, ModelConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
-from train.distributed import World
-from train.frozen import freeze
-from train.graphs import use_graphs
 from train.metrics.collection import OwnMetric, own_metrics
-from train.regions import compile_regions
-from train.sparse import ids_per_request, shard
+from train.optim.frozen import freeze
+from train.optim.sparse import ids_per_request, shard
+from train.process.distributed import World
+from train.speedup.graphs import use_graphs
+from train.speedup.regions import compile_regions
 
 log = logging.getLogger(__name__)
 

@@ -27,15 +27,16 @@ from torch.utils.data import DataLoader
 
 from modules.batch import RequestBatch
 from modules.precision import in_high_precision
-from train import checkpoint, distributed
 from train.build import Job, build
-from train.compose import from_dict
+from train.checkpoint import save as checkpoint
+from train.config.compose import from_dict
+from train.config.overrides import split_options
 from train.data.loader import build_loader
 from train.data.requests import SPLITS
-from train.files import write_json
 from train.metrics import MetricSet, history_lengths
-from train.overrides import split_options
-from train.tracking import setup_logging
+from train.process import distributed
+from train.process.files import write_json
+from train.record.tracking import setup_logging
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from train import distributed
-from train.compose import to_config
-from train.config import register_schema
+from train.config.compose import to_config
+from train.config.schema import register_schema
+from train.process import distributed
 from train.trainer import Trainer
 
 register_schema()

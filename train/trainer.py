@@ -16,26 +16,28 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
-from train import checkpoint, versions, warm_start
-from train.balance import Balance
 from train.build import build
-from train.checkpoint import Checkpointer, Progress
-from train.config import Config
+from train.checkpoint import save as checkpoint
+from train.checkpoint import warm_start
+from train.checkpoint.save import Checkpointer, Progress
+from train.config.schema import Config
 from train.data.loader import build_loader
-from train.distributed import World
 from train.evaluate import evaluate_split
-from train.files import new_folder, write_json
-from train.guards import FiniteGuard
-from train.launching import LaunchWatch
 from train.loss import ranking_loss, shares_of_tasks
-from train.memory import peak_memory_bytes, reset_peak_memory
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
-from train.optim import Optimizer
-from train.preemption import STATUS, Preempted, Preemption
-from train.replay import Replay
-from train.stall import StallWatch
-from train.tracing import StepTracer
-from train.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
+from train.optim.balance import Balance
+from train.optim.dense import Optimizer
+from train.optim.guards import FiniteGuard
+from train.process import versions
+from train.process.distributed import World
+from train.process.files import new_folder, write_json
+from train.process.memory import peak_memory_bytes, reset_peak_memory
+from train.process.preemption import STATUS, Preempted, Preemption
+from train.process.stall import StallWatch
+from train.record.tracing import StepTracer
+from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
+from train.speedup.launching import LaunchWatch
+from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
@@ -360,7 +362,7 @@ class Trainer:
         if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
         if self.world.is_first:
-            from train.plots import plot_run  # imports matplotlib, which takes half a second
+            from train.record.plots import plot_run  # imports matplotlib, which takes half a second
 
             plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
             write_json(self.run_dir / "results.json", results)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from kernels import dispatch
 from kernels.bench.case import Case, Problem
 from kernels.bench.environment import commit, environment, slug
 from kernels.bench.timing import (
@@ -27,8 +26,9 @@ from kernels.bench.timing import (
     peak_memory,
     turn_of,
 )
+from kernels.core import dispatch
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options:
 
 
 def families() -> list[str]:
-    return sorted(path.parent.name for path in PACKAGE.glob("*/bench.py"))
+    return sorted(path.stem for path in (PACKAGE / "cases").glob("*.py") if "_" not in path.stem)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="then time each contender alone too, at its own clock")
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on a contender (default: 1)")
     parser.add_argument("--min-rounds", type=int, default=10, help="at least this many calls of each (default: 10)")
-    parser.add_argument("--out", type=Path, default=PACKAGE / "bench" / "results", help="where the JSON files are")
+    parser.add_argument("--out", type=Path, default=PACKAGE / "results", help="where the JSON files are")
     options = parser.parse_args(arguments)
     if options.graph and options.device == "cpu":
         parser.error("--graph needs --device cuda")
     device = torch.device(options.device)
-    cases = importlib.import_module(f"kernels.{options.family}.bench").cases(device)
+    cases = importlib.import_module(f"kernels.bench.cases.{options.family}").cases(device)
     chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.case)]
     if not chosen:
         parser.error(f"no case matches {options.case!r}; cases: {', '.join(case.name for case in cases)}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 Check = Callable[[tuple[Tensor, ...]], "str | None"]
 
@@ -31,8 +31,8 @@ class Problem:
     """A set of inputs, with contenders and what is needed to judge them.
 
     A contender is a function that does the untimed preparation and returns a Runner, or raises
-    `kernels.dispatch.UnsupportedError` with the reason why it is not available here. The first available one is "ours".
-    `flops` and `bytes` are the minimum that the problem needs, whatever a contender executes.
+    `kernels.core.dispatch.UnsupportedError` with the reason why it is not available here. The first available one is
+    "ours". `flops` and `bytes` are the minimum that the problem needs, whatever a contender executes.
     """
 
     contenders: dict[str, Callable[[], Runner]]

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.gdpa import gluon_backend, padded, reference, triton_backend  # noqa: F401  register their backends
-from kernels.gdpa.activations import ACTIVATIONS, unknown
+from kernels.core import dispatch
+from kernels.core.activations import ACTIVATIONS, unknown
+from kernels.core.checks import check_lengths, check_offsets, check_window
+from kernels.core.offsets import derived
+from kernels.gdpa import hopper_backend, padded, reference, triton_backend  # noqa: F401  register their backends
 from kernels.gdpa.norms import add_norms, layer_norm
-from kernels.jagged.checks import check_lengths, check_offsets, check_window
-from kernels.offsets import derived
 
 __all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
 

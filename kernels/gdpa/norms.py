@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 from kernels.tokens.norm import EPSILON, MAX_WIDTH
 
 
@@ -62,9 +62,9 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: i
 
 @custom_op("gemsmith::gdpa_layer_norm")
 def _before(query: Tensor) -> Tensor:
-    from kernels.gdpa import triton_norms
+    from kernels.gdpa.triton import norms
 
-    return triton_norms.layer_norm(query)
+    return norms.layer_norm(query)
 
 
 @_before.register_fake
@@ -74,9 +74,9 @@ def _(query: Tensor) -> Tensor:
 
 @custom_op("gemsmith::gdpa_layer_norm_backward")
 def _before_backward(grad: Tensor, query: Tensor) -> Tensor:
-    from kernels.gdpa import triton_norms
+    from kernels.gdpa.triton import norms
 
-    return triton_norms.layer_norm_backward(grad, query)
+    return norms.layer_norm_backward(grad, query)
 
 
 @_before_backward.register_fake
@@ -86,9 +86,9 @@ def _(grad: Tensor, query: Tensor) -> Tensor:
 
 @custom_op("gemsmith::gdpa_add_norms")
 def _behind(x: Tensor, query: Tensor) -> Tensor:
-    from kernels.gdpa import triton_norms
+    from kernels.gdpa.triton import norms
 
-    return triton_norms.add_norms(x, query)
+    return norms.add_norms(x, query)
 
 
 @_behind.register_fake
@@ -98,9 +98,9 @@ def _(x: Tensor, query: Tensor) -> Tensor:
 
 @custom_op("gemsmith::gdpa_add_norms_backward")
 def _behind_backward(grad: Tensor, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    from kernels.gdpa import triton_norms
+    from kernels.gdpa.triton import norms
 
-    return triton_norms.add_norms_backward(grad, x, query)
+    return norms.add_norms_backward(grad, x, query)
 
 
 @_behind_backward.register_fake

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.custom_op import custom_op
-from kernels.gdpa.activations import ACTIVATIONS
+from kernels.core.activations import ACTIVATIONS
+from kernels.core.operator import custom_op
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.gdpa import reference
 from kernels.jagged.reference import repeat_heads
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.gdpa.activations import activate
+from kernels.core import dispatch
+from kernels.core.activations import activate
 from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
 
 

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.gdpa.operator import gdpa_operator
 
 MAX_HEAD_DIM = 256
 
 
 def _forward(*arguments: Any) -> Tensor:
-    from kernels.gdpa.triton_forward import forward
+    from kernels.gdpa.triton.forward import forward
 
     return forward(*arguments)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.gdpa.triton_backward import backward
+    from kernels.gdpa.triton.backward import backward
 
     return backward(*arguments)
 

@@ -13,12 +13,12 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.attention import jagged_attention
+from kernels.attention.hopper import needs_hopper_heads
+from kernels.core import dispatch
+from kernels.core.checks import check_heads, check_lengths, check_offsets
+from kernels.core.offsets import scaled_offsets
 from kernels.gdpa import gdpa
-from kernels.jagged import jagged_attention
-from kernels.jagged.checks import check_heads, check_lengths, check_offsets
-from kernels.jagged.gluon_attention import needs_hopper_heads
-from kernels.offsets import scaled_offsets
 
 
 def nested_offsets(*levels: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.custom_op import custom_op
+from kernels.core.checks import check_offsets, check_rows
+from kernels.core.operator import custom_op
 from kernels.jagged import segment_sum
-from kernels.jagged.checks import check_offsets, check_rows
 from kernels.jagged.reference import row_of
 
 

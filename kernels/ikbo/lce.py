@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.ikbo import lce_backends, lce_reference, lce_torch  # noqa: F401  (they register themselves)
+from kernels.core import dispatch
+from kernels.core.checks import check_offsets
+from kernels.ikbo import lce_backends, lce_torch, reference  # noqa: F401  (they register themselves)
 from kernels.ikbo.lce_operator import MAX_LEVELS
-from kernels.jagged.checks import check_offsets
 
 __all__ = ["linear_compression"]
 

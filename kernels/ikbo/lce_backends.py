@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.ikbo.lce_operator import Gradients, compression_operator, gradients_with
 
 MIN_ROWS = 128
 
 
 def _triton_forward(*arguments: Any) -> Tensor:
-    from kernels.ikbo.triton_lce import forward
+    from kernels.ikbo.triton.lce import forward
 
     return forward(*arguments)
 
 
 def _triton_backward(*arguments: Any) -> Gradients:
-    from kernels.ikbo.triton_lce import compress, weight_gradient
+    from kernels.ikbo.triton.lce import compress, weight_gradient
 
     return gradients_with(lambda weight, x: compress(x, weight, None, x.dtype), weight_gradient)(*arguments)
 
@@ -37,14 +37,14 @@ def _gluon_forward(
     w_requests: Sequence[Tensor],
     offsets: Sequence[Tensor],
 ) -> Tensor:
-    from kernels.ikbo.gluon_lce_forward import compress
+    from kernels.ikbo.hopper.lce_forward import compress
 
     return compress(candidate, w_candidate, *requests, *w_requests, *offsets)
 
 
 def _gluon_backward(*arguments: Any) -> Gradients:
-    from kernels.ikbo.gluon_lce_forward import compress
-    from kernels.ikbo.gluon_lce_weight import weight_gradient
+    from kernels.ikbo.hopper.lce_forward import compress
+    from kernels.ikbo.hopper.lce_weight import weight_gradient
 
     return gradients_with(lambda weight, x: compress(x, weight), weight_gradient)(*arguments)
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
-from kernels.ikbo import lce_reference
+from kernels.core import dispatch
+from kernels.core.checks import check_offsets
+from kernels.core.operator import custom_op
+from kernels.ikbo import reference
 from kernels.ikbo.lce_backends import hopper_sizes
 from kernels.ikbo.lce_torch import room
-from kernels.jagged.checks import check_offsets
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 LINE = 128  # codes, which are bytes; rows of them start at lines of a cache
@@ -121,7 +121,7 @@ def _reference(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    out = lce_reference.linear_compression(
+    out = reference.linear_compression(
         candidate.float() * candidate_scale,
         w_candidate.float() * w_candidate_scale[:, None],
         [request.float() * request_scale],
@@ -152,7 +152,7 @@ def _gluon(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    from kernels.ikbo.gluon_lce_forward import compress
+    from kernels.ikbo.hopper.lce_forward import compress
 
     scales = w_candidate_scale * candidate_scale, w_user_scale * user_scale
     return compress(candidate, w_candidate, user, w_user, offsets.contiguous(), scales, dtype)

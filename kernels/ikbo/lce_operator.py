@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.custom_op import Operator, custom_op
+from kernels.core.operator import Operator, custom_op
 from kernels.jagged import segment_sum
 
 MAX_LEVELS = 3

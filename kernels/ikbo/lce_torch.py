@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.ikbo.lce_operator import compression_operator, gradients_with
 from kernels.jagged.reference import row_of
 

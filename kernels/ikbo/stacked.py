@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 
-# Of `kernels.custom_op`s autograd sees no tensors inside lists.
+# Of `kernels.core.operator`s autograd sees no tensors inside lists.
 @torch.library.custom_op("gemsmith::stacked_linear", mutates_args=())
 def _stacked_linear(inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
     total, width = sum(x.shape[0] for x in inputs), weights[0].shape[0]

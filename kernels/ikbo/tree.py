@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.custom_op import on_its_device
+from kernels.core import dispatch
+from kernels.core.caches import forgetting
+from kernels.core.checks import check_lengths, check_offsets
+from kernels.core.offsets import scaled_offsets
+from kernels.core.operator import on_its_device
 from kernels.gdpa import gdpa
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
-from kernels.jagged.checks import check_lengths, check_offsets
 from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
-from kernels.offsets import scaled_offsets
-from kernels.remember import forgetting
 
 
 def tree_attention(
@@ -165,7 +165,7 @@ def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
     return [[offsets.contiguous() for offsets in own] for own in lists]
 
 
-# A `kernels.custom_op` would hide tensors inside lists from autograd. As in one, nothing is remembered for offsets,
+# A `kernels.core.operator` would hide tensors inside lists from autograd. As in one, nothing is remembered for offsets,
 # which compiled code may overwrite without counting the write.
 @torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
 @on_its_device
@@ -180,8 +180,8 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse [H, N]): attention to each level separately, averaged with the levels' shares of all weights."""
-    from kernels.ikbo.triton_levels import join_levels
-    from kernels.jagged.gluon_attention_forward import attention_forward
+    from kernels.attention.hopper.forward import attention_forward
+    from kernels.ikbo.triton.levels import join_levels
 
     results = [
         forgetting(attention_forward)(q, *level, scale, False, (-1, -1))
@@ -211,8 +211,8 @@ def _differentiate(
     max_k: list[int],
     scale: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    from kernels.ikbo.triton_levels import sum_of
-    from kernels.jagged.gluon_attention_backward import attention_backward
+    from kernels.attention.hopper.backward import attention_backward
+    from kernels.ikbo.triton.levels import sum_of
 
     # With the statistics of all levels, a level's weights are its part of the softmax, and its gradients are, too.
     results = [

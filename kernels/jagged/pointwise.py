@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
+from kernels.core.checks import check_floating, check_offsets, check_rows
 from kernels.jagged import reference
-from kernels.jagged.checks import check_floating, check_offsets, check_rows
 
 ACTIVATIONS = {
     "none": lambda z: z,

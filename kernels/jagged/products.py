@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import dispatch
+from kernels.core import dispatch
+from kernels.core.checks import check_floating, check_lengths, check_offsets
 from kernels.jagged import reference
-from kernels.jagged.checks import check_floating, check_lengths, check_offsets
 
 SHORT = 128  # places; rows of fewer do not fill tiles of 64
 LONG = 1024  # places of a row; the kernel that gives each row to one program keeps to rows of no more

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import dispatch
-from kernels.jagged.checks import check_lengths
+from kernels.core import dispatch
+from kernels.core.checks import check_lengths
 
 
 def row_of(offsets: Tensor, total: int) -> Tensor:

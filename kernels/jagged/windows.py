@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import dispatch
+from kernels.core import dispatch
+from kernels.core.checks import check_not_negative, check_offsets, check_rows
 from kernels.jagged import reference
-from kernels.jagged.checks import check_not_negative, check_offsets, check_rows
 
 
 def jagged_flip(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.moe import fused  # noqa: F401  importing it registers its backend
 from kernels.moe.reference import Order, combine, gather, swiglu
 from kernels.moe.selection import top_k

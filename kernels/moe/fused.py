@@ -21,8 +21,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.custom_op import custom_op, watched
+from kernels.core import dispatch
+from kernels.core.operator import custom_op, watched
 from kernels.moe.reference import ROWS, Permutation, capacity_of
 from kernels.mxfp8 import QUANTIZED
 from kernels.mxfp8.grouped import (
@@ -51,11 +51,12 @@ def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
     if group == 0:
         rounded = weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
         return rounded.transpose(1, 2) if transpose else rounded
-    from kernels.mxfp8 import gluon_quantize, gluon_weights
+    from kernels.mxfp8.hopper import quantize
+    from kernels.mxfp8.hopper import weights as gluon_weights
 
     if gluon_weights.serves(weight):
         return gluon_weights.operand(weight, transpose, group)
-    results = gluon_quantize.quantize_both(weight, not transpose, transpose, group, group == 128, MATRIX)
+    results = quantize.quantize_both(weight, not transpose, transpose, group, group == 128, MATRIX)
     return Quantized(*(results[2:] if transpose else results[:2]), group)
 
 
@@ -68,7 +69,7 @@ def _both(weight: Tensor, group: int) -> tuple[Operand, *tuple[Tensor, ...]]:
     """weight [E, N, K] as the forward takes it, and the three tensors that the input gradient takes, or empty ones."""
     if not _quantizes_both(weight, group):
         return _operand(weight, group, False), *(weight.new_empty(0) for _ in range(3))
-    from kernels.mxfp8 import gluon_weights
+    from kernels.mxfp8.hopper import weights as gluon_weights
 
     operand, transposed = gluon_weights.operands(weight)
     return operand, transposed.codes, transposed.scales, transposed.differ
@@ -87,12 +88,12 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
-    from kernels.moe import triton_route
-    from kernels.moe.gluon_gather import gather
-    from kernels.moe.gluon_swiglu import swiglu
-    from kernels.moe.gluon_swiglu_quantized import swiglu_quantized
+    from kernels.moe.hopper.gather import gather
+    from kernels.moe.hopper.swiglu import swiglu
+    from kernels.moe.hopper.swiglu_quantized import swiglu_quantized
+    from kernels.moe.triton import route
 
-    permutation = triton_route.permutation(chosen, gate_up.shape[0])
+    permutation = route.permutation(chosen, gate_up.shape[0])
     rows, row_scales, *kept_rows = gather(x, permutation, group, form_of(group, True) if keep and group else None)
     first = _operand(gate_up, group, False)
     if group:
@@ -107,7 +108,7 @@ def _forward(
     second, *transposed = _both(down, group) if keep else (_operand(down, group, False),)
     result = fprop(result, second, permutation.ends)
     del second
-    out = triton_route.combine(result, permutation.rows, weights, dtype)
+    out = route.combine(result, permutation.rows, weights, dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
     return out, hidden, *kept_rows, *permutation, *transposed
@@ -152,11 +153,11 @@ def _differentiate(
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `_backward`. With `overwrite` the first of `kept` may be overwritten, and codes freed."""
-    from kernels.moe import triton_route
-    from kernels.moe.gluon_gather import gather
-    from kernels.moe.gluon_swiglu import swiglu_backward
-    from kernels.moe.gluon_swiglu_quantized import swiglu_quantized_backward
-    from kernels.mxfp8 import gluon_dequantize
+    from kernels.moe.hopper.gather import gather
+    from kernels.moe.hopper.swiglu import swiglu_backward
+    from kernels.moe.hopper.swiglu_quantized import swiglu_quantized_backward
+    from kernels.moe.triton import route
+    from kernels.mxfp8.hopper import dequantize
 
     hidden, *kept_rows = kept[:3]
     permutation = Permutation(*kept[3:7])
@@ -193,14 +194,14 @@ def _differentiate(
         del d_out, d_result, result
         d_hidden_t, rows = d_hidden, kept_rows[0]
     if needs_weights:
-        d_weights = triton_route.collect(partial, permutation.rows, weights.dtype)
+        d_weights = route.collect(partial, permutation.rows, weights.dtype)
     if needs_x:
         d_rows = fprop(d_hidden, _operand(gate_up, group, True), ends)
-        dx = triton_route.combine(d_rows, permutation.rows, None, dtype)
+        dx = route.combine(d_rows, permutation.rows, None, dtype)
         del d_rows, d_hidden
     if needs_gate_up:
         if group == BLOCK and kept_rows[0].numel():
-            rows = Rounded(gluon_dequantize.dequantize_interleaved(*kept_rows))
+            rows = Rounded(dequantize.dequantize_interleaved(*kept_rows))
             if overwrite:
                 kept_rows[0].untyped_storage().resize_(0)
         d_gate_up = wgrad(d_hidden_t, rows, ends, gate_up.dtype)

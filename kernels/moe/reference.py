@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8 import grouped_mm
 
 ROWS = 128

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 
 @dispatch.register("moe_top_k", "reference")
@@ -25,7 +25,7 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, num_expe
 
 @dispatch.register("moe_top_k", "triton", supports=_supports, priority=10)
 def _triton(scores: Tensor, k: int) -> Tensor:
-    from kernels.moe import triton_top_k
+    from kernels.moe.triton import top_k as triton_top_k
 
     return triton_top_k.top_k(scores, k)
 

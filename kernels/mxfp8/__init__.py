@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8 import (  # noqa: F401  importing them registers their backends
     backends,
     grouped,

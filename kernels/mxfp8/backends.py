@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8.reference import MXTensor
 
 
@@ -24,8 +24,8 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: in
 @dispatch.register("mxfp8_quantize", "gluon", supports=_supports, priority=10)
 def quantize(x: Tensor, axis: int, group: int, square: bool) -> MXTensor:
     """With blocks along the last axis but one, codes and scales are transposed views: they are contiguous along it."""
-    from kernels.mxfp8.gluon_quantize import quantize_both
     from kernels.mxfp8.grouped import MATRIX
+    from kernels.mxfp8.hopper.quantize import quantize_both
 
     along_rows = axis % x.dim() == x.dim() - 1
     if x.dim() == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 _GROUPED = {
     "gluon": "FP8 products of codes, their sums over 128 terms scaled and added in float32",

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8.reference import BLOCK, MXTensor
 
 MATRIX, TILES, WORDS, BYTES, VALUES = range(5)
@@ -61,7 +61,7 @@ class Quantized(NamedTuple):
 class Rounded(NamedTuple):
     """An operand in MXFP8 with scales every 32, dequantised: bfloat16 values [..., lines, K].
 
-    64 neighbouring elements come in the order of `gluon_dequantize.dequantize_interleaved`: element
+    64 neighbouring elements come in the order of `hopper.dequantize.dequantize_interleaved`: element
     16 a + 4 b + 2 c + d at 16 b + 8 c + 2 a + d.
     """
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 from kernels.mxfp8.grouped import Quantized, Rounded, column_codes, row_codes, swaps
 
 
@@ -55,9 +55,9 @@ def _matrices(weight: Tensor) -> Tensor:
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0 or weight.shape[0] == 0:
         return x.new_zeros(x.shape[0], weight.shape[1])
-    from kernels.mxfp8 import gluon_grouped_bf16
+    from kernels.mxfp8.hopper import grouped_bf16
 
-    return gluon_grouped_bf16.grouped_mm(_addressable(x), _matrices(weight), ends.contiguous())
+    return grouped_bf16.grouped_mm(_addressable(x), _matrices(weight), ends.contiguous())
 
 
 @_grouped_mm.register_fake
@@ -93,9 +93,9 @@ _grouped_mm.register_autograd(_differentiate_mm, setup_context=_save)
 def _grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0 or ends.shape[0] == 0:
         return x.new_zeros(ends.shape[0], dy.shape[1], x.shape[1])
-    from kernels.mxfp8 import gluon_grouped_bf16
+    from kernels.mxfp8.hopper import grouped_bf16
 
-    return gluon_grouped_bf16.grouped_wgrad(_addressable(dy), _addressable(x), ends.contiguous(), x.dtype)
+    return grouped_bf16.grouped_wgrad(_addressable(dy), _addressable(x), ends.contiguous(), x.dtype)
 
 
 @_grouped_wgrad.register_fake
@@ -133,9 +133,9 @@ def _operands(*operands: Quantized) -> tuple[Tensor, ...]:
 def _rounded(operand: Quantized | Rounded) -> Tensor:
     if isinstance(operand, Rounded):
         return operand.values
-    from kernels.mxfp8 import gluon_dequantize
+    from kernels.mxfp8.hopper import dequantize
 
-    return gluon_dequantize.dequantize_interleaved(*_operands(operand))
+    return dequantize.dequantize_interleaved(*_operands(operand))
 
 
 _g128 = _supports_quantized((9, 0), (128,))
@@ -147,19 +147,19 @@ _blackwell = _supports_quantized((10, 0), (32, 128))
 def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b.codes.shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
-    from kernels.mxfp8 import gluon_grouped_fp8
+    from kernels.mxfp8.hopper import grouped_fp8
 
-    return gluon_grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
+    return grouped_fp8.grouped_mm(*_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon", supports=_g128, priority=20)
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
         return dy.codes.new_zeros(ends.shape[0], dy.lines, x.codes.shape[0], dtype=dtype)
-    from kernels.mxfp8 import gluon_grouped_fp8
+    from kernels.mxfp8.hopper import grouped_fp8
 
     written = dtype if dtype is torch.bfloat16 else torch.float32
-    dw = gluon_grouped_fp8.grouped_wgrad(*_operands(dy, x), ends.contiguous(), written, paired=dy.paired)
+    dw = grouped_fp8.grouped_wgrad(*_operands(dy, x), ends.contiguous(), written, paired=dy.paired)
     return dw.to(dtype)
 
 
@@ -167,32 +167,32 @@ def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tens
 def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b[0].shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
-    from kernels.mxfp8 import gluon_grouped_strict
+    from kernels.mxfp8.hopper import grouped_strict
 
     matrices, scales = (b.values, None) if isinstance(b, Rounded) else _operands(b)
-    return gluon_grouped_strict.grouped_mm(*_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales)
+    return grouped_strict.grouped_mm(*_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales)
 
 
 @dispatch.register("mxfp8_grouped_wgrad", "gluon_strict", supports=_strict, priority=10)
 def strict_wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
         return dy.codes.new_zeros(ends.shape[0], dy.lines, x.lines, dtype=dtype)
-    from kernels.mxfp8 import gluon_grouped_strict
+    from kernels.mxfp8.hopper import grouped_strict
 
     written = dtype if dtype is torch.bfloat16 else torch.float32
     ends = ends.contiguous()
     # One operand is dequantised beforehand, and pairs are not.
     if isinstance(x, Quantized) and not dy.paired and swaps(dy.group, dy.lines, x.lines):
-        dw = gluon_grouped_strict.grouped_wgrad(*_operands(x), _rounded(dy), ends, written, transposed=True)
+        dw = grouped_strict.grouped_wgrad(*_operands(x), _rounded(dy), ends, written, transposed=True)
     else:
-        dw = gluon_grouped_strict.grouped_wgrad(*_operands(dy), _rounded(x), ends, written, paired=dy.paired)
+        dw = grouped_strict.grouped_wgrad(*_operands(dy), _rounded(x), ends, written, paired=dy.paired)
     return dw.to(dtype)
 
 
 @dispatch.register("mxfp8_grouped_fprop", "triton", supports=_blackwell, priority=-3)
 def blackwell_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     """Compiled for sm_100, not run."""
-    from kernels.mxfp8 import triton_grouped_blackwell
+    from kernels.mxfp8.blackwell import grouped as triton_grouped_blackwell
 
     return triton_grouped_blackwell.grouped_mm(*_operands(row_codes(a), b), ends.contiguous())
 
@@ -200,6 +200,6 @@ def blackwell_fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
 @dispatch.register("mxfp8_grouped_wgrad", "triton", supports=_blackwell, priority=-3)
 def blackwell_wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Compiled for sm_100, not run."""
-    from kernels.mxfp8 import triton_grouped_blackwell
+    from kernels.mxfp8.blackwell import grouped as triton_grouped_blackwell
 
     return triton_grouped_blackwell.grouped_wgrad(*_operands(column_codes(dy), x), ends.contiguous(), dtype)

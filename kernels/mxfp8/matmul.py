@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8.reference import BLOCK
 
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.mxfp8.grouped import Quantized, fprop, wgrad
 from kernels.mxfp8.matmul import aligned_groups, refuse_second_derivatives, scattered
 from kernels.mxfp8.reference import BLOCK

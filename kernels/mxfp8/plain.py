@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 # The CUTLASS kernels behind torch._grouped_mm; elsewhere it is a loop of its own.
 CAPABILITIES = ((9, 0), (10, 0))

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import dispatch
+from kernels.core import dispatch
 
 BLOCK = 32
 GROUPS = (32, 128)

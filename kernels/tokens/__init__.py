@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels.core import dispatch
 from kernels.tokens import activation as _activation
 from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
 from kernels.tokens.parts import Unbind

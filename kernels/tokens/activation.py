@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 
 ACTIVATIONS = {"none": lambda u: u, "silu": F.silu}
 MAX_WIDTH = 2048  # columns of a row, of which a program keeps several copies in registers
@@ -33,7 +33,7 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: i
 
 @custom_op("gemsmith::activate")
 def _activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> Tensor:
-    from kernels.tokens import triton_activation
+    from kernels.tokens.triton import activation as triton_activation
 
     return triton_activation.activate(z, bias, activation, factor)
 
@@ -47,7 +47,7 @@ def _(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> Tensor
 def _activate_backward(
     grad: Tensor, z: Tensor, bias: Tensor, activation: str, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.tokens import triton_activation
+    from kernels.tokens.triton import activation as triton_activation
 
     return triton_activation.activate_backward(grad, z, bias, activation, factor)
 

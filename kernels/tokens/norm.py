@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 
 EPSILON = 1e-5
 MAX_WIDTH = 8192  # columns of a row, which one program keeps in registers
@@ -36,7 +36,7 @@ def _supports(
 
 @custom_op("gemsmith::rms_norm")
 def _rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens.triton import tokens as triton_tokens
 
     return triton_tokens.rms_norm(x, dtype)
 
@@ -48,7 +48,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @custom_op("gemsmith::rms_norm_backward")
 def _rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens.triton import tokens as triton_tokens
 
     return triton_tokens.rms_norm_backward(grad, x)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 
 
 @dispatch.register("permute", "reference")
@@ -23,7 +23,7 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype) -> str |
 
 @custom_op("gemsmith::permute")
 def _permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens.triton import tokens as triton_tokens
 
     return triton_tokens.permute(values, order, inverse)
 

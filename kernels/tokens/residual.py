@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 from kernels.tokens import norm
 
 
@@ -28,9 +28,9 @@ def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: i
 
 @custom_op("gemsmith::add_rms_norm")
 def _add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.tokens import triton_residual
+    from kernels.tokens.triton import residual
 
-    return triton_residual.add_rms_norm(x, change, rows)
+    return residual.add_rms_norm(x, change, rows)
 
 
 @_add_rms_norm.register_fake
@@ -43,9 +43,9 @@ def _(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Te
 def _add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor, d_picked: Tensor | None, total: Tensor, rows: Tensor | None
 ) -> Tensor:
-    from kernels.tokens import triton_residual
+    from kernels.tokens.triton import residual
 
-    return triton_residual.add_rms_norm_backward(d_total, d_normed, d_picked, total, rows)
+    return residual.add_rms_norm_backward(d_total, d_normed, d_picked, total, rows)
 
 
 @_add_rms_norm_backward.register_fake

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels import dispatch
-from kernels.custom_op import custom_op
+from kernels.core import dispatch
+from kernels.core.operator import custom_op
 
 MAX_WIDTH = 8192  # features of a head; a program keeps whole tokens in registers
 
@@ -51,7 +51,7 @@ def _supports(
 
 @custom_op("gemsmith::rotate")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens.triton import tokens as triton_tokens
 
     return triton_tokens.rotate(x, cos, sin, positions, inverse)
 
@@ -83,7 +83,7 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> T
 def _rotate_qkv_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
 ) -> Tensor:
-    from kernels.tokens import triton_tokens
+    from kernels.tokens.triton import tokens as triton_tokens
 
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
     triton_tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])

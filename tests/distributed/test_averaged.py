@@ -12,8 +12,9 @@ import torch
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
-from train import evaluate, export
-from train.tracking import Record, read_metrics
+from train import evaluate
+from train.commands import export
+from train.record.tracking import Record, read_metrics
 
 DECAY = 0.5
 RUN = (*TINY, "runtime.steps=6", "runtime.eval_every=3", "checkpoint.keep=9", "optimizer.warmup_steps=0")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import TINY_DLRM, train_ranks
-from train.tracking import read_metrics
+from train.record.tracking import read_metrics
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for a CPU needs a C++ compiler")

@@ -13,10 +13,10 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tests.processes import run_ranks
-from train import distributed
-from train.config import EventsConfig, MovieLensConfig, RuntimeConfig
+from train.config.schema import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
 from train.data.loader import build_loader
+from train.process import distributed
 
 RANKS = 2
 
@@ -34,6 +34,7 @@ def test_one_rank_prepares_and_together_they_read_everything(tmp_path):
     assert torch.equal(found.sort().values, expected.sort().values)
 
 
+@pytest.mark.reliability("the rank that prepares the data fails", "all ranks end with its error")
 def test_what_stops_the_rank_that_prepares_is_the_error_of_all(tmp_path):
     (tmp_path / "log.csv").write_text("item,click\n1,1\n2,yes\n")
     run_ranks(read_bad_row, RANKS, tmp_path)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from modules.moe import MoE
+from tests.modules.test_drop_in import DIM, MODULES, gradients, setup
 from tests.processes import run_ranks
-from tests.unit.test_drop_in import DIM, MODULES, gradients, setup
 
 
 def holders(module: nn.Module) -> list[nn.Module]:

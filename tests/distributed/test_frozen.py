@@ -15,8 +15,8 @@ from modules.models.ranking import RankingModel
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
-from tests.unit.factories import random_spec
-from train.frozen import freeze
+from tests.modules.factories import random_spec
+from train.optim.frozen import freeze
 
 FIRST = (*TINY, "model=interformer_moe", "model.moe.bias_update_rate=0.05", "runtime.steps=4")
 FROZEN = ("*.embeddings.item", "*.embeddings.user.weight", "arch.layers.0", "embedding.assemble.request_dense.bias")

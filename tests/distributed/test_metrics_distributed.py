@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
-from tests.unit.factories import random_batch, random_spec
 from train.metrics import MetricSet, Throughput, history_lengths, history_sums
 
 CPU = torch.device("cpu")

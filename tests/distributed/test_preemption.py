@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.agent import main as agent
 from tests.launching import ROOT, TINY, environment, python, train_ranks
-from train.preemption import STATUS
-from train.tracking import read_metrics
+from train.process.preemption import STATUS
+from train.record.tracking import read_metrics
 
 STEPS = 80
 OPTIONS = (
@@ -78,6 +78,10 @@ def stop(ranks: int, number: signal.Signals, run_dir: Path, *, all_processes: bo
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.reliability(
+    "SIGTERM to every process of a run, loader workers included",
+    "a checkpoint, status 75; started again, the run ends with the results of one that was not stopped",
+)
 def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(ranks: int, tmp_path: Path) -> None:
     stop(ranks, signal.SIGTERM, tmp_path / "stopped", all_processes=True)  # as Slurm does
     resumed, whole = finish(ranks, tmp_path / "stopped"), finish(ranks, tmp_path / "whole")
@@ -86,14 +90,23 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(ranks: int, tmp_pat
     assert resumed["valid"] == whole["valid"]
 
 
+@pytest.mark.reliability(
+    "SIGUSR1 to every process of a run, its resource tracker included",
+    "a checkpoint and status 75; no process dies of the signal",
+)
 def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> None:
     stop(1, signal.SIGUSR1, tmp_path / "run", all_processes=True)
 
 
+@pytest.mark.reliability("SIGUSR1 to the launcher alone", "it reaches all ranks; a checkpoint, status 75")
 def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:
     stop(2, signal.SIGUSR1, tmp_path / "run", all_processes=False)
 
 
+@pytest.mark.reliability(
+    "ranks end with status 75, or with another one",
+    "the launcher ends with 75 for a stop, and says which process failed otherwise",
+)
 def test_the_launcher_tells_a_stop_from_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node's signal, or one to the processes alone: torchrun sees nothing but their statuses."""
     monkeypatch.chdir(tmp_path)
@@ -109,6 +122,7 @@ def test_the_launcher_tells_a_stop_from_a_failure(tmp_path: Path, monkeypatch: p
         agent([*options, "ends.py", "3", "3"])
 
 
+@pytest.mark.reliability("one rank stops as told, another one fails", "the launcher reports the failure")
 def test_a_failure_beside_a_stop_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ChildFailedError.__new__(ChildFailedError)
     failed.failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate((STATUS, 3))}  # type: ignore[dict-item,misc]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import environment, train, train_here, train_ranks
-from train.tracking import Record, read_metrics
+from train.record.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
 
@@ -29,6 +29,10 @@ def training(run_dir: Path) -> list[Record]:
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1)])
+@pytest.mark.reliability(
+    "a run stops amid an accumulation and is started again, on one rank and on two",
+    "its losses and results equal the uninterrupted run's bit for bit",
+)
 def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, accumulate: int, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     # Step 3 lies in the middle of an accumulation, of gradients and of the tokens that move the routers' biases.
@@ -47,6 +51,9 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, a
     assert "resuming with" not in (resumed / "train.log").read_text()  # but for the folder nothing is another one
 
 
+@pytest.mark.reliability(
+    "a run of two ranks is started again on one", "the losses are those of two ranks, up to the order of float32 sums"
+)
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
@@ -61,6 +68,10 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
         assert record.values["loss"] == pytest.approx(expected[record.step], rel=1e-5)
 
 
+@pytest.mark.reliability(
+    "a rank is killed (SIGKILL) in a step",
+    "torchrun restarts all ranks from the newest checkpoint; every step is logged once",
+)
 def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = train(2, run_dir, "checkpoint.every=2", "runtime.steps=30", "checkpoint.async_save=false")
@@ -86,11 +97,19 @@ def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
         ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad"),
     ],
 )
+@pytest.mark.reliability(
+    "a run is started again with another model, other data or another table optimiser",
+    "refused: the key with both values",
+)
 def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, finished: Path) -> None:
     with pytest.raises(ValueError, match=named):
         train_here(finished, *EVERY, override)
 
 
+@pytest.mark.reliability(
+    "`checkpoint.load` names another model's checkpoint, an absent one, or one whose files are cut short",
+    "refused, each in its own words",
+)
 def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_00000003"
     shutil.copytree(finished / "checkpoints" / checkpoint.name, checkpoint)

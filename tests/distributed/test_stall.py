@@ -32,6 +32,10 @@ def hang(run_dir: Path) -> None:
     train_here(run_dir, f"runtime.collective_timeout={TIMEOUT}", base=TINY_DLRM, trainer=Hanging)
 
 
+@pytest.mark.reliability(
+    "a rank hangs in a step",
+    "the run ends within `runtime.collective_timeout`; all ranks have written their stacks; the error names the files",
+)
 def test_a_rank_that_hangs_is_told_by_what_each_of_them_did(tmp_path: Path) -> None:
     message = r"rank 0 waited 5 s \(runtime\.collective_timeout\) behind step \d .*runtime\.collective_timeout=10"
     with pytest.raises(ProcessRaisedException, match=message):

@@ -11,10 +11,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models.ranking import RankingModel
+from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
-from tests.unit.factories import random_batch, random_spec
-from train import distributed
-from train.config import (
+from train.config.schema import (
     CheckpointConfig,
     Config,
     DLRMConfig,
@@ -25,10 +24,11 @@ from train.config import (
     SyntheticConfig,
     TrackingConfig,
 )
-from train.guards import FiniteGuard
 from train.loss import ranking_loss
-from train.optim import Optimizer
-from train.sparse import shard
+from train.optim.dense import Optimizer
+from train.optim.guards import FiniteGuard
+from train.optim.sparse import shard
+from train.process import distributed
 
 DIM = 8
 POISONED = 2  # the step whose batch has a NaN on rank 0
@@ -112,6 +112,10 @@ def _poisoned_batch(sparse: str) -> None:
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "sgd"])
+@pytest.mark.reliability(
+    "a NaN in one rank's batch",
+    "no weight and no row of a table changes on any rank; the log names rank, file and rows",
+)
 def test_a_poisoned_batch_changes_nothing_on_any_rank_and_is_named(sparse: str) -> None:
     run_ranks(_poisoned_batch, 2, sparse)
 
@@ -206,6 +210,7 @@ def _poisoned_micro_batch(where: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.reliability("a NaN in one of two accumulated batches", "the dense step is that of the good batch alone")
 def test_a_poisoned_micro_batch_is_left_out_of_an_accumulated_step(where: int) -> None:
     run_ranks(_poisoned_micro_batch, 1, where)
 

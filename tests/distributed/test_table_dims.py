@@ -12,7 +12,8 @@ import pytest
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
-from train import evaluate, export, score
+from train import evaluate
+from train.commands import export, score
 
 MIXED = (*TINY, "+model.table_dims={item: 8, user: 32, category: 8}", "runtime.steps=6", "precision=fp32")
 
@@ -22,6 +23,7 @@ def steps(ranks: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.reliability("a run with tables of several widths is started again", "it resumes, on one rank as on two")
 def test_two_ranks_learn_what_one_does_and_resume(sharding: str, tmp_path: Path) -> None:
     whole, resumed, alone = (tmp_path / name for name in ("whole", "resumed", "alone"))
     kind = f"parallel.sharding_types=[{sharding}]"

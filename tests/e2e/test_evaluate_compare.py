@@ -1,4 +1,4 @@
-"""`train.evaluate` on a checkpoint, and `train.compare` on two arms, on one rank and on two."""
+"""`train.evaluate` on a checkpoint, and `train.commands.compare` on two arms, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, train_ranks
 from tests.processes import run_ranks
-from train import checkpoint, compare, evaluate, export, importance, score
-from train.checkpoint import read_meta
-from train.compose import from_dict
-from train.config import register_schema
+from train import evaluate
+from train.checkpoint import save as checkpoint
+from train.checkpoint.save import read_meta
+from train.commands import compare, export, importance, score
+from train.commands.score import Scorer
+from train.config.compose import from_dict
+from train.config.schema import register_schema
 from train.data import build_source
-from train.score import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +284,7 @@ def test_assert_equal_is_a_refactoring_check(tmp_path: Path, capsys: pytest.Capt
 def test_arms_train_in_processes_of_their_own(tmp_path: Path) -> None:
     # What stands behind the arms is no arm.
     others = ["b:optimizer.lr=0.002", "c:runtime.log_every=1", "runtime.threads=1"]
-    command = python("-m", "train.compare", *ASSERT_EQUAL, *others, "--jobs", "2", "--out", "equal")
+    command = python("-m", "train.commands.compare", *ASSERT_EQUAL, *others, "--jobs", "2", "--out", "equal")
     result = run(command, cwd=tmp_path, check=False)
     assert result.returncode == 1, result.stderr[-3000:]
     assert all(text in result.stdout for text in ("b differs", "c are equal"))

@@ -62,7 +62,7 @@ def test_every_command_runs(clone: Path) -> None:
             ["bash", "-c", command], cwd=clone, env=variables, capture_output=True, text=True, check=False
         )
         # A comparison's exit code is its verdict, and two steps may miss the budget: there the report is what counts.
-        judged = "train.compare" in command and list(clone.glob("runs/compare-*/report.md"))
+        judged = "train.commands.compare" in command and list(clone.glob("runs/compare-*/report.md"))
         assert done.returncode == 0 or judged, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
 
 

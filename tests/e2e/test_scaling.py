@@ -1,4 +1,4 @@
-"""`train.speed` and `launch.scaling`: speeds without a checkpoint, on several numbers of ranks."""
+"""`train.commands.speed` and `launch.scaling`: speeds without a checkpoint, on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from launch import scaling
 from launch.sweep import Runner
 from tests.launching import TINY_DLRM, train_here
-from train.speed import SpeedRun
+from train.commands.speed import SpeedRun
 
-# Rank 0 records what it was given and writes what train.speed writes: two ranks have 1.5 times the speed, three fail.
+# Rank 0 records what it was given and writes what the speed command writes: two are 1.5 times as fast, three fail.
 FAKE_SPEED = """
 import json, os, sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from modules.embedding import FeatureEmbedding, Tokens
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
 from modules.models.kunlun.stack import EventLayer, EventStack, work_of
 from modules.wukong import WukongExperts, WukongLayer
-from tests.unit.factories import random_batch, random_spec
+from tests.modules.factories import random_batch, random_spec
 
 DIM = 8
 SMALL: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from train.config import DataConfig, EventsConfig, MovieLensConfig, SyntheticConfig
+from train.config.schema import DataConfig, EventsConfig, MovieLensConfig, SyntheticConfig
 from train.data import events, movielens, store
 from train.data.source import PreparedSource, Source
 from train.data.synthetic import SyntheticSource

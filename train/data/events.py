@@ -1,4 +1,4 @@
-"""Any table of labelled events, described by `train.config.EventsConfig`: a new dataset is a YAML file and no code."""
+"""Any table of labelled events, described by `train.config.schema.EventsConfig`: a new dataset is a YAML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from modules.batch import EventType, FeatureSpec, SparseFeature
-from train.config import EventsConfig, HistoryConfig
+from train.config.schema import EventsConfig, HistoryConfig
 from train.data import mapping, store
 from train.data.columns import NUMBER, Coded, CodedLists, coded_integers
 from train.data.files import Layout, find_files

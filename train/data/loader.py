@@ -19,7 +19,7 @@ from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
 from train.data.sampling import sample_negatives
 from train.data.source import Source
-from train.preemption import SIGNALS, shield
+from train.process.preemption import SIGNALS, shield
 
 
 def build_loader(

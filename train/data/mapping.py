@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
-from train.files import write_json
+from train.process.files import write_json
 
 FOLDER = "vocabulary"
 """Of a prepared folder and of a run directory: a parquet file an embedding table, none with data.id_map=hash."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from modules.batch import EventType, FeatureSpec, SparseFeature
-from train.config import MovieLensConfig
+from train.config.schema import MovieLensConfig
 from train.data import store
 from train.data.columns import Coded, CodedLists, coded_integers, relabel
 from train.data.files import Layout

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from modules.batch import FeatureSpec, SparseFeature
-from train.config import DataConfig
+from train.config.schema import DataConfig
 from train.data import mapping, store
 from train.data.columns import Coded, CodedLists
 from train.data.files import Table

@@ -20,7 +20,7 @@ from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 
 
 class RequestReader:
-    """Batches of one request, for `train.score.Scorer`, from the columns that the files of an `events` run had.
+    """Batches of one request, for `train.commands.score.Scorer`, from the columns of an `events` run's files.
 
     Every id of the run's vocabulary is held in memory, as a Python string.
     """

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from train.config import DataConfig
+from train.config.schema import DataConfig
 
 FORMAT = 7
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
-from train.config import SyntheticConfig
+from train.config.schema import SyntheticConfig
 from train.data.batch import Events, Ids, pack, ranges
 from train.data.requests import SPLITS
 from train.data.vocabulary import GOLDEN, splitmix64

@@ -19,7 +19,7 @@ from modules.history import merge_by_time
 from modules.jagged_attention import JaggedSelfAttention, head_dim
 from modules.masknet import MaskNet
 from modules.mlp import linear_flops
-from modules.models.arches import LinearPersonalizedFFN
+from modules.models.interformer.arches import LinearPersonalizedFFN
 from modules.models.kunlun.config import KunlunConfig
 from modules.norms import rms_norm
 from modules.rotary import Rotation, from_end, rotation, time_rotation
@@ -144,7 +144,7 @@ class EventLayer(nn.Module):
         if self.pffn is not None:
             inner = self.pffn.attention if isinstance(self.pffn, GDPABlock) else self.pffn
             assert isinstance(inner, PersonalizedFFN | LinearPersonalizedFFN)
-            num_context = (inner.mix.shape[1] if isinstance(inner, PersonalizedFFN) else inner.output.in_features)
+            num_context = inner.mix.shape[1] if isinstance(inner, PersonalizedFFN) else inner.output.in_features
             flops += inner.flops(num_requests, num_events) + num_requests * num_context * linear_flops(self.context)
         pairs = squared if self.window is None else min(squared, num_events * (2 * self.window + 1))
         seen = num_candidates * num_events / max(num_requests, 1)
@@ -163,9 +163,7 @@ class EventLayer(nn.Module):
 class EventStack(nn.Module):
     """The layers of one event type, or of several whose events are merged by time, with what makes their tokens."""
 
-    def __init__(
-        self, events: Sequence[EventType], config: KunlunConfig, width: int, max_candidates: int
-    ) -> None:
+    def __init__(self, events: Sequence[EventType], config: KunlunConfig, width: int, max_candidates: int) -> None:
         super().__init__()
         self.events = list(events)
         self.config = config

@@ -1,0 +1,60 @@
+"""`jagged_attention` as written without kernels: pad, attend with a mask under torch.compile, remove the padding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.core import dispatch
+from kernels.jagged.reference import repeat_heads
+
+
+def _supports(*, device: str, masked: bool, block_local: bool, biased: bool, **_: Hashable) -> str | None:
+    if device != "cuda":
+        return f"is compiled for CUDA devices, the tensors are on {device}"
+    return "has neither masks nor biases" if masked or block_local or biased else None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """[B, L, H, d] each, lengths [B] of the keys."""
+    j = torch.arange(k.shape[1], device=k.device)
+    # A row without keys attends to its padding, whose values are zeros.
+    seen = (j < lengths.clamp(min=1)[:, None])[:, None, None]
+    out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled when first called: torch.compile takes seconds to import."""
+    return torch.compile(_attend, dynamic=False)
+
+
+# Only by name: the other backends are compared with it in training.
+@dispatch.register("jagged_attention", "padded", supports=_supports, priority=-1)
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+) -> Tensor:
+    # By the fastest backend for conversions; imported here, as that package imports this file.
+    from kernels.jagged import jagged_to_padded, padded_to_jagged
+
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels need rows of a mask to start at multiples of 16 bytes
+    padded = (
+        jagged_to_padded(values, offsets, length)
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
+    )
+    return padded_to_jagged(_compiled()(*padded, k_offsets.diff(), scale), q_offsets, q.shape[0])

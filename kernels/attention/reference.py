@@ -1,0 +1,72 @@
+"""The specification of `jagged_attention` in plain PyTorch, through padded scratch memory; see `kernels.jagged`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.attention.bias import Bias, position_index, time_bucket
+from kernels.core import dispatch
+from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+
+
+@dispatch.register("jagged_attention", "reference")
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    block_size: int | None = None,
+    bias: Bias | None = None,
+) -> Tensor:
+    """`window` is (left, right) with -1 for no limit; the rest as in the public function."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    # A softmax over no keys is 0 / 0. A query that sees none attends to an additional key after all others, which is
+    # zero like its value: the result is exactly zero, and so are its gradients.
+    nowhere = max_k
+    q_padded, k_padded, v_padded = (
+        jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
+        for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k + 1), (v, k_offsets, max_k + 1))
+    )
+    i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k + 1, device=q.device)
+    seen = (j < k_offsets.diff()[:, None])[:, None, :]  # [B, 1 or max_q, max_k + 1]
+    left, right = window
+    seen = seen & (j <= i) if causal else seen
+    seen = seen & (j >= i - left) if left >= 0 else seen
+    seen = seen & (j <= i + right) if right >= 0 else seen
+    seen = seen & (i // block_size == j // block_size) if block_size is not None else seen
+    seen = (seen | (~seen.any(-1, keepdim=True) & (j == nowhere)))[:, None]
+    if bias is None:
+        out = scaled_dot_product_attention(q_padded, k_padded, v_padded, seen, scale=scale)
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = (q_padded @ k_padded.transpose(2, 3)).to(wide) * scale
+        scores = scores + _padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k + 1)
+        out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v_padded
+    return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
+
+
+def _padded_bias(
+    bias: Bias, i: Tensor, j: Tensor, q_offsets: Tensor, k_offsets: Tensor, num_queries: int, num_keys: int
+) -> Tensor:
+    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows."""
+    terms = []
+    if bias.position is not None:
+        index = position_index(i, j, bias.position.shape[1])
+        terms.append(bias.position[:, index][None])
+    if bias.time is not None:
+        assert bias.q_times is not None
+        assert bias.k_times is not None
+        q_times = jagged_to_padded(bias.q_times.long(), q_offsets, num_queries, 0, "first")
+        k_times = jagged_to_padded(bias.k_times.long(), k_offsets, num_keys, 0, "first")
+        gap = q_times[:, :, None] - k_times[:, None, :]
+        index = time_bucket(gap, bias.time.shape[1], bias.bucket_width)
+        terms.append(bias.time[:, index].transpose(0, 1))
+    return sum(terms[1:], terms[0])

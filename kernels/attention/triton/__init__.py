@@ -1,0 +1,1 @@
+"""Attention kernels in Triton, for sm_80 and newer."""

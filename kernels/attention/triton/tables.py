@@ -1,0 +1,190 @@
+"""Backward of `jagged_attention` in Triton: the gradients of the position and time tables.
+
+A table entry sums ds over all pairs that read it. A fixed number of programs process the tiles in a fixed order, each
+with a table of its own, and the tables are added at the end: no atomics, the same result every time, and memory that
+does not grow with the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.bias import Bias
+from kernels.attention.triton import launch
+from kernels.attention.triton.tile import (
+    LOG2E,
+    load_rows,
+    load_times,
+    locate,
+    scaled_scores,
+    sees,
+    span,
+    tile_rows_of,
+    time_bucket,
+)
+from kernels.core.triton import block_width, cdiv
+
+# Programs of all heads together. How sums are split affects the result, so it must not depend on the device.
+PROGRAMS = 1024
+
+
+@triton.jit
+def _add(table, offset, values, reach):
+    """table[reach + offset] += values where the offset is within the table's reach but not at its ends."""
+    inside = (offset > -reach) & (offset < reach)
+    # Threads of other warps may own what these threads stored the last time.
+    tl.debug_barrier()
+    before = tl.load(table + reach + offset, mask=inside, other=0.0)
+    tl.store(table + reach + offset, before + values, mask=inside)
+
+
+@triton.jit
+def _sum_diagonals(ds, SIDE: tl.constexpr):
+    """Sums of a square tile over column - row = c, and over column - row = c - SIDE, for c in 0..SIDE."""
+    row = tl.arange(0, SIDE)[:, None]
+    column = row + tl.arange(0, SIDE)[None, :]
+    skewed = tl.gather(ds, column % SIDE, 1)
+    upper = tl.sum(tl.where(column < SIDE, skewed, 0.0), 0)
+    lower = tl.sum(tl.where(column < SIDE, 0.0, skewed), 0)
+    return upper, lower
+
+
+@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets", "num_tiles"])
+def attention_table_kernel(
+    q, k, v, grad, lse, delta, position_partial, time_partial, q_offsets, k_offsets, tile_rows, num_tiles,
+    position_table, time_table, edges, q_times, k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
+    stride_vh, stride_gn, stride_gh, scale, left, right, block_size, reach, num_buckets, buckets_per_octave, total_q,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    stride_kn = tl.cast(stride_kn, tl.int64)
+    stride_vn = tl.cast(stride_vn, tl.int64)
+    if HAS_POSITION:
+        position_table += head * (2 * reach + 1)
+    if HAS_TIME:
+        time_table += head * num_buckets
+    bias = (position_table, time_table, edges, reach, num_buckets, buckets_per_octave)
+    own_position = position_partial
+    if HAS_POSITION:
+        own_position += (program * NUM_HEADS + head) * (2 * reach + 1)
+    lane = tl.arange(0, SIDE)
+    bucket_lane = tl.arange(0, BLOCK_T)
+    far_left = tl.zeros((SIDE,), tl.float32)
+    far_right = tl.zeros((SIDE,), tl.float32)
+    time_sums = tl.zeros((BLOCK_T,), tl.float32)
+    for number in range(program, num_tiles, tl.num_programs(0)):
+        q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, number, SIDE)
+        i = (first + lane)[:, None]
+        # A program without queries, of a row that has fewer tiles than programs, walks over no keys.
+        last = tl.minimum(first + SIDE, num_queries) - 1
+        begin, _, _, end = span(first, last, left, right, block_size, num_keys, SIDE)
+        end = tl.where(first < num_queries, end, 0)
+        masks = (num_queries, num_keys, left, right, block_size)
+        row = q_begin + first
+        statistics = head * total_q + q_begin + i
+        lse2 = tl.load(lse + statistics, mask=i < num_queries, other=float("inf")) * LOG2E
+        delta_tile = tl.load(delta + statistics, mask=i < num_queries, other=0.0)
+        q_tile = load_rows(
+            q + row * stride_qn + head * stride_qh, stride_qn, num_queries - first, SIDE, HEAD_DIM, BLOCK_D, True
+        )
+        grad_tile = load_rows(
+            grad + row * stride_gn + head * stride_gh, stride_gn, num_queries - first, SIDE, VALUE_DIM, BLOCK_V, True
+        )
+        q_time = load_times(q_times, q_begin + i, q_begin + num_queries, HAS_TIME)
+        carried = tl.zeros((SIDE,), tl.float32)
+        aligned = begin // SIDE * SIDE
+        for start in range(aligned, end, SIDE):
+            j = (start + lane)[None, :]
+            k_tile = load_rows(
+                k + (k_begin + start) * stride_kn + head // GROUP * stride_kh,
+                stride_kn,
+                num_keys - start,
+                SIDE,
+                HEAD_DIM,
+                BLOCK_D,
+                True,
+            )
+            v_tile = load_rows(
+                v + (k_begin + start) * stride_vn + head // GROUP * stride_vh,
+                stride_vn,
+                num_keys - start,
+                SIDE,
+                VALUE_DIM,
+                BLOCK_V,
+                True,
+            )
+            k_time = load_times(k_times, k_begin + j, k_begin + num_keys, HAS_TIME)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = scaled_scores(s, i, j, q_time, k_time, scale * LOG2E, bias, HAS_POSITION, HAS_TIME)
+            seen = sees(i, j, masks)
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+            ds = tl.where(seen, tl.exp2(s - lse2) * (dp - delta_tile), 0.0)
+            if HAS_POSITION:
+                far_left += tl.sum(tl.where((j - i <= -reach) | (reach == 0), ds, 0.0), 0)
+                # A table of one column has one end, not two.
+                far_right += tl.sum(tl.where((j - i >= reach) & (reach > 0), ds, 0.0), 0)
+                upper, lower = _sum_diagonals(ds, SIDE)
+                _add(own_position, start - first - SIDE + lane, carried + lower, reach)
+                carried = upper
+            if HAS_TIME:
+                bucket = time_bucket(q_time, k_time, edges, num_buckets, buckets_per_octave)
+                lowest = tl.min(tl.min(tl.where(seen, bucket, num_buckets), 1), 0)
+                highest = tl.max(tl.max(tl.where(seen, bucket, -1), 1), 0)
+                for b in range(lowest, highest + 1):
+                    total = tl.sum(tl.sum(tl.where(bucket == b, ds, 0.0), 1), 0)
+                    time_sums += tl.where(bucket_lane == b, total, 0.0)
+        if HAS_POSITION:
+            reached = aligned + tl.cdiv(tl.maximum(end - aligned, 0), SIDE) * SIDE
+            _add(own_position, reached - first - SIDE + lane, carried, reach)
+    if HAS_POSITION:
+        tl.debug_barrier()
+        tl.store(own_position, tl.sum(far_left, 0))
+        if reach > 0:
+            tl.store(own_position + 2 * reach, tl.sum(far_right, 0))
+    if HAS_TIME:
+        own_time = time_partial + (program * NUM_HEADS + head) * num_buckets
+        tl.store(own_time + bucket_lane, time_sums, mask=bucket_lane < num_buckets)
+
+
+def table_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    bias: Bias,
+    tables: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    scalars: tuple[float, ...],
+    constants: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Gradients [H, 2 P + 1] and [H, T] float32, empty where there is no such table."""
+    position, time = bias.position, bias.time
+    num_heads = q.shape[1]
+    programs = cdiv(PROGRAMS, num_heads)
+    position_partial, time_partial = (
+        lse.new_empty(0) if table is None else lse.new_zeros(programs, *table.shape) for table in (position, time)
+    )
+    if q.shape[0]:
+        tile = launch.fit("table", q, v, bias)
+        rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
+        attention_table_kernel[(programs, num_heads)](
+            q, k, v, grad, lse, delta, position_partial, time_partial, q_offsets, k_offsets, rows, rows.shape[0],
+            *tables, *strides, *scalars,
+            SIDE=tile.m, BLOCK_T=block_width(1 if time is None else time.shape[1]), **constants, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+    return (
+        position_partial if position is None else position_partial.sum(0),
+        time_partial if time is None else time_partial.sum(0),
+    )

@@ -1,0 +1,1 @@
+"""The benchmark cases, one module a family with `cases(device)`."""

@@ -1,0 +1,140 @@
+"""Benchmark cases of the grouped products, at the shapes of the expert layers that `kernels.bench.cases.moe` times.
+
+Operands are quantised beforehand, with scales in the form in which the fused experts' quantiser writes them, and rows
+are padded to groups of multiples of 128, for every contender. MXFP8 results are compared with the product of the
+bfloat16 operands that were quantised.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import mxfp8
+from kernels.bench import Case, Problem, Runner, check_relative_error
+from kernels.core import dispatch
+from kernels.mxfp8.grouped import Operand, Quantized, form_of, swaps
+from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
+
+# Routed rows, model width D, hidden width F, experts.
+GPU_LAYERS, CPU_LAYERS = [(65536, 1024, 2048, 32), (131072, 7168, 2048, 8), (131072, 512, 1024, 16)], [(256, 64, 32, 4)]
+RECIPES = {"bf16": 0, **mxfp8.QUANTIZED}
+# One rounding of bfloat16; and 27 dB, where two operands of four significant bits have 28.5.
+BF16_LIMIT, MXFP8_LIMIT = 1e-2, 10 ** (-27 / 20)
+
+
+def cases(device: torch.device) -> list[Case]:
+    layers = GPU_LAYERS if device.type == "cuda" else CPU_LAYERS
+    found = []
+    for rows, width, hidden, experts in layers:
+        # Output features, features that are summed over. Gate and up are one matrix.
+        products = {
+            "up": (_product, 2 * hidden, width, False),
+            "down": (_product, width, hidden, False),
+            "dgrad_up": (_product, width, 2 * hidden, True),
+            "dgrad_down": (_product, hidden, width, True),
+            "wgrad_up": (_weight_gradient, 2 * hidden, width),
+            "wgrad_down": (_weight_gradient, width, hidden),
+        }
+        for name, (make, *sizes) in products.items():
+            shape = f"T{rows}_D{width}_F{hidden}_E{experts}"
+            found += [
+                Case(f"grouped_{recipe}_{name}_{shape}", partial(make, recipe, rows, experts, *sizes))
+                for recipe in RECIPES
+            ]
+    return found
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(sum(shape))).bfloat16()
+
+
+def _ends(rows: int, experts: int, device: torch.device) -> Tensor:
+    """Groups of multiples of 128 rows that differ by up to 40 % from their mean."""
+    weights = 1 + 0.2 * torch.randn(experts, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    sizes = (weights / weights.sum() * rows / 128).round().int() * 128
+    sizes[-1] = max(rows - int(sizes[:-1].sum()), 0)
+    return sizes.cumsum(0).int().to(device)
+
+
+def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = False) -> Operand:
+    """x as the recipe multiplies it, blocks along its last axis."""
+    group = RECIPES[recipe]
+    if not group:
+        return x
+    square = weight and group == 128
+    if x.device.type != "cuda":
+        codes, scales, _ = mxfp8.quantize(x, -1, block_size=group, square=square)
+        return Quantized(codes.contiguous(), scales.contiguous(), group)
+    from kernels.mxfp8.hopper import quantize as gluon_quantize
+    from kernels.mxfp8.hopper import weights as gluon_weights
+
+    if square:
+        return gluon_weights.operand(x, False, group)
+    codes, scales, *_ = gluon_quantize.quantize_both(x, True, False, group, False, form_of(group, second))
+    return Quantized(codes, scales, group)
+
+
+def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, k: int, **facts: int):
+    """Our kernel, or the reference where there are none."""
+    on_gpu = "gluon_strict" if recipe == "mxfp8" else "gluon"
+    name = on_gpu if device.type == "cuda" else "reference"
+    if recipe == "bf16":
+        return dispatch.choose(op, name, like, in_features=k, out_features=n, **facts)
+    op = {"grouped_mm": "mxfp8_grouped_fprop", "grouped_wgrad": "mxfp8_grouped_wgrad"}[op]
+    return dispatch.choose(op, name, like.codes, group=RECIPES[recipe], in_features=k, out_features=n)
+
+
+def _product(recipe: str, rows: int, experts: int, n: int, k: int, transposed: bool, device: torch.device) -> Problem:
+    ends = _ends(rows, experts, device)
+    a = _random(device, rows, k)
+    weight = _random(device, experts, k, n).mT if transposed else _random(device, experts, n, k)
+    matrices = weight if recipe == "bf16" else weight.contiguous()
+
+    def ours() -> Runner:
+        a_operand, b_operand = _operand(a, recipe), _operand(matrices, recipe, second=True, weight=True)
+        function = _backend("grouped_mm", a_operand, recipe, device, n, k)
+        return Runner(lambda: function(a_operand, b_operand, ends))
+
+    def peer() -> Runner:
+        if device.type != "cuda":
+            raise dispatch.UnsupportedError("is a loop on the CPU")
+        return Runner(lambda: torch._grouped_mm(a, weight.mT, offs=ends))
+
+    expected = grouped_mm(a.float(), weight.float(), ends)
+    return Problem(
+        contenders={f"grouped_mm {recipe}": ours, "torch._grouped_mm bf16": peer},
+        check=check_relative_error((expected,), MXFP8_LIMIT if RECIPES[recipe] else BF16_LIMIT),
+        flops=2 * rows * n * k,
+        bytes=(rows * k + experts * n * k) * (1 if RECIPES[recipe] else 2) + 2 * rows * n,
+    )
+
+
+def _weight_gradient(recipe: str, rows: int, experts: int, n: int, k: int, device: torch.device) -> Problem:
+    ends = _ends(rows, experts, device)
+    dy, x = _random(device, rows, n), _random(device, rows, k)
+
+    def ours() -> Runner:
+        if recipe == "bf16":
+            function = _backend("grouped_wgrad", x, recipe, device, n, k, multiple=128)
+            return Runner(lambda: function(dy, x, ends))
+        x_first = swaps(RECIPES[recipe], n, k)
+        dy_operand = _operand(dy.t().contiguous(), recipe, second=x_first)
+        x_operand = _operand(x.t().contiguous(), recipe, second=not x_first)
+        function = _backend("grouped_wgrad", dy_operand, recipe, device, n, k)
+        return Runner(lambda: function(dy_operand, x_operand, ends, torch.bfloat16))
+
+    def peer() -> Runner:
+        if device.type != "cuda":
+            raise dispatch.UnsupportedError("is a loop on the CPU")
+        return Runner(lambda: torch._grouped_mm(dy.t(), x, offs=ends))
+
+    expected = grouped_wgrad(dy.float(), x.float(), ends)
+    return Problem(
+        contenders={f"grouped_wgrad {recipe}": ours, "torch._grouped_mm bf16": peer},
+        check=check_relative_error((expected,), MXFP8_LIMIT if RECIPES[recipe] else BF16_LIMIT),
+        flops=2 * rows * n * k,
+        bytes=rows * (n + k) * (1 if RECIPES[recipe] else 2) + 2 * experts * n * k,
+    )

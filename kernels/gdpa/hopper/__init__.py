@@ -1,0 +1,1 @@
+"""GDPA kernels in Gluon, for Hopper."""

@@ -1,0 +1,1 @@
+"""GDPA kernels in Triton, for sm_80 and newer."""

@@ -1,0 +1,1 @@
+"""Kernels of requests and their candidates in Gluon, for Hopper."""

@@ -1,0 +1,1 @@
+"""Kernels of the jagged operators in Gluon, for Hopper."""

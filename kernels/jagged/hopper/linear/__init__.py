@@ -1,0 +1,1 @@
+"""`jagged_linear`: forward, and all gradients."""

@@ -1,0 +1,1 @@
+"""Products of jagged rows with themselves, in the square layout."""

@@ -1,0 +1,1 @@
+"""Kernels of the jagged operators in Triton, for sm_80 and newer."""

@@ -1,0 +1,1 @@
+"""Kernels of routed experts in Gluon, for Hopper."""

@@ -1,0 +1,1 @@
+"""Kernels of routing in Triton."""

@@ -1,0 +1,1 @@
+"""Quantisation and products of MXFP8 in Gluon, for Hopper."""

@@ -1,0 +1,400 @@
+"""Grouped products of MXFP8 operands whose scales are constant over 128 elements for Hopper, in Gluon.
+
+FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: two
+operations for each element of the result when both operands have a scale for each row, one when 128 rows of B share
+theirs, as in weights. With two, a consumer has two partial results of 64 x 64 besides its accumulators: while one is
+added up, the product of the other is in flight. With one it has a single partial result of 64 x 128, whose wider
+products read less shared memory; the other consumer's products fill the time in which it is added up.
+
+A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.core.counters import counter
+from kernels.core.launch import Launcher, aligned, processors
+from kernels.mxfp8.grouped import in_table
+from kernels.mxfp8.hopper.grouped_tiles import (
+    COLUMNS,
+    PAIRED_COLUMNS,
+    PAIRED_ROWS,
+    PIECES,
+    ROWS,
+    accept_tile,
+    announcements,
+    await_tile,
+    descriptor,
+    load_tiles,
+    store_rows,
+    table_descriptor,
+)
+from kernels.mxfp8.triton.scales import transposed_scales
+
+_TILE_M = gl.constexpr(256)
+_TILE_N = gl.constexpr(128)
+_BLOCK_K = gl.constexpr(128)
+_BAND = gl.constexpr(8)  # rows of tiles that are in flight together
+_STAGES = gl.constexpr(4)
+_FULL_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+_HALF = gl.constexpr(64)  # columns of a partial result
+_HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
+_LOADER_REGISTERS = gl.constexpr(24)
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+_MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+
+
+def grouped_mm(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    ends: Tensor,
+    *,
+    paired: bool = False,
+    differ: Tensor | None = None,
+) -> Tensor:
+    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3. If `paired`, a is in `grouped` pairs.
+
+    Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
+    square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
+    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written. Scales of
+    either may be in a table: BYTES of a, VALUES of b, then with `differ`.
+    """
+    if in_table(b_scales) and differ is None:
+        raise ValueError("scales of b in a table come with `differ`: whether rows of a square have different ones")
+    groups, n, k = b.shape
+    out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
+    tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
+    sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
+    form = PAIRED_ROWS.value if paired else 0
+    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
+    return out
+
+
+def grouped_wgrad(
+    dy: Tensor,
+    dy_scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    *,
+    paired: bool = False,
+) -> Tensor:
+    """[E, N, K] of `dtype`: dy [N, M] times x [K, M], e4m3, summed over each group's columns.
+
+    If `paired`, dy is in `grouped` pairs.
+
+    Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements, or in tables. Groups have multiples of 128
+    columns; N and K are multiples of 128.
+    """
+    n, k, groups = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0], ends.shape[0]
+    out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
+    tables = _tables(dy_scales, x_scales, None)
+    sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
+    form = PAIRED_COLUMNS.value if paired else 0
+    _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
+    return out
+
+
+def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(BYTES of a, VALUES of b, and if known a flag that is 0 if b's squares share their scales)."""
+    if in_table(rows) and in_table(columns):
+        return rows.view(torch.uint8), columns, differ
+    row_table, column_table, found = transposed_scales(
+        rows.new_empty(0, 4 * rows.shape[0], dtype=torch.uint8) if in_table(rows) else rows,
+        columns.new_empty(0, 4 * columns.shape[0], dtype=torch.uint8) if in_table(columns) else columns,
+    )
+    return (
+        rows.view(torch.uint8) if in_table(rows) else row_table,
+        columns if in_table(columns) else column_table,
+        found if differ is None else differ,
+    )
+
+
+def _multiplied(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    rows: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None],
+    ends: Tensor,
+    sizes: tuple[int, ...],
+    form: int,
+    *,
+    wgrad: bool,
+) -> None:
+    row_scales, column_scales, differ = tables
+    ticket = counter(a.device)
+    _launch(
+        (processors(a.device), 1, 1),
+        (a.device, out.dtype, ends.dtype, aligned(ends), sizes[4:], wgrad, form),
+        descriptor(a, ROWS.value, _BLOCK_K.value),
+        descriptor(b, _TILE_N.value, _BLOCK_K.value),
+        table_descriptor(row_scales, _TILE_M.value),
+        table_descriptor(column_scales, _TILE_N.value),
+        descriptor(rows, ROWS.value, COLUMNS.value),
+        out,
+        ticket if differ is None else differ,  # weight gradients read none
+        ticket,
+        ends,
+        *sizes,
+        wgrad,
+        form,
+    )
+
+
+@gluon.jit
+def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64, 1] float32: the factors of the rows of a tile's block C. `scales` [1, 256] are E8M0 bytes.
+
+    Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, which comes with NaNs, gives infinity.
+    """
+    block = scales.slice(C * ROWS, ROWS, 1).permute((1, 0))
+    return (block.load(LAYOUT).to(gl.int32) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _column_factors(values, HALF: gl.constexpr):
+    """[1, 64] float32: the factors of the columns of a tile's half. `values` [1, 128] are bfloat16."""
+    pairs = values.slice(HALF * _HALF, _HALF, 1).load(_HALF_SUMS)
+    bits = gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=2
+    )
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _release(empty, order, stage, first, step, C: gl.constexpr):
+    mbarrier.arrive(empty.index(stage), count=1)
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+
+
+@gluon.jit
+def _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
+                 C: gl.constexpr):  # fmt: skip
+    """As `_sums`, but not in halves, where the tile's rows of B share their scales."""
+    acc = gl.zeros((ROWS, _TILE_N), gl.float32, _FULL_SUMS)
+    more = acc
+    partial = acc
+    for step in range(steps):
+        stage = done % _STAGES
+        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        b = b_smem.index(stage).permute((1, 0))
+        partial = warpgroup_mma(a_smem.index(stage * 4 + C), b, partial, use_acc=False, is_async=True)
+        column = columns_smem.index(stage).slice(0, 1, 1).load(_FULL_SUMS).to(gl.float32)
+        factors = _row_factors(rows_smem.index(stage), C, _FULL_SUMS) * column
+        if TWO:
+            more_factors = _row_factors(rows_smem.index(stage), C + 2, _FULL_SUMS) * column
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        acc += partial * factors
+        if TWO:
+            partial = warpgroup_mma(a_smem.index(stage * 4 + C + 2), b, partial, use_acc=False, is_async=True)
+            partial = warpgroup_mma_wait(0, deps=(partial,))
+            more += partial * more_factors
+        _release(empty, order, stage, first, step, C)
+        done += 1
+    return (acc,), (more,), done
+
+
+@gluon.jit
+def _begin(a_smem, b_smem, stage, partial, BLOCK: gl.constexpr, HALF: gl.constexpr):
+    """Start the product of a block of A and half of the columns in the registers of `partial`."""
+    b = b_smem.index(stage).slice(HALF * _HALF, _HALF, 0).permute((1, 0))
+    return warpgroup_mma(a_smem.index(stage * 4 + BLOCK), b, partial, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(acc, partial, rows, columns):
+    """acc + partial * rows * columns, before anything that follows.
+
+    One product is in flight, so nothing has to be waited for. But otherwise the next product would use other registers
+    than these, and none are left.
+    """
+    acc += partial * rows * columns
+    return warpgroup_mma_wait(1, deps=(acc,))
+
+
+@gluon.jit
+def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
+          C: gl.constexpr):  # fmt: skip
+    """((left half, right half) of block C's sums, those of block C + 2 if TWO, `done` and the steps of this tile)."""
+    left = gl.zeros((ROWS, _HALF), gl.float32, _HALF_SUMS)
+    right = left
+    more_left = left
+    more_right = left
+    even = left
+    odd = left
+    for step in range(steps):
+        stage = done % _STAGES
+        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        even = _begin(a_smem, b_smem, stage, even, C, 0)
+        if TWO:
+            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 0)
+        else:
+            odd = _begin(a_smem, b_smem, stage, odd, C, 1)
+        values = columns_smem.index(stage)
+        rows = _row_factors(rows_smem.index(stage), C, _HALF_SUMS)
+        if TWO:
+            more_rows = _row_factors(rows_smem.index(stage), C + 2, _HALF_SUMS)
+        columns = _column_factors(values, 0)
+        even = warpgroup_mma_wait(1, deps=(even,))
+        if TWO:
+            left = _add(left, even, rows, columns)
+            even = _begin(a_smem, b_smem, stage, even, C, 1)
+            odd = warpgroup_mma_wait(1, deps=(odd,))
+            more_left = _add(more_left, odd, more_rows, columns)
+            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 1)
+        else:
+            left += even * rows * columns
+        columns = _column_factors(values, 1)
+        if TWO:
+            even = warpgroup_mma_wait(1, deps=(even,))
+            right = _add(right, even, rows, columns)
+        odd = warpgroup_mma_wait(0, deps=(odd,))
+        _release(empty, order, stage, first, step, C)
+        if TWO:
+            more_right += odd * more_rows * columns
+        else:
+            right += odd * rows * columns
+        done += 1
+    return (left, right), (more_left, more_right), done
+
+
+@gluon.jit
+def _store(out_desc, out, out_smem, sums, row, count, column, N, FIRST: gl.constexpr):
+    WIDTH: gl.constexpr = _TILE_N // len(sums)
+    for i in gl.static_range(len(sums)):
+        store_rows(out_desc, out, out_smem, sums[i], row, count, column + i * WIDTH, N, FIRST, i * WIDTH // COLUMNS)
+
+
+@gluon.jit
+def _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done, row,
+            count, column, steps, N, SHARED: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    if SHARED:
+        sums, more, done = _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done,
+                                        steps, TWO, C)  # fmt: skip
+    else:
+        sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO,
+                                 C)  # fmt: skip
+    row += C * ROWS
+    count -= C * ROWS
+    _store(out_desc, out, out_smem, sums, row, count, column, N, C * PIECES)
+    if TWO:
+        _store(out_desc, out, out_smem, more, row + 2 * ROWS, count - 2 * ROWS, column, N, C * PIECES)
+    return done
+
+
+@gluon.jit
+def _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done,
+          row, count, column, steps, N, WGRAD: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Consumer C's part of a tile, its second block only if TWO; `done` and its steps."""
+    if WGRAD:
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
+    elif shared:
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, True, TWO, C)  # fmt: skip
+    else:
+        done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
+                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
+    return done
+
+
+@gluon.jit
+def _multiply(out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, places,
+              written, read, N, WGRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Consumer C: blocks C, and C + 2 if there is one and the tile has such rows, of each tile."""
+    done = 0
+    received = 0
+    shared = gl.load(differ) == 0
+    if C == 1:
+        mbarrier.wait(order, 0)
+    count = await_tile(places, written, received)
+    while count > 0:
+        row, column, steps = accept_tile(places, read, received)
+        if count > 2 * ROWS:
+            done = _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         received == 0, done, row, count, column, steps, N, WGRAD, True, C)  # fmt: skip
+        else:
+            done = _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         received == 0, done, row, count, column, steps, N, WGRAD, False, C)  # fmt: skip
+        if C == 0:  # the loader goes on only when both have accepted the tile
+            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        received += 1
+        count = await_tile(places, written, received)
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=received == 0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["differ", "ticket", "num_groups", "tiles_m", "tiles_n", "M"])
+def _grouped_fp8_kernel(
+    a_desc,
+    b_desc,
+    rows_desc,
+    columns_desc,
+    out_desc,
+    out,
+    differ,
+    ticket,
+    ends,
+    num_groups,
+    tiles_m,
+    tiles_n,
+    M,
+    N,
+    K,
+    WGRAD: gl.constexpr,
+    A_FORM: gl.constexpr,
+):
+    dtype: gl.constexpr = a_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 4] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
+    rows_smem = gl.allocate_shared_memory(gl.uint8, [_STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    columns_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [_STAGES] + columns_desc.block_type.shape, columns_desc.layout
+    )
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES] + out_desc.block_type.shape, out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    order = orders.index(0)
+    places, written, read = announcements(2)
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(order, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         places, written, read, N, WGRAD, 0)),
+            (_multiply, (out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         places, written, read, N, WGRAD, 1)),
+            (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
+                          ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
+                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False, False)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+_launch = Launcher(_grouped_fp8_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)

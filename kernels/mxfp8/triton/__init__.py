@@ -1,0 +1,1 @@
+"""Kernels of MXFP8 in Triton."""

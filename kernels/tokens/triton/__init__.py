@@ -1,0 +1,1 @@
+"""Kernels on single tokens in Triton."""

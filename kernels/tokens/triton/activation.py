@@ -1,0 +1,103 @@
+"""Bias, activation and factor after a linear layer's product in Triton.
+
+In the backward the gradient of the bias, a sum over all rows, is added up in the same pass: each program keeps the sums
+of its rows, and a short second step adds those of all programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.core.launch import Launcher, aligned, processors
+from kernels.core.triton import cdiv
+from kernels.tokens.triton.tokens import tile, tiling
+
+_PROGRAMS = 4  # for each multiprocessor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def activate_kernel(
+    z, bias, factor, out, num_rows, SILU: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
+    column = tl.arange(0, BLOCK)
+    u = tl.load(z + places, inside, 0.0).to(tl.float32) + tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)
+    y = u * tl.sigmoid(u) if SILU else u
+    if HAS_FACTOR:
+        y *= tl.load(factor + places, inside, 0.0).to(tl.float32)
+    tl.store(out + places, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def activate_backward_kernel(
+    grad, z, bias, factor, dz, dfactor, sums, num_rows, SILU: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`sums` [programs, WIDTH] float32: of dz, over the rows of each program."""
+    column = tl.arange(0, BLOCK)
+    b = tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        places, inside = tile(first, num_rows, WIDTH, ROWS, BLOCK)
+        g = tl.load(grad + places, inside, 0.0).to(tl.float32)
+        u = tl.load(z + places, inside, 0.0).to(tl.float32) + b
+        s = tl.sigmoid(u)
+        if HAS_FACTOR:
+            f = tl.load(factor + places, inside, 0.0).to(tl.float32)
+            tl.store(dfactor + places, (g * (u * s if SILU else u)).to(dfactor.dtype.element_ty), inside)
+            g *= f
+        if SILU:
+            g *= s * (1 + u * (1 - s))
+        tl.store(dz + places, g.to(dz.dtype.element_ty), inside)
+        total += g
+    tl.store(sums + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
+
+
+_launch_forward = Launcher(activate_kernel)
+_launch_backward = Launcher(activate_backward_kernel)
+
+
+def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> Tensor:
+    """activation(z + bias) * factor like z [..., E], contiguous, of bias [E] and factor like z."""
+    z, bias = z.contiguous(), bias.contiguous()
+    out = torch.empty_like(z)
+    tensors = (z, bias, z if factor is None else factor.contiguous(), out)
+    if z.numel():
+        width = z.shape[-1]
+        _launch(_launch_forward, cdiv(z.numel() // width, tiling(width)["ROWS"]), z, tensors, activation, factor)
+    return out
+
+
+def activate_backward(
+    grad: Tensor, z: Tensor, bias: Tensor, activation: str, factor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z, of bias, and of the factor, the last of no size without one."""
+    grad, z, bias = grad.contiguous(), z.contiguous(), bias.contiguous()
+    dz = torch.empty_like(z)
+    dfactor = z.new_empty(0 if factor is None else z.shape, dtype=(z if factor is None else factor).dtype)
+    if not z.numel():
+        return dz, torch.zeros_like(bias), dfactor
+    width = z.shape[-1]
+    programs = min(cdiv(z.numel() // width, tiling(width)["ROWS"]), _PROGRAMS * processors(z.device))
+    sums = z.new_empty(programs, width, dtype=torch.float32)
+    tensors = (grad, z, bias, z if factor is None else factor.contiguous(), dz, dfactor, sums)
+    _launch(_launch_backward, programs, z, tensors, activation, factor)
+    return dz, sums.sum(0).to(bias.dtype), dfactor
+
+
+def _launch(
+    launch: Launcher, programs: int, z: Tensor, tensors: tuple[Tensor, ...], activation: str, factor: Tensor | None
+) -> None:
+    num_rows = z.numel() // z.shape[-1]
+    constants = tiling(z.shape[-1])
+    warps = constants.pop("num_warps")
+    options = (activation == "silu", factor is not None, *constants.values())
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    launch(
+        (programs, 1, 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
+        *tensors, num_rows, *options, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""A residual sum, its norm and chosen rows of it in Triton: the sum is made where it is normalised.
+
+In the backward, the incoming gradient of the sum is added in the pass that makes the gradient of the norm, and that of
+the chosen rows afterwards, in place, to these few rows: no gradient of the size of all tokens is written for them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.core.launch import Launcher, aligned
+from kernels.core.triton import cdiv
+from kernels.tokens.norm import EPSILON
+from kernels.tokens.triton.tokens import tile, tiling
+
+_EPSILON = tl.constexpr(EPSILON)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_rms_norm_kernel(
+    x, change, total, normed, num_rows, HAS_CHANGE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
+    values = tl.load(x + places, inside, 0.0).to(tl.float32)
+    if HAS_CHANGE:
+        # The norm is that of the sum as it is stored.
+        rounded = (values + tl.load(change + places, inside, 0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + places, rounded, inside)
+        values = rounded.to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    tl.store(normed + places, (values * s[:, None]).to(normed.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_rms_norm_backward_kernel(
+    d_total, d_normed, total, d, num_rows, HAS_TOTAL: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
+    values = tl.load(total + places, inside, 0.0).to(tl.float32)
+    dn = tl.load(d_normed + places, inside, 0.0).to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    shared = tl.sum(values * dn, 1) / WIDTH * s * s * s
+    result = s[:, None] * dn - values * shared[:, None]
+    if HAS_TOTAL:
+        result += tl.load(d_total + places, inside, 0.0).to(tl.float32)
+    tl.store(d + places, result.to(d.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_picked"])
+def pick_rows_kernel(
+    values, rows, picked, num_picked, GIVE_BACK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """picked = values[rows], zeros for rows below 0; or values[rows] += picked."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    places, inside = tile(first, num_picked, WIDTH, ROWS, BLOCK)
+    number = first + tl.arange(0, ROWS)
+    row = tl.load(rows + number, number < num_picked, -1).to(tl.int64)
+    at = values + (row * WIDTH)[:, None] + tl.arange(0, BLOCK)[None, :]
+    real = inside & (row >= 0)[:, None]
+    found = tl.load(at, real, 0.0)
+    if GIVE_BACK:
+        given = tl.load(picked + places, real, 0.0)
+        tl.store(at, (found.to(tl.float32) + given.to(tl.float32)).to(values.dtype.element_ty), real)
+    else:
+        tl.store(picked + places, found, inside)
+
+
+_launch_forward = Launcher(add_rms_norm_kernel)
+_launch_backward = Launcher(add_rms_norm_backward_kernel)
+_launch_pick = Launcher(pick_rows_kernel)
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + change, of no size without a change; its norm; its rows of [rows]) of x and change [N, D] of one dtype."""
+    x = x.contiguous()
+    total = x.new_empty(0 if change is None else x.shape)
+    normed = torch.empty_like(x)
+    added = x if change is None else change.contiguous()
+    _over_rows(_launch_forward, x, (x, added, total, normed), change is not None)
+    picked = x.new_empty(((0,) if rows is None else tuple(rows.shape)) + (x.shape[1],))
+    if rows is not None:
+        _pick(x if change is None else total, rows, picked, give_back=False)
+    return total, normed, picked
+
+
+def add_rms_norm_backward(
+    d_total: Tensor | None, d_normed: Tensor, d_picked: Tensor | None, total: Tensor, rows: Tensor | None
+) -> Tensor:
+    """The gradient [N, D] of x and of change, from those of the three results that have one."""
+    total, d_normed = total.contiguous(), d_normed.contiguous()
+    d = torch.empty_like(total)
+    given = total if d_total is None else d_total.contiguous()
+    _over_rows(_launch_backward, total, (given, d_normed, total, d), d_total is not None)
+    if rows is not None and d_picked is not None:
+        _pick(d, rows, d_picked.contiguous(), give_back=True)
+    return d
+
+
+def _pick(values: Tensor, rows: Tensor, picked: Tensor, give_back: bool) -> None:
+    _over_rows(_launch_pick, picked.view(-1, values.shape[1]), (values, rows.contiguous(), picked), give_back)
+
+
+def _over_rows(launch: Launcher, like: Tensor, tensors: tuple[Tensor, ...], option: bool) -> None:
+    """Launch over the rows of `like` [N, D]."""
+    num_rows, width = like.shape
+    if not like.numel():
+        return
+    constants = tiling(width)
+    warps = constants.pop("num_warps")
+    launch(
+        (cdiv(num_rows, constants["ROWS"]), 1, 1),
+        (like.device, tuple([tensor.dtype for tensor in tensors]), aligned(*tensors), num_rows >> 31, option, width),
+        *tensors, num_rows, option, *constants.values(), num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""RMSNorm, rotation and another order in Triton: whole heads of tokens in registers, strided tensors without a copy.
+
+With n = s x and s = 1 / sqrt(mean(x^2) + epsilon): dx = s (dn - n mean(n dn)). A rotation's gradient is the rotation by
+the negative angles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.core.launch import Launcher, aligned
+from kernels.core.triton import cdiv, flat, next_power_of_2, tile_shape
+from kernels.tokens.norm import EPSILON
+
+_EPSILON = tl.constexpr(EPSILON)
+_VALUES = 4096  # of a program; how many heads these are depends on their width
+
+
+@triton.jit
+def _heads(num_heads, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """(token int64, head, whether they exist) of the ROWS heads of this program, counted over all tokens."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row // HEADS, row % HEADS, row < num_heads
+
+
+@triton.jit
+def tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(int64 indices of the elements of rows [first, first + ROWS), which are contiguous; whether they exist)."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    return (row.to(tl.int64) * WIDTH)[:, None] + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rms_norm_kernel(
+    x, out, x_token, x_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    tl.store(out + places, (values * s[:, None]).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rms_norm_backward_kernel(
+    grad, x, dx, x_token, x_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    dn = tl.load(grad + places, inside, 0.0).to(tl.float32)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    n = values * s[:, None]
+    result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
+    tl.store(dx + places, result.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def rotate_kernel(
+    x, cos, sin, positions, out, x_token, x_head, out_token, out_head, num_heads,
+    INVERSE: tl.constexpr, TABLE: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """WIDTH is half of a head: features i and i + WIDTH are rotated together. A TABLE has angles by position."""
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    position = tl.load(positions + token, real, 0).to(tl.int64) if TABLE else token
+    angles = (position * WIDTH)[:, None] + column[None, :]
+    c = tl.load(cos + angles, inside, 0.0).to(tl.float32)
+    s = tl.load(sin + angles, inside, 0.0).to(tl.float32)
+    if INVERSE:
+        s = -s
+    places = x + (token * x_token + head * x_head)[:, None] + column[None, :]
+    first, second = tl.load(places, inside, 0.0).to(tl.float32), tl.load(places + WIDTH, inside, 0.0).to(tl.float32)
+    places = out + (token * out_token + head * out_head)[:, None] + column[None, :]
+    tl.store(places, (first * c - second * s).to(out.dtype.element_ty), inside)
+    tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def copy_heads_kernel(
+    x, out, x_token, x_head, out_token, out_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head, real = _heads(num_heads, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside)
+    tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], values, inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def permute_kernel(
+    values, order, out, num_rows, row_stride, INVERSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    other = tl.load(order + row, real, 0)
+    source, target = (row, other) if INVERSE else (other, row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    moved = tl.load(values + (source * row_stride)[:, None] + column[None, :], inside)
+    tl.store(out + (target * WIDTH)[:, None] + column[None, :], moved, inside)
+
+
+def tiling(width: int) -> dict[str, int]:
+    """Constants of the kernels for heads, halves of them, or rows, of `width` values."""
+    block = next_power_of_2(width)
+    return {"WIDTH": width, "ROWS": max(1, _VALUES // block), "BLOCK": block, "num_warps": 8 if block > _VALUES else 4}
+
+
+_launch_norm = Launcher(rms_norm_kernel)
+_launch_norm_backward = Launcher(rms_norm_backward_kernel)
+_launch_rotate = Launcher(rotate_kernel)
+_launch_copy = Launcher(copy_heads_kernel)
+_launch_permute = Launcher(permute_kernel)
+
+
+def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """n like x [..., D], contiguous, in `dtype`."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _over_heads(_launch_norm, x.shape[-1], x, (out,))
+    return out
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """dx like x, contiguous."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad.contiguous())
+    return dx
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool, out: Tensor | None = None
+) -> Tensor:
+    """x [N, H, d] rotated by its tokens' angles, or back; into `out`, a part of a larger tensor, or contiguous.
+
+    cos and sin are [N, d / 2], or tables [P, d / 2] for positions [N].
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    angles = (cos.contiguous(), sin.contiguous())
+    places = angles[0] if positions is None else positions.contiguous()
+    options = (inverse, positions is not None)
+    _over_heads(_launch_rotate, x.shape[2] // 2, x, (*angles, places, out), strides=out.stride()[:2], options=options)
+    return out
+
+
+def copy_heads(x: Tensor, out: Tensor) -> None:
+    """Write x [N, H, d] into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch's copy."""
+    _over_heads(_launch_copy, x.shape[2], x, (out,), strides=out.stride()[:2])
+
+
+def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
+    """values[order] of values [N, ...], contiguous, or with `inverse` out with out[order] = values."""
+    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    if out.numel():
+        rows = flat(values)
+        num_rows, width = rows.shape
+        block_r, block_w = tile_shape(width, elements=8192 // values.element_size())
+        tensors = (rows, order.contiguous(), out)
+        constants = (inverse, width, block_r, block_w)
+        _launch_permute(
+            (cdiv(num_rows, block_r), cdiv(width, block_w), 1),
+            (values.device, values.dtype, *aligned(*tensors), num_rows >> 31, rows.stride(0), *constants),
+            *tensors, num_rows, rows.stride(0), *constants,
+        )  # fmt: skip
+    return out
+
+
+def _over_heads(
+    launch: Launcher,
+    width: int,
+    x: Tensor,
+    others: tuple[Tensor, ...],
+    *before: Tensor,
+    strides: tuple[int, ...] = (),
+    options: tuple[bool, ...] = (),
+) -> None:
+    """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
+
+    `before` and `others` are the tensors before and after x among the arguments, all contiguous except one whose
+    strides of tokens and heads are given.
+    """
+    if not x.numel():
+        return
+    if x.dim() != 3:
+        x = x.contiguous().view(-1, 1, x.shape[-1])
+    elif x.stride(2) != 1:
+        x = x.contiguous()
+    num_tokens, heads, _ = x.shape
+    constants = tiling(width)
+    warps = constants.pop("num_warps")
+    strides, fixed = (x.stride(0), x.stride(1), *strides), (*options, heads, *constants.values())
+    tensors = (*before, x, *others)
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    launch(
+        (cdiv(num_tokens * heads, constants["ROWS"]), 1, 1),
+        (x.device, *dtypes, *aligned(*tensors), num_tokens * heads >> 31, *strides, *fixed),
+        *tensors, *strides, num_tokens * heads, *fixed, num_warps=warps,
+    )  # fmt: skip

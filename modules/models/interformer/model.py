@@ -1,0 +1,296 @@
+"""InterFormer (arXiv 2411.09852): feature interaction and sequence modelling that inform each other in every layer.
+
+A layer has three parts, called arches. The Cross Arch summarises both sides, the Interaction Arch mixes the feature
+tokens X with the sequence summary, the Sequence Arch transforms the sequence by weights made from the summary of X and
+then applies self-attention.
+
+docs/interformer.md lists what the paper leaves open, what is done here, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.jagged import jagged_concat, jagged_index_select
+from modules.batch import FeatureSpec, RequestBatch
+from modules.beside import Beside
+from modules.broadcast import CandidateRows
+from modules.embedding import Tokens
+from modules.history import HistoryEncoder
+from modules.mlp import TaskHeads
+from modules.models.interformer.arches import (
+    ATTENTIONS,
+    FEED_FORWARDS,
+    GATES,
+    INTERACTIONS,
+    PFFNS,
+    InteractionArch,
+    SequenceArch,
+    SequenceSummary,
+    SequenceTokens,
+    Summary,
+    places_of_ends,
+)
+from modules.moe import MoE
+from modules.norms import add_rms_norm
+from modules.rotary import rotation
+
+SEQUENCE_CONTEXTS = ("request", "candidate")
+
+
+class InterFormerLayer(nn.Module):
+    """Summaries of both sides (`summary`, `cross`: the Cross Arch), then Interaction Arch and Sequence Arch.
+
+    `InterFormer` calls the parts, because what they read differs between the first layer and later ones; the two arches
+    do not depend on each other.
+    """
+
+    def __init__(
+        self, summary: Summary, cross: SequenceSummary, interaction: InteractionArch, sequence: SequenceArch
+    ) -> None:
+        super().__init__()
+        self.summary = summary
+        self.cross = cross
+        self.interaction = interaction
+        self.sequence = sequence
+
+    def flops(self, num_candidates: float, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
+        return (
+            self.summary.flops(rows)
+            + self.cross.flops(num_candidates, rows, num_tokens)
+            + self.interaction.flops(num_candidates, rows)
+            + self.sequence.flops(rows, num_tokens, sum_squared_lengths)
+        )
+
+
+class InterFormer(nn.Module):
+    """Logits [C, tasks] from tokens; arguments are the fields of the model's configuration.
+
+    `sequence_context` says which tokens inform the sequence:
+
+    - "request": the summary that becomes CLS and generates the PFFN weights is made of request tokens only, so the
+      sequence stays at R rows however many candidates a request has. In the first layer it summarises the request
+      tokens; in later layers the request tokens together with the CLS tokens, which carry what the sequence has added:
+      the request-level counterpart of X. Candidates meet the sequence in PMA and in the Interaction Arch.
+    - "candidate": the paper's form. The summary is made of all tokens X, so every candidate has a sequence of its own
+      and all runs at C rows. How many events that makes is known only on the device: one host sync a step.
+
+    Both are one code path: which rows the sequences belong to is chosen at the start, and in the second form each
+    candidate has its own.
+    """
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        dim: int,
+        *,
+        dropout: float,
+        num_layers: int,
+        num_heads: int,
+        num_cls: int,
+        num_pma: int,
+        num_recent: int,
+        interaction: str,
+        dhen_layers: int,
+        dcn_rank: int,
+        wukong_layers: int,
+        wukong_fmb: int,
+        wukong_lcb: int,
+        wukong_rank: int,
+        interaction_hidden: Sequence[int],
+        gate: str,
+        pffn: str,
+        pffn_hidden: int,
+        sequence_attention: str,
+        feed_forward: str,
+        feed_forward_dim: int,
+        moe: Mapping[str, Any],
+        sequence_context: str,
+        head_hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        counts = {
+            "num_layers": num_layers,
+            "num_cls": num_cls,
+            "num_pma": num_pma,
+            "num_recent": num_recent,
+            "dhen_layers": dhen_layers,
+            "wukong_layers": wukong_layers,
+            "wukong_fmb": wukong_fmb,
+            "wukong_lcb": wukong_lcb,
+            "wukong_rank": wukong_rank,
+            "pffn_hidden": pffn_hidden,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        _check("gate", gate, GATES)
+        _check("interaction", interaction, INTERACTIONS)
+        _check("pffn", pffn, PFFNS)
+        _check("sequence_attention", sequence_attention, ATTENTIONS)
+        _check("feed_forward", feed_forward, FEED_FORWARDS)
+        _check("sequence_context", sequence_context, SEQUENCE_CONTEXTS)
+
+        self.head_dim = dim // num_heads
+        self.num_cls, self.num_recent = num_cls, num_recent
+        self.per_candidate = sequence_context == "candidate"
+        num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
+        num_tokens = num_request + num_candidate
+        num_summary = num_cls + num_pma + num_recent
+        max_length = num_cls + spec.max_events
+        self.num_positions = spec.max_events + 1  # those of events count from 1
+
+        def summary(num_tokens: int) -> Summary:
+            return Summary(num_tokens, num_cls, dim, gate)
+
+        def cross(num_candidate: int, num_request: int = 0) -> SequenceSummary:
+            return SequenceSummary(
+                num_candidate,
+                num_request,
+                dim,
+                num_heads=num_heads,
+                num_cls=num_cls,
+                num_pma=num_pma,
+                num_recent=num_recent,
+                gate=gate,
+                max_candidates=1 if self.per_candidate else spec.max_candidates,
+                max_length=max_length,
+            )
+
+        def meeting(num_candidate: int, num_request: int = 0) -> InteractionArch:
+            return InteractionArch(
+                num_candidate,
+                num_request,
+                num_summary,
+                num_cls + num_recent,
+                dim,
+                max_candidates=1 if self.per_candidate else spec.max_candidates,
+                interaction=interaction,
+                dhen_layers=dhen_layers,
+                dcn_rank=dcn_rank,
+                wukong_layers=wukong_layers,
+                wukong_fmb=wukong_fmb,
+                wukong_lcb=wukong_lcb,
+                wukong_rank=wukong_rank,
+                interaction_hidden=interaction_hidden,
+                dropout=dropout,
+            )
+
+        def sequence() -> SequenceArch:
+            return SequenceArch(
+                num_cls,
+                dim,
+                num_heads=num_heads,
+                max_length=max_length,
+                pffn=pffn,
+                pffn_hidden=pffn_hidden,
+                attention=sequence_attention,
+                feed_forward=feed_forward,
+                feed_forward_dim=feed_forward_dim,
+                moe=moe,
+                dropout=dropout,
+            )
+
+        # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
+        first = summary(num_tokens if self.per_candidate else num_request)
+        later = num_tokens if self.per_candidate else num_request + num_cls
+        layers = [
+            InterFormerLayer(first, cross(num_candidate, num_request), meeting(num_candidate, num_request), sequence())
+        ]
+        layers += [
+            InterFormerLayer(summary(later), cross(num_tokens), meeting(num_tokens), sequence())
+            for _ in range(num_layers - 1)
+        ]
+
+        self.history = HistoryEncoder(spec, dim)
+        self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
+        self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
+        self.head_summary = summary(num_tokens)
+        self.head_cross = cross(num_tokens)
+        of_request = (num_cls + num_recent) * dim
+        self.heads = TaskHeads((num_cls + num_pma) * dim, head_hidden, len(spec.tasks), dropout, of_request)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        rows = CandidateRows.of(batch)
+        request, candidate = tokens.request, tokens.candidate
+        values, offsets = self.history(tokens)
+        if self.per_candidate:
+            request = rows.expand(request)
+            values, offsets = jagged_index_select(values, offsets, rows.owner)
+            rows = CandidateRows.identity(batch.num_candidates, values.device)
+
+        first, *later = self.layers
+        summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
+        values, offsets = _prepend(summary, values, offsets)
+        angles = rotation(_positions(offsets, self.num_cls, values.shape[0]), self.head_dim, self.num_positions)
+        ends = places_of_ends(offsets, self.num_cls, self.num_recent)
+        sequence = SequenceTokens(*add_rms_norm(values, None, ends))
+        met = first.cross(candidate, request, sequence, offsets, rows)
+        with Beside(candidate, request, *met) as work:
+            x = first.interaction(candidate, request, met, rows)
+        sequence = first.sequence(summary, sequence, offsets, angles, ends)
+        x = work.join(x)
+        for layer in later:
+            context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
+            met = layer.cross(x, None, sequence, offsets, rows)
+            with Beside(x, *met) as work:
+                x = layer.interaction(x, None, met, rows)
+            sequence = layer.sequence(layer.summary(context), sequence, offsets, angles, ends)
+            x = work.join(x)
+
+        shared, pooled = self.head_cross(x, None, sequence, offsets, rows)
+        own = torch.cat([self.head_summary(x), pooled], dim=1)
+        return self.heads(own.flatten(1), shared.flatten(1), rows)
+
+    def aux_loss(self) -> Tensor:
+        """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
+        losses = [feed_forward.aux_loss for feed_forward in self.routed]
+        return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products, embeddings excluded, from the true lengths of histories.
+
+        A request's length counts the events of all types together. Where a product of lengths and numbers of candidates
+        is needed (PMA, and everything under "candidate"), the two are assumed to be independent.
+        """
+        flops = self.history.flops(sum_lengths)
+        rows = num_requests
+        if self.per_candidate:
+            rows = num_candidates
+            sum_lengths *= num_candidates / num_requests
+            sum_squared_lengths *= num_candidates / num_requests
+        num_tokens = sum_lengths + rows * self.num_cls
+        pairs = sum_squared_lengths + 2 * self.num_cls * sum_lengths + rows * self.num_cls**2
+        for layer in self.layers:
+            flops += layer.flops(num_candidates, rows, num_tokens, pairs)
+        flops += self.head_summary.flops(num_candidates)
+        flops += self.head_cross.flops(num_candidates, rows, num_tokens)
+        return flops + self.heads.flops(num_candidates, rows)
+
+
+def _check(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of the sequence with its summary tokens [rows, num_cls, d] in front."""
+    rows, num_cls, _ = summary.shape
+    summary_offsets = torch.arange(rows + 1, device=offsets.device) * num_cls
+    return jagged_concat(summary.flatten(0, 1), summary_offsets, values.to(summary.dtype), offsets)
+
+
+def _positions(offsets: Tensor, num_cls: int, total: int) -> Tensor:
+    """[total] int64: 0 for the num_cls tokens in front of each row, then ages: 1 is the newest event."""
+    index = torch.arange(total, device=offsets.device)
+    counts = offsets.diff()
+    start = torch.repeat_interleave(offsets[:-1], counts, output_size=total)
+    end = torch.repeat_interleave(offsets[1:], counts, output_size=total)
+    return torch.where(index < start + num_cls, 0, end - index)

@@ -1,0 +1,367 @@
+"""What malformed data does: a clear error that names file and row, or with `bad_rows=skip` a documented action."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
+from train.data import PreparedSource, build_source
+from train.data.loader import build_loader
+
+HEADER = "user,time,item,price,click"
+ROWS = [f"{u},{t},{t % 5},0.{t},{t % 2}" for t in range(20) for u in (1, 2)]
+
+
+def config_of(tmp_path, rows=None, text=None, **changes) -> EventsConfig:
+    path = tmp_path / "events.csv"
+    path.write_text("\n".join([HEADER, *(ROWS if rows is None else rows)]) + "\n" if text is None else text)
+    settings = {
+        "root": str(tmp_path),
+        "files": [str(path)],
+        "cache_dir": str(tmp_path / "cache"),
+        "user": "user",
+        "time": "time",
+        "labels": {"click": "click"},
+        "request_categorical": ["user"],
+        "candidate_categorical": ["item"],
+        "candidate_numeric": ["price"],
+        "histories": {"seen": HistoryConfig(["item"])},
+    }
+    return EventsConfig(**(settings | changes))
+
+
+def with_row(row: str) -> list[str]:
+    """One more row as the fifth of the file."""
+    return [*ROWS[:4], row, *ROWS[4:]]
+
+
+def whole(source, split="train"):
+    return source.batch(split, np.arange(source.num_requests(split)))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1,9,1,abc,1", "column 'price' is abc, expected a finite number or nothing"),
+        ("1,9,1,nan,1", "column 'price' is nan, expected a finite number"),
+        ("1,9,1,inf,1", "column 'price' is inf, expected a finite number"),
+        ("1,9,1,0.5,2", "column 'click' is 2, expected a label of 0, 1 or nothing"),
+        ("1,9,1,0.5,yes", "column 'click' is yes, expected a finite number"),
+        (
+            "1,soon,1,0.5,1",
+            "column 'time' is soon, expected a time as data.time_format (or that of its history) says: seconds",
+        ),
+        ("1,,1,0.5,1", "column 'time' is None, expected a time"),
+        (",9,1,0.5,1", "column 'user' is None, expected an id"),
+        ("1,9,1,0.5", "4 columns, expected 5"),
+        ("1,9,1,0.5,1,1", "6 columns, expected 5"),
+    ],
+)
+@pytest.mark.reliability("a malformed row", "named by file and row, or skipped and counted, by `data.bad_rows`")
+def test_malformed_row_is_named_or_skipped(tmp_path, caplog, row, message):
+    with pytest.raises(ValueError, match=r"events\.csv, row 5") as error:
+        build_source(config_of(tmp_path, with_row(row)))
+    assert message in str(error.value)
+    assert "data.bad_rows=skip" in str(error.value)
+    with caplog.at_level(logging.WARNING):
+        source = build_source(config_of(tmp_path, with_row(row), bad_rows="skip"))
+    assert "row 5" in caplog.text
+    batches = [whole(source, split) for split in ("train", "valid", "test")]
+    # The other forty rows are there under their own numbers, and the bad one is nobody's history either.
+    assert sorted(row for batch in batches for row in batch.row.tolist()) == [*range(4), *range(5, 41)]
+    assert all(batch.candidate_dense.isfinite().all() for batch in batches)
+    clean = build_source(config_of(tmp_path, ROWS))
+    assert whole(source).histories.values().equal(whole(clean).histories.values())
+
+
+def test_nothing_but_malformed_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"every row of .*events\.csv is malformed"):
+        build_source(config_of(tmp_path, ["1,1,1,x,1"], bad_rows="skip", max_skipped=1))
+
+
+@pytest.mark.reliability("more malformed rows than `data.max_skipped`", "refused, whatever `data.bad_rows` says")
+def test_more_malformed_rows_than_a_few_are_a_wrong_configuration(tmp_path):
+    rows = [row.replace(",0.", ",about 0.") if number % 4 == 0 else row for number, row in enumerate(ROWS)]
+    with pytest.raises(ValueError, match=r"10 of 40 rows .*=0\.1 lets .* row 1: column 'price' is about .*=0\.25$"):
+        build_source(config_of(tmp_path, rows, bad_rows="skip"))
+    source = build_source(config_of(tmp_path, rows, bad_rows="skip", max_skipped=0.25, split=[1, 0, 0]))
+    assert whole(source).num_candidates == 30
+    side = tmp_path / "items.csv"
+    side.write_text("item,weight\n1,1\n2,heavy\n")
+    joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}
+    with pytest.raises(ValueError, match=r"1 of 2 rows from .*items\.csv on are malformed"):
+        build_source(config_of(tmp_path, **joins, bad_rows="skip"))
+
+
+def test_missing_numbers_and_labels_are_no_errors(tmp_path):
+    batch = whole(build_source(config_of(tmp_path, with_row("1,3,1,,"))))
+    added = batch.row == 4
+    assert batch.candidate_dense[added].tolist() == [[0.0]]
+    assert batch.labels[added].isnan().all()
+
+
+@pytest.mark.reliability("NaN and infinity in Parquet columns", "named by file and row, or skipped and counted")
+def test_nan_and_infinity_in_parquet(tmp_path):
+    for value in (float("nan"), float("inf")):
+        table = {
+            "user": [1, 1, 2],
+            "time": [1, 2, 3],
+            "item": [1, 1, 1],
+            "price": [1.0, value, 2.0],
+            "click": [0, 1, 1],
+        }
+        pq.write_table(pa.table(table), tmp_path / "events.parquet")
+        config = config_of(tmp_path, files=[str(tmp_path / "events.parquet")], split=[1, 0, 0])
+        with pytest.raises(ValueError, match=rf"events\.parquet, row 2: column 'price' is {value}"):
+            build_source(config)
+        config.bad_rows, config.max_skipped = "skip", 0.5
+        assert whole(build_source(config)).row.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"candidate_categorical": ["items"]},
+        {"candidate_numeric": ["items"]},
+        {"labels": {"click": "items"}},
+        {"labels": {"click": "items >= 4"}},
+        {"user": "items"},
+        {"time": "items"},
+        {"request": "items"},
+        {"histories": {"seen": HistoryConfig(["items"])}},
+        {"histories": {"seen": HistoryConfig(["item"], where={"items": 1})}},
+        {"histories": {"seen": HistoryConfig(["items"], lists=True)}},
+    ],
+)
+def test_missing_column_lists_those_that_are_there(tmp_path, changes):
+    with pytest.raises(ValueError, match=r"no column 'items': .*events\.csv has \['user', 'time', 'item', "):
+        build_source(config_of(tmp_path, **changes))
+
+
+def test_column_missing_in_a_later_file(tmp_path):
+    config = config_of(tmp_path)
+    (tmp_path / "more.csv").write_text("user,time,item,click\n1,1,1,1\n")
+    config.files.append(str(tmp_path / "more.csv"))
+    with pytest.raises(ValueError, match=r"more\.csv has no column 'price'"):
+        build_source(config)
+
+
+def test_a_name_that_two_columns_have(tmp_path):
+    text = "\n".join([f"{HEADER},item", *(f"{row},7" for row in ROWS)])
+    with pytest.raises(ValueError, match=r"events\.csv has more than one column 'item'"):
+        build_source(config_of(tmp_path, text=text))
+
+
+def test_wrong_types(tmp_path):
+    table = {"user": [1], "time": [1], "item": [[1]], "price": [[1.0]], "click": [1]}
+    pq.write_table(pa.table(table), tmp_path / "events.parquet")
+    files = {"files": [str(tmp_path / "events.parquet")]}
+    with pytest.raises(ValueError, match=r"events\.parquet: column 'price': it is list<.*>, expected numbers"):
+        build_source(config_of(tmp_path, **files))
+    with pytest.raises(ValueError, match="column 'item': it is list<.*>, expected one number or text a row"):
+        build_source(config_of(tmp_path, **files, candidate_numeric=[]))
+    lists = {"seen": HistoryConfig(["time"], lists=True)}
+    with pytest.raises(ValueError, match="column 'time': it is int64, expected a list type or text joined by '|'"):
+        build_source(config_of(tmp_path, **files, candidate_categorical=[], candidate_numeric=[], histories=lists))
+    pq.write_table(pa.table({**table, "item": ["a"], "price": [1.0]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({**table, "item": [7], "price": [1.0]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet to .*b\.parquet disagree on column types"):
+        build_source(config_of(tmp_path, files=[str(tmp_path / "[ab].parquet")]))
+
+
+@pytest.mark.reliability("data files that are empty, absent or cut short", "refused by their names")
+def test_files_that_are_empty_absent_or_cut_short(tmp_path):
+    with pytest.raises(ValueError, match=r"events\.csv: the file is empty"):
+        build_source(config_of(tmp_path, text=""))
+    with pytest.raises(ValueError, match=r"no rows in .*events\.csv"):
+        build_source(config_of(tmp_path, rows=[]))
+    (tmp_path / "wide.csv").write_text("\n".join([HEADER, *ROWS]), encoding="utf-16")
+    with pytest.raises(ValueError, match=r"wide\.csv: cannot be read \('utf-8' codec"):
+        build_source(config_of(tmp_path, files=[str(tmp_path / "wide.csv")]))
+    with pytest.raises(ValueError, match=r"no file matches .*nowhere\.csv'; name a file, a folder or a glob, e\.g\."):
+        build_source(config_of(tmp_path, files=[str(tmp_path / "nowhere.csv")]))
+    with pytest.raises(ValueError, match=r"/nowhere\.csv'; .* or a glob, from data\.root=\S+ on"):
+        build_source(config_of(tmp_path, files=["nowhere.csv"]))
+    pq.write_table(pa.table({"user": np.arange(1000)}), tmp_path / "whole.parquet")
+    content = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"cut\.parquet: cannot be read"):
+        build_source(config_of(tmp_path, files=[str(tmp_path / "cut.parquet")]))
+
+
+@pytest.mark.reliability("the preparation of data fails", "nothing of it stays")
+def test_failed_preparation_leaves_nothing_behind(tmp_path):
+    with pytest.raises(ValueError, match="row 5"):
+        build_source(config_of(tmp_path, with_row("1,9,1,x,1")))
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def list_config(tmp_path, viewed: str, when: str, **changes) -> EventsConfig:
+    rows = [f"{user},100,{user},0.5,1,{viewed},{when}" for user in (1, 2)]
+    text = "\n".join([f"{HEADER},viewed,when", "0,100,0,0.5,1,1,99", *rows]) + "\n"
+    history = HistoryConfig(["viewed"], lists=True, times="when")
+    settings = {"text": text, "histories": {"seen": history}, "split": [1, 0, 0]}
+    return config_of(tmp_path, **(settings | changes))
+
+
+@pytest.mark.parametrize("late", [100, 101])
+@pytest.mark.reliability("events of a history that lie after the request", "an error, or trimmed and counted")
+def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
+    times = f"5|{late}|7"
+    with pytest.raises(ValueError, match=rf"row 2: column 'when' is 5\|{late}\|7, expected times before the row's own"):
+        build_source(list_config(tmp_path, "1|2|3", times))
+    source = build_source(list_config(tmp_path, "1|2|3", times, bad_rows="skip"))
+    batch = whole(source)
+    assert "2 rows, the first is" in caplog.text
+    assert batch.num_candidates == 3
+    assert batch.history_times.values().tolist() == [99, 5, 7, 5, 7]
+
+
+@pytest.mark.reliability("lists of one history that differ in length", "named by file and row")
+def test_lists_that_are_not_aligned(tmp_path):
+    with pytest.raises(ValueError, match="row 2: column 'when' is 5, expected as many items as 'viewed'"):
+        build_source(list_config(tmp_path, "1|2|3", "5"))
+    batch = whole(build_source(list_config(tmp_path, "1|2|3", "5", bad_rows="skip", max_skipped=0.7)))
+    assert batch.row.tolist() == [0]
+    assert batch.history_times.values().tolist() == [99]
+
+
+def test_empty_history(tmp_path, caplog):
+    batch = whole(build_source(config_of(tmp_path, histories={"seen": HistoryConfig(["item"], where={"click": 7})})))
+    assert "no row meets where: {click: 7}; the column holds e.g. ['0', '1']" in caplog.text
+    assert batch.histories.values().numel() == 0
+    assert batch.lookup.stride() == batch.num_requests
+
+
+def test_requests_without_candidates():
+    source = build_source(SyntheticConfig(candidates=1, candidate_jitter=True, num_requests=200))
+    batch = whole(source)
+    counts = batch.candidate_offsets.diff()
+    assert {0, 1, 2} == set(counts.tolist())
+    assert batch.lookup.stride() == 200
+    alone = source.batch("train", np.flatnonzero(counts.numpy() == 0)[:1])
+    assert (alone.num_requests, alone.num_candidates) == (1, 0)
+
+
+def test_negative_and_unseen_ids_are_ids_like_others_or_unknown(tmp_path):
+    rows = [f"{u},{t},{-1 if t < 18 else 10**12},0.5,1" for t in range(20) for u in (1, 2)]
+    source = build_source(config_of(tmp_path, rows))
+    assert source.spec.tables["item"] == 2
+    assert set(whole(source).candidate_sparse["item"].values().tolist()) == {1}
+    assert 0 in whole(source, "test").candidate_sparse["item"].values().tolist()
+
+
+@pytest.mark.reliability("ids in the cache that no table has", "an error before a lookup reads beyond the table")
+def test_damaged_cache_is_caught_before_it_reaches_a_table(tmp_path):
+    source = build_source(config_of(tmp_path))
+    ids = np.load(source.folder / "candidate_ids.npy")
+    ids[3] = 99
+    np.save(source.folder / "candidate_ids.npy", ids)
+    with pytest.raises(ValueError, match="id 99 of feature 'item' at source row .* expected 0 to 5"):
+        whole(PreparedSource(source.folder, 50))
+
+
+def test_batch_larger_than_the_data(tmp_path):
+    source = build_source(config_of(tmp_path))
+    settings = {"seed": 0, "shuffle": True, "num_workers": 0, "prefetch": 2}
+    (batch,) = build_loader(source, "train", batch_size=10_000, rank=0, world_size=1, **settings)
+    assert batch.num_requests == source.num_requests("train")
+
+
+def test_more_ranks_than_rows(tmp_path):
+    source = build_source(config_of(tmp_path, ROWS[:2], split=[1, 0, 0], histories={}))
+    settings = {"batch_size": 4, "seed": 0, "shuffle": True, "num_workers": 0, "prefetch": 2}
+    loaders = [build_loader(source, "train", rank=rank, world_size=5, **settings) for rank in range(5)]
+    batches = [list(loader) for loader in loaders]
+    assert [len(of_rank) for of_rank in batches] == [1] * 5
+    assert [of_rank[0].num_requests for of_rank in batches] == [1] * 5
+    assert sum(of_rank[0].num_candidates for of_rank in batches) == 2
+
+
+def test_all_positive_labels(tmp_path):
+    rows = [row[:-1] + "1" for row in ROWS]
+    assert build_source(config_of(tmp_path, rows)).label_rates() == {"click": 1.0}
+
+
+def test_no_label_at_all_and_no_training_row(tmp_path):
+    rows = [row[:-1] for row in ROWS]
+    with pytest.raises(ValueError, match="task 'click' has no observed label in the training split"):
+        build_source(config_of(tmp_path, rows))
+    with pytest.raises(ValueError, match="the training split is empty"):
+        build_source(config_of(tmp_path, ROWS[:1], split=[0.2, 0.4, 0.4]))
+
+
+@pytest.mark.reliability("a side table with a repeated key or a bad value", "named by file and row")
+def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
+    side = tmp_path / "items.csv"
+    joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}
+    side.write_text("item,weight\n1,1\n2,1\n1,3\n")
+    with pytest.raises(ValueError, match=r"items\.csv, row 3: item=1 is a repeated key"):
+        build_source(config_of(tmp_path, **joins))
+    side.write_text("item,weight\n1,1\n2,heavy\n")
+    with pytest.raises(ValueError, match=r"items\.csv, row 2: column 'weight' is heavy"):
+        build_source(config_of(tmp_path, **joins))
+    source = build_source(config_of(tmp_path, **joins, bad_rows="skip", max_skipped=0.5))
+    assert sum(source.num_requests(split) for split in ("train", "valid", "test")) > 0
+    assert set(whole(source).candidate_dense.flatten().tolist()) == {0.0}
+    side.write_text("item,weight,moment\n1,1,5\n")
+    with pytest.raises(ValueError, match=r"column 'moment' must stand in .*events\.csv itself"):
+        build_source(config_of(tmp_path, **joins, time="moment"))
+    side.write_text("other,weight\n1,1\n")
+    with pytest.raises(ValueError, match=r"no column 'item': .*items\.csv has \['other', 'weight'\]"):
+        build_source(config_of(tmp_path, **joins))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"time_format": "h"}, r"data\.time_format='h'"),
+        ({"histories": {"a": HistoryConfig(["item"], time_format="h")}}, r"data\.histories\.a\.time_format='h'"),
+        ({"log_numeric": ["item"]}, r"data\.log_numeric names \['item'\]"),
+        ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
+        ({"labels": {}}, "at least one task"),
+        ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),
+        ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER or COLUMN == ID, e.g. 'rating >= 4'"),
+        ({"labels": {"click": "price == "}}, "must name a column of 0 and 1, or compare one"),
+        ({"labels": {"click": "price != 1"}}, "must name a column of 0 and 1, or compare one"),
+        ({"histories": {"a": HistoryConfig([])}}, r"data\.histories\.a\.fields is empty"),
+        ({"histories": {"a": HistoryConfig(["item"], lists=True, where={"click": 1})}}, r"data\.histories\.a\.lists"),
+        ({"histories": {"a": HistoryConfig(["item"], times="time")}}, r"data\.histories\.a\.times"),
+        ({"time": None, "histories": {"a": HistoryConfig(["item"], lists=True, times="x")}}, r"data\.time must name"),
+        ({"user": None}, r"data\.user must name"),
+        (
+            {"time": None, "histories": {"a": HistoryConfig(["item"], files=["x"])}},
+            "no file matches|data.time must name",
+        ),
+        ({"candidate_categorical": ["item", "item"]}, "repeated: .'item'."),
+        ({"candidate_numeric": ["price", "click"]}, "data.labels.click is read from column 'click', which"),
+        ({"labels": {"dear": "price >= 0.1"}}, "data.labels.dear is read from column 'price', which is a feature"),
+        ({"user": None, "request": "item", "histories": {}}, "data.user=item"),
+        (
+            {"request_categorical": [], "candidate_categorical": [], "histories": {}},
+            r"e\.g\. data\.candidate_categorical=\[item_id\]",
+        ),
+        ({"files": []}, "data.files is empty"),
+        ({"files": ["events.csv", "*.csv"]}, r"events\.csv twice"),
+        ({"test_files": ["."]}, r"events\.csv twice"),
+    ],
+)
+def test_schemas_that_make_no_sense(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_source(config_of(tmp_path, **changes))
+
+
+def test_other_sources(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.path='.*' is no MovieLens folder"):
+        build_source(MovieLensConfig(path=str(tmp_path), cache_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"data\.name='x' is no source"):
+        build_source(DataConfig(name="x"))
+    with pytest.raises(ValueError, match=r"data\.num_request_features"):
+        build_source(SyntheticConfig(num_request_features=0))
+    with pytest.raises(ValueError, match=r"data\.num_items=10"):
+        build_source(SyntheticConfig(num_items=10, num_categories=9))

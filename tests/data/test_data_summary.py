@@ -1,0 +1,53 @@
+"""The table that a run prints of its data."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from train.config.schema import EventsConfig, HistoryConfig, JoinConfig, SyntheticConfig
+from train.data import SyntheticSource, build_source
+from train.data.summary import summarise
+
+
+def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
+    count = 100
+    rows = {"user": [i % 5 for i in range(count)], "item": [i % 9 for i in range(count)]}
+    rows |= {"time": [1_700_000_000 + 86400 * i for i in range(count)], "click": [i % 4 == 0 for i in range(count)]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"item": ["007"], "brand": ["x"], "price": [1.0]}), tmp_path / "items.parquet")
+    pq.write_table(pa.table({"user": ["u1"], "time": [1], "query": ["q"]}), tmp_path / "log.parquet")
+    source = build_source(
+        EventsConfig(
+            root=str(tmp_path),
+            cache_dir=str(tmp_path / "cache"),
+            files=["rows.parquet"],
+            joins=[JoinConfig(["items.parquet"], "item")],
+            user="user",
+            time="time",
+            labels={"click": "click"},
+            candidate_categorical=["item", "brand"],
+            candidate_numeric=["price"],
+            histories={"seen": HistoryConfig(["item"]), "search": HistoryConfig(["query"], files=["log.parquet"])},
+        )
+    )
+    lines = [line.split() for line in summarise(source).splitlines()]
+    assert ["train", "80", "2023-11-14T22:13:20", "2024-02-01T22:13:20"] in lines
+    assert ["test", "10", "2024-02-12T22:13:20", "2024-02-21T22:13:20"] in lines
+    assert ["positive", "training", "labels:", "click", "0.25"] in lines
+    assert ["item", "10", "1.00", "100.0%", "100.0%"] in lines
+    assert ["brand", "1", "1.00", "0.0%", "0.0%"] in lines
+    assert ["seen.item", "10", "7.50", "100.0%", "100.0%"] in lines
+    assert ["search.query", "1", "0.00", "none", "none"] in lines
+    assert ["price", "0.0%", "0.0%"] in lines
+
+
+def test_rows_without_a_time_have_no_dates():
+    lines = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)), dated=False).splitlines()
+    assert lines[:2] == ["split      requests  (without a time)", "train         1,000"]
+
+
+def test_any_source_has_a_summary():
+    text = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)))
+    assert "train         1,000  2020-09-13" in text
+    assert "click.item" in text

@@ -1,0 +1,275 @@
+"""`jagged_attention` on the CPU: the reference against loops over rows, arguments, registration of operators."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.attention import jagged_attention, time_bucket
+from kernels.attention.bias import Bias, position_index
+from kernels.attention.operator import attention_operator
+from kernels.core import dispatch
+from kernels.jagged.reference import place_in_row
+from kernels.testing import check_gradients, poisoned_empty
+from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
+from tests.kernels.jagged.jagged_problems import offsets_of
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 0, 1, (1, None), (None, 0), (2, 1)]),
+    block_size=st.sampled_from([None, None, 2]),
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    reach=st.sampled_from([None, 0, 2]),
+    buckets=st.sampled_from([None, 1, 30]),
+    slack=st.integers(0, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_reference(
+    pairs: list[tuple[int, int]],
+    causal: bool,
+    window: Any,
+    block_size: int | None,
+    heads: tuple[int, int],
+    reach: int | None,
+    buckets: int | None,
+    slack: int,
+) -> None:
+    q_offsets, k_offsets = offsets_of([q for q, _ in pairs]), offsets_of([k for _, k in pairs], torch.int32)
+    max_q, max_k = (max((pair[side] for pair in pairs), default=0) + slack for side in (0, 1))
+    arguments = {"scale": 0.7, "causal": causal, "window": window, "block_size": block_size}
+    offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+
+    def with_tables(attend: Any) -> Any:
+        # Tables whose entries all pairs share have a gradient of zero but for roundings: add one to compare it with.
+        def total(**inputs: Any) -> Tensor:
+            tables = [inputs[name] for name in ("position_bias", "time_bias") if name in inputs]
+            return attend(**inputs) + sum(table.sum() for table in tables)
+
+        return total
+
+    check_gradients(
+        with_tables(partial(jagged_attention, max_q=max_q, max_k=max_k, **offsets, **arguments)),
+        with_tables(partial(oracle, **offsets, **arguments)),
+        inputs_of(q_offsets, k_offsets, heads, (3, 2), reach=reach, buckets=buckets),
+        EXACT,
+        EXACT_GRADIENTS,
+    )
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_query_without_keys_gives_zeros_and_zero_gradients(biased: bool) -> None:
+    q_offsets, k_offsets = torch.tensor([0, 2, 5]), torch.tensor([0, 0, 1])
+    inputs = inputs_of(q_offsets, k_offsets, (2, 2), (4, 4), reach=1 if biased else None)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    # Row 0 has no keys; in row 1 the window hides the only key from queries 1 and 2.
+    with poisoned_empty():
+        out = jagged_attention(**inputs, q_offsets=q_offsets, k_offsets=k_offsets, max_q=3, max_k=4, window=0)
+        grads = torch.autograd.grad(out.square().sum() + out.sum(), leaves)
+    blind = [0, 1, 3, 4]
+    assert (out[blind] == 0).all()
+    assert torch.equal(out[[2]], inputs["v"])
+    assert (grads[0][blind] == 0).all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_scale_defaults_to_head_dimension() -> None:
+    offsets = torch.tensor([0, 3])
+    inputs = inputs_of(offsets, offsets, widths=(5, 5))
+    attend = partial(jagged_attention, **inputs, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3)
+    assert torch.equal(attend(scale=1 / math.sqrt(5)), attend())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_training_dtypes(dtype: torch.dtype, biased: bool) -> None:
+    offsets = {"q_offsets": offsets_of([0, 7, 1, 20]), "k_offsets": offsets_of([0, 7, 1, 20])}
+    check_gradients(
+        partial(jagged_attention, max_q=20, max_k=20, **offsets),
+        partial(oracle, **offsets),
+        inputs_of(**offsets, heads=(2, 2), widths=(8, 8), dtype=dtype, reach=5 if biased else None),
+        outputs(20),
+        gradients(300),
+    )
+
+
+def test_non_contiguous_inputs() -> None:
+    offsets = offsets_of([2, 0, 3])
+    # [N, q k v interleaved after the head, ...]: views with strides of their own.
+    packed = torch.randn(5, 2, 3, 4, dtype=torch.float64)
+    q, k, v = packed.unbind(2)
+    assert not q.is_contiguous()
+    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3)
+    assert torch.equal(attend(q, k, v), attend(q.contiguous(), k.contiguous(), v.contiguous()))
+
+
+def test_gradcheck_of_the_tables() -> None:
+    offsets = torch.tensor([0, 3, 4, 6])
+    inputs = inputs_of(offsets, offsets, (2, 1), (3, 3), reach=1, buckets=20)
+    tables = [inputs.pop(name).requires_grad_() for name in ("position_bias", "time_bias")]
+    attend = partial(jagged_attention, **inputs, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3)
+    assert torch.autograd.gradcheck(lambda p, t: attend(position_bias=p, time_bias=t), tables)
+
+
+def test_time_buckets() -> None:
+    seconds = torch.tensor([0, 1, -1, 2, 3, 60, -3600, 86400, 2**31, 2**40, -(2**62)])
+    expected = [0, 0, 0, 2, 3, 13, 27, 37, 71, 71, 71]
+    assert time_bucket(seconds, 128, 0.301).tolist() == expected
+    assert time_bucket(seconds, 20, 0.301).tolist() == [min(bucket, 19) for bucket in expected]
+    assert time_bucket(seconds, 1, 0.301).tolist() == [0] * len(expected)
+    many = torch.arange(1, 100_000)
+    assert torch.equal(time_bucket(many, 500, 0.0713), (many.double().log() / 0.0713).floor().long())
+
+
+def test_autocast_gives_its_dtype() -> None:
+    offsets = offsets_of([2, 1])
+    x, table = torch.randn(3, 2, 4), torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        for bias in (None, table):
+            out = jagged_attention(x, x.bfloat16(), x, offsets, offsets, max_q=2, max_k=2, position_bias=bias)
+            assert out.dtype is torch.bfloat16
+
+
+def test_bad_inputs_are_named() -> None:
+    x, offsets = torch.zeros(5, 1, 4), torch.tensor([0, 2, 5])
+    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3)
+    with pytest.raises(ValueError, match="row 1 has 3 values, more than max_k=2"):
+        jagged_attention(x, x, x, offsets, offsets, max_q=3, max_k=2)
+    for q, k in ((x, x.repeat(1, 2, 1)), (x[:, 0], x), (x, x[:, 0])):
+        with pytest.raises(ValueError, match=r"expected q \[Nq, H, d\]"):
+            attend(q, k, x)
+    with pytest.raises(ValueError, match="H a multiple of Hkv"):
+        attend(x, x[:, :0], x[:, :0])
+    with pytest.raises(ValueError, match="must have one dtype"):
+        attend(x, x.double(), x.double())
+    with pytest.raises(ValueError, match=r"window=-2 must be w or \(left, right\)"):
+        attend(x, x, x, window=-2)
+    with pytest.raises(ValueError, match=r"position_bias must be \[1, 2 P \+ 1\], got \(1, 2\)"):
+        attend(x, x, x, position_bias=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match=r"time_bias must be \[1, T\] with T at least 1, got \(2, 3\)"):
+        attend(x, x, x, time_bias=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"needs integer k_times \[5\], got none"):
+        attend(x, x, x, time_bias=torch.zeros(1, 3), q_times=torch.zeros(5, dtype=torch.int64))
+
+
+def test_who_serves() -> None:
+    facts: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+        "value_dim": 64,
+        "masked": False,
+        "same_offsets": True,
+        "block_local": False,
+        "biased": False,
+        "positive_scale": True,
+        "few_queries": False,
+        "query_rows": 64,
+    }
+    explain = partial(dispatch.explain, "jagged_attention", "triton")
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        assert "chosen" in explain(**facts, capability=capability)
+    for change, reason in (
+        ({"capability": (7, 5)}, "needs sm_80 or newer"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"head_dim": 264}, "at most 256 features"),
+        ({"device": "cpu", "capability": None}, "needs a CUDA device"),
+    ):
+        assert reason in explain(**facts | {"capability": (9, 0)} | change)
+    for feature in ("block_local", "biased"):
+        refusal = dispatch.explain("jagged_attention", "varlen", **facts | {"capability": (9, 0), feature: True})
+        assert "neither block-local attention nor biases" in refusal
+    hopper = facts | {"capability": (9, 0)}
+    assert "chosen" in dispatch.explain("jagged_attention", "gluon", **hopper)
+    for change in (
+        {"capability": (8, 0)},
+        {"head_dim": 32},
+        {"biased": True},
+        {"positive_scale": False},
+        {"few_queries": True},
+    ):
+        assert "chosen" not in dispatch.explain("jagged_attention", "gluon", **hopper | change)
+
+
+@pytest.mark.parametrize(("tables", "features"), [(True, True), (False, True), (False, False)])
+def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
+    """`opcheck` of an operator around plain formulas: schema, fake tensors, autograd, compilation."""
+    name = f"test_{'biased' if tables else 'featured' if features else 'plain'}"
+    attend = attention_operator(name, _forward, _backward, features=features)
+    offsets = torch.tensor([0, 3, 4, 6])
+    inputs = inputs_of(offsets, offsets, (2, 1), (4, 3), reach=1 if tables else None, buckets=9 if tables else None)
+    leaves = {key: value.requires_grad_() if value.is_floating_point() else value for key, value in inputs.items()}
+    bias = [leaves.get(key) for key in ("position_bias", "time_bias", "q_times", "k_times")]
+    operator = getattr(torch.ops.gemsmith, f"jagged_attention_{name}").default
+    values, sizes = [leaves[key] for key in "qkv"], (3, 3, 0.5, False, -1, -1)
+    arguments = (
+        (*values, offsets, offsets, *bias, 0.301, *sizes, None) if features else (*values, offsets, offsets, *sizes)
+    )
+    torch.library.opcheck(operator, arguments)
+    expected = jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
+    wrapped = {"bias": Bias(*bias)} if tables else {}
+    actual = attend(*arguments[:5], 3, 3, 0.5, False, (-1, -1), **wrapped)
+    differentiated = [value for value in leaves.values() if value.requires_grad]
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.square().sum(), differentiated),
+        torch.autograd.grad(expected.square().sum(), differentiated),
+    )
+
+
+def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None) -> tuple[Tensor, ...]:
+    """Scores [H, Nq, Nk] of one key head and the table columns that they read; only for equal offsets."""
+    row, place = place_in_row(q_offsets, len(q))
+    scores = torch.einsum("ihd,jd->hij", q, k[:, 0]) * scale
+    index = []
+    if bias is not None:
+        index.append(position_index(place[:, None], place[None, :], bias.position.shape[1]))
+        gap = bias.q_times[:, None] - bias.k_times[None, :]
+        index.append(time_bucket(gap, bias.time.shape[1], bias.bucket_width))
+        scores = scores + bias.position[:, index[0]] + bias.time[:, index[1]]
+    return scores.masked_fill(row[:, None] != row[None, :], -torch.inf), *index
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, *rest: Any, bias: Bias | None = None
+) -> tuple[Tensor, Tensor]:
+    scores, *_ = _scores(q, k, q_offsets, rest[3], bias)
+    out = torch.einsum("hij,jd->ihd", scores.softmax(-1), v[:, 0])
+    return out.contiguous(), scores.logsumexp(-1).float()
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor,
+    *rest: Any,
+    bias: Bias | None = None,
+) -> tuple[Tensor, ...]:
+    scale = rest[3]
+    scores, *index = _scores(q, k, q_offsets, scale, bias)
+    p = scores.softmax(-1)
+    ds = p * (torch.einsum("ihd,jd->hij", grad, v[:, 0]) - (grad * out).sum(-1).t()[:, :, None])
+    gradients = (
+        torch.einsum("hij,jd->ihd", ds, k[:, 0]) * scale,
+        torch.einsum("hij,ihd->jd", ds, q)[:, None] * scale,
+        torch.einsum("hij,ihd->jd", p, grad)[:, None],
+    )
+    if bias is None:
+        return gradients
+    tables = (
+        torch.zeros_like(table).index_add_(1, columns.flatten(), ds.flatten(1))
+        for table, columns in zip((bias.position, bias.time), index, strict=True)
+    )
+    return *gradients, *tables

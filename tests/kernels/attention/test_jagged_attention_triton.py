@@ -1,0 +1,326 @@
+"""The Triton backend of `jagged_attention`: interpreted in float32, compiled for absent chips, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention import jagged_attention
+from kernels.attention.bias import Bias, time_bucket_edges
+from kernels.testing import check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs, table_gradients
+from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
+from tests.kernels.jagged.jagged_problems import offsets_of
+
+pytest.importorskip("triton")
+
+from kernels.attention.triton.launch import bias_tensors
+
+ROOT = Path(__file__).parents[3]
+
+LENGTHS = [0, 100, 1, 64, 0, 129], [70, 130, 0, 64, 3, 17]
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"window": (30, 7)},
+    "left": {"window": (9, None), "causal": True},
+    "right": {"window": (None, 5)},
+    "blocks": {"block_size": 64},
+    "odd blocks": {"block_size": 50, "causal": True, "window": 40},
+    "negative scale": {"scale": -0.3},
+    "positions": {"reach": 20},
+    "all positions": {"reach": 300},
+    "times": {"buckets": 50},
+    "both": {"reach": 33, "buckets": 7, "window": (90, 60), "block_size": 100},
+}
+
+
+def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Output and gradients of a case of CASES against the oracle, with poisoned memory."""
+    call = dict(CASES[name])
+    tables = {key: call.pop(key) for key in ("reach", "buckets") if key in call}
+    offsets = {
+        "q_offsets": offsets_of(LENGTHS[0]).to(device),
+        "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
+    }
+    # An entry of a table may be read by every pair of a query and a key.
+    pairs = max(num_q * num_k for num_q, num_k in zip(*LENGTHS, strict=True))
+    with poisoned_empty():
+        check_gradients(
+            partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="triton"),
+            partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="reference"),
+            inputs_of(**offsets, heads=heads, widths=widths, dtype=dtype, **tables),
+            outputs(130),
+            table_gradients(pairs) if tables else gradients(300),
+        )
+
+
+INTERPRETED = """
+import torch
+from kernels.core import dispatch
+from kernels.attention.operator import triton_attention
+from tests.kernels.attention import test_jagged_attention_triton as cases
+
+dispatch._registry["jagged_attention"]["triton"] = dispatch.Backend("triton", triton_attention, dispatch.always, 20)
+cases.LENGTHS = [0, 35, 1], [3, 40, 0]
+for name in cases.CASES:
+    cases.check(name, (1, 1), (16, 16), torch.float32, "cpu")
+cases.check("both", (2, 1), (24, 40), torch.float32, "cpu")
+empty = torch.tensor([0])
+assert triton_attention(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, 1.0, False, (-1, -1)).shape == (0, 1, 16)
+print("checked", len(cases.CASES))
+"""
+
+
+def test_layers_of_the_same_times_share_the_edges_of_their_buckets() -> None:
+    q, times, table = torch.zeros(4, 1, 16), torch.arange(4), torch.zeros(1, 7)
+    bias = Bias(time=table, q_times=times, k_times=times)
+    edges = bias_tensors(bias, q)[2]
+    assert torch.equal(edges, time_bucket_edges(7, bias.bucket_width, q.device))
+    assert bias_tensors(bias._replace(time=table + 1), q)[2] is edges
+    wide = bias_tensors(bias._replace(time=torch.zeros(1, 9), bucket_width=0.5), q)[2]
+    assert torch.equal(wide, time_bucket_edges(9, 0.5, q.device))
+
+
+def test_interpreted_kernels_match_the_reference() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == f"checked {len(CASES)}", done.stderr[-3000:]
+
+
+def test_every_tile_has_a_row_also_where_values_go_on_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.attention.triton import tile as triton_attention_tile
+    from tests.kernels.core.interpreting import interpret
+
+    interpret(monkeypatch, triton_attention_tile)
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), -1, **options))
+    rows = triton_attention_tile.tile_rows_of(offsets_of([70, 0, 5]), 300, 64)
+    assert rows.tolist() == [0, 0, 1, 2, 2, 2, 2]
+
+
+POINTERS = {"lse": "*fp32", "delta": "*fp32", "edges": "*i32", "tile_rows": "*i32"}
+POINTERS |= dict.fromkeys(("position_table", "time_table", "position_partial", "time_partial"), "*fp32")
+POINTERS |= dict.fromkeys(("q_offsets", "k_offsets", "q_times", "k_times"), "*i64")
+POINTERS |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
+POINTERS |= {"scale": "fp32", "buckets_per_octave": "fp32"}
+
+
+@pytest.mark.parametrize(("target", "itemsize"), [*((target, 2) for target in TARGETS), ("sm_86", 4)])
+@pytest.mark.parametrize("kernel", ["forward", "query", "key", "table"])
+def test_compiles_for_a_chip_that_is_absent(kernel: str, target: str, itemsize: int) -> None:
+    from kernels.attention.triton import dkv, dq, forward
+    from kernels.attention.triton import tables as triton_attention_tables
+    from kernels.attention.triton.launch import tile_of
+
+    biased = kernel == "table"
+    tile = tile_of(kernel, itemsize, 128, biased, SHARED_LIMITS[target], target in FROM_REGISTERS)
+    pointers = POINTERS if itemsize == 2 else {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+    function = {
+        "forward": forward.attention_forward_kernel,
+        "query": dq.attention_query_kernel,
+        "key": dkv.attention_key_kernel,
+        "table": triton_attention_tables.attention_table_kernel,
+    }[kernel]
+    constants = {"NUM_HEADS": 4, "GROUP": 1, "SCALE_LATE": True, "BLOCK_T": 64, "SIDE": tile.m}
+    constants |= {"PRECISION": "tf32" if itemsize == 2 else "tf32x3"}
+    constants |= dict.fromkeys(("HEAD_DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), 128)
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "HAS_POSITION": biased, "HAS_TIME": biased}
+    signature = {name: pointers.get(name, "i32") for name in function.arg_names if not name.isupper()}
+    compiled = compile_ahead(
+        function,
+        signature,
+        {name: value for name, value in constants.items() if name in function.arg_names},
+        target=target,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        divisible_by_16=[name for name in signature if name.startswith("stride")],
+    )
+    assert compiled.shared_bytes <= SHARED_LIMITS[target]
+    # A few addresses and masks around the loops; accumulators in memory would be kilobytes.
+    assert compiled.spill_bytes <= 192
+    if not biased:
+        # On sm_100 products of fewer than 64 rows are those of earlier chips.
+        assert compiled.contains(PRODUCTS[target]) or (target == "sm_100" and compiled.contains("mma.sync"))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+def test_chips_of_little_shared_memory_load_ahead(kernel: str) -> None:
+    from kernels.attention.triton.launch import tile_of
+
+    for width in (64, 128):
+        assert tile_of(kernel, 2, width, False, SHARED_LIMITS["sm_86"], True).stages > 1
+
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_features(name: str, dtype: torch.dtype) -> None:
+    check(name, (4, 2), (64, 64), dtype, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("widths", [(32, 32), (40, 72), (96, 96), (128, 128), (192, 64), (256, 256)])
+@pytest.mark.parametrize("name", ["dense", "both"])
+def test_widths(name: str, widths: tuple[int, int]) -> None:
+    check(name, (2, 1), widths, torch.bfloat16, "cuda")
+    check(name, (2, 1), widths, torch.float32, "cuda")
+
+
+@gpu
+def test_one_position_changes_nothing() -> None:
+    """A bias that all pairs share leaves the probabilities as they are, and its gradient is zero but for roundings."""
+    offsets = offsets_of([100, 0, 65]).cuda()
+    inputs = inputs_of(offsets, offsets, (2, 2), dtype=torch.float32, reach=0, buckets=1)
+    tables = [inputs[name].requires_grad_() for name in ("position_bias", "time_bias")]
+    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=100, max_k=100)
+    out = attend(**inputs, backend="triton")
+    torch.testing.assert_close(out, attend(**{name: inputs[name] for name in "qkv"}, backend="triton"))
+    for grad in torch.autograd.grad(out.square().sum(), tables):
+        assert float(grad.abs().max()) < 1e-4
+
+
+@gpu
+@pytest.mark.parametrize("name", ["dense", "both"])
+def test_same_bits_every_time(name: str) -> None:
+    call = dict(CASES[name])
+    tables = {key: call.pop(key) for key in ("reach", "buckets") if key in call}
+    offsets = offsets_of([0, 700, 1, 300, 0, 1000]).cuda()
+    inputs = inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16, **tables)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values() if tensor.is_floating_point()]
+
+    def run() -> list[torch.Tensor]:
+        out = jagged_attention(
+            **inputs, q_offsets=offsets, k_offsets=offsets, max_q=1000, max_k=1000, **call, backend="triton"
+        )
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
+
+
+@gpu
+def test_views_with_strides_of_their_own() -> None:
+    offsets = offsets_of([130, 0, 7]).cuda()
+    q, k, v = torch.randn(137, 2, 3, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind(2)
+    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=130, max_k=130, backend="triton")
+    # The gradient of a transposed product is not contiguous either.
+    out = attend(q, k, v)
+    grad = torch.randn(64, 2, 137, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0)
+    leaves = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    plain = attend(*leaves)
+    assert torch.equal(out, plain)
+    actual = torch.autograd.grad(out, (q, k, v), grad)
+    for one, other in zip(actual, torch.autograd.grad(plain, leaves, grad.contiguous()), strict=True):
+        assert torch.equal(one, other)
+
+
+@gpu
+def test_nothing_waits_for_the_device_and_memory_is_linear() -> None:
+    offsets = offsets_of([0] * 999 + [2000]).cuda()
+    inputs = inputs_of(offsets, offsets, (2, 2), (64, 64), torch.bfloat16, reach=10)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=4000, max_k=4000, backend="triton")
+    torch.autograd.grad(attend(**inputs).sum(), leaves)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(attend(**inputs).sum(), leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A score for every pair of padded positions would be 128 GB, one for every pair of values 16 MB.
+    assert torch.cuda.max_memory_allocated() - before < 8e6
+
+
+@gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB")
+    rows, length, heads, width = 2**17, 65, 2, 128
+    total = rows * length
+    assert total * heads * width > 2**31
+    offsets = torch.arange(rows + 1, device="cuda") * length
+    q, k, v, grad = (torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attend = partial(jagged_attention, max_q=length, max_k=length)
+    out = attend(*leaves, offsets, offsets, backend="triton")
+    actual = [out, *torch.autograd.grad(out, leaves, grad)]
+    for chosen in (slice(0, 3 * length), slice(total - 3 * length, total)):
+        some = [x.detach()[chosen].double().requires_grad_() for x in (q, k, v)]
+        expected = attend(*some, offsets[:4], offsets[:4], backend="reference")
+        for one, other in zip(
+            actual, [expected, *torch.autograd.grad(expected, some, grad[chosen].double())], strict=True
+        ):
+            assert float((one[chosen] - other).norm() / other.norm()) < 1e-2
+
+
+@gpu
+@pytest.mark.parametrize("name", ["dense", "both"])
+def test_opcheck(name: str) -> None:
+    offsets = offsets_of([5, 0, 70]).cuda()
+    tables = {key: value for key, value in CASES[name].items() if key in ("reach", "buckets")}
+    inputs = inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16, **tables)
+    leaves = {key: x.requires_grad_() if x.is_floating_point() else x for key, x in inputs.items()}
+    bias = [leaves.get(key) for key in ("position_bias", "time_bias")]
+    bias = [None if table is None else table.detach().float().requires_grad_() for table in bias]
+    times = [leaves.get(key) for key in ("q_times", "k_times")]
+    arguments = (*(leaves[key] for key in "qkv"), offsets, offsets, *bias, *times, 0.301)
+    torch.library.opcheck(
+        torch.ops.gemsmith.jagged_attention_triton.default, (*arguments, 70, 70, 0.3, True, -1, -1, None)
+    )
+
+
+@gpu
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (2, 3)), (True, 3)])
+@pytest.mark.parametrize("lengths", [[0, 300, 1, 128, 0], [5], [64, 64], [0, 0]])
+def test_varlen_matches_the_reference(lengths: list[int], causal: bool, window: Any) -> None:
+    offsets = offsets_of(lengths).cuda()
+    attend = partial(
+        jagged_attention,
+        q_offsets=offsets,
+        k_offsets=offsets,
+        max_q=320,
+        max_k=320,
+        causal=causal,
+        window=window,
+    )
+    with poisoned_empty():
+        check_gradients(
+            partial(attend, backend="varlen"),
+            partial(attend, backend="reference"),
+            inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16),
+            outputs(300),
+            gradients(300),
+        )
+
+
+@gpu
+def test_varlen_with_rows_that_lack_queries_or_keys() -> None:
+    offsets = {"q_offsets": offsets_of([3, 0, 130, 2]).cuda(), "k_offsets": offsets_of([0, 5, 40, 0]).cuda()}
+    with poisoned_empty():
+        check_gradients(
+            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="varlen"),
+            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="reference"),
+            inputs_of(**offsets, heads=(2, 2), widths=(32, 32), dtype=torch.bfloat16),
+            outputs(130),
+            gradients(130),
+        )

@@ -1,0 +1,38 @@
+"""Running Triton kernels on the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import triton.experimental.gluon  # noqa: F401  looks at the functions below while it is imported
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.jit import JITFunction
+
+from kernels.core.launch import Launcher
+
+
+class Interpreted(InterpretedFunction):
+    """Leaves the language as it found it also when a kernel calls it, so that later tests can compile."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        patched = _patch_lang(self.fn)
+        try:
+            return self.rewrite()(*arguments, **keywords)
+        finally:
+            patched.restore()
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let the kernels and device functions that `modules` hold run in Triton's interpreter, on CPU tensors.
+
+    Its products of half-precision operands are wrong, so what runs here is float32.
+    """
+    for module in (tl, tl.standard, *modules):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, Interpreted(value.fn))
+            elif isinstance(value, Launcher):
+                monkeypatch.setattr(value, "kernel", Interpreted(value.kernel.fn))

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, report
+from kernels.bench import __main__ as bench
+from kernels.bench.__main__ import families, main, run
+from kernels.bench.cases import gdpa as gdpa_bench
+from kernels.bench.cases import gdpa_peer, ikbo_lce_peer
+from kernels.bench.environment import slug
+from kernels.bench.timing import interleaved, turn_of
+from kernels.core import dispatch
+from tools import figure, tables
+
+CPU = torch.device("cpu")
+
+
+def doubling(device: torch.device) -> Problem:
+    x = torch.randn(64, 64, device=device)
+
+    def unavailable() -> Runner:
+        raise dispatch.UnsupportedError("needs a device that is not here")
+
+    return Problem(
+        contenders={
+            "wrong": lambda: Runner(lambda: 2.001 * x),
+            "ours": lambda: Runner(lambda: x + x),
+            "peer": lambda: Runner(lambda: [2 * x], tuple),
+            "absent": unavailable,
+        },
+        check=check_relative_error((2 * x,), 1e-6),
+        flops=64 * 64,
+        bytes=2 * x.nbytes,
+    )
+
+
+def test_wrong_contender_gets_no_speed_and_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("doubling", [Case("double", doubling)], CPU, bench.Options(tmp_path, 0.01, 3))
+    assert code == 1
+    (path,) = tmp_path.glob("*/doubling.json")
+    rows = json.loads(path.read_text())["cases"]["double"]["contenders"]
+    assert set(rows["wrong"]) == {"wrong"}
+    assert "relative error 0.0005, allowed 1e-06" in rows["wrong"]["wrong"]
+    assert rows["absent"] == {"unavailable": "needs a device that is not here"}
+    assert rows["ours"]["time_over_ours"] == 1.0
+    assert rows["peer"]["peak_mib"] is None
+    assert rows["peer"]["low_ms"] <= rows["peer"]["median_ms"] <= rows["peer"]["high_ms"]
+    assert rows["ours"]["tflops"] == pytest.approx(64 * 64 / rows["ours"]["median_ms"] / 1e9)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  wrong"))
+    assert "ms" not in line
+    assert "TFLOP" not in line
+
+
+def test_a_nan_is_a_wrong_answer() -> None:
+    expected = torch.ones(3)
+    assert check_relative_error((expected,), 0.1)((torch.tensor([1.0, float("nan"), 1.0]),)) is not None
+    assert check_relative_error((expected,), 0.1)((expected + 0.01,)) is None
+    assert check_equal((expected,))((expected.clone(),)) is None
+    assert check_equal((expected,))((expected * -1,)) == "output 0: 3 of 12 bytes differ"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_case_is_captured_as_a_whole_or_not_at_all(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stream:
+        wait_stream = synchronize = lambda *arguments: None
+
+    def captured(step: Callable[[], object], stream: Stream, rounds: int) -> Callable[[], object]:
+        assert rounds == 4
+        if fails and isinstance(step(), list):  # the result of "peer"
+            raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
+        return step
+
+    captures = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(bench, "graph_rounds", lambda steps, stream: 4)
+    monkeypatch.setattr(bench, "captured", captured)
+    monkeypatch.setattr(
+        bench,
+        "interleaved_graphs",
+        lambda steps, stream, *arguments: captures.append(list(steps)) or interleaved(steps, *arguments[:-1]),
+    )
+    run("doubling", [Case("double", doubling)], CPU, bench.Options(tmp_path, 0.01, 3, graph=True))
+    (path,) = tmp_path.glob("*/doubling.json")
+    case = json.loads(path.read_text())["cases"]["double"]
+    assert case["graph"] is not fails
+    assert captures == ([] if fails else [["ours", "peer"]])
+    assert {name for name, row in case["contenders"].items() if "median_ms" in row} == {"ours", "peer"}
+    assert ("peer cannot be captured" in capsys.readouterr().out) is fails
+    assert set(case.get("uncaptured", {})) == ({"peer"} if fails else set())
+
+
+def test_results_of_the_same_environment_are_kept_and_others_dropped(tmp_path: Path) -> None:
+    def right(device: torch.device) -> Problem:
+        problem = doubling(device)
+        return Problem({"ours": problem.contenders["ours"]}, problem.check, problem.flops, problem.bytes)
+
+    def once(name: str) -> dict[str, object]:
+        assert run("doubling", [Case(name, right)], CPU, bench.Options(tmp_path, 0.01, 3)) == 0
+        return json.loads(path().read_text())
+
+    def path() -> Path:
+        (found,) = tmp_path.glob("*/doubling.json")
+        return found
+
+    once("first")
+    content = once("second")
+    assert set(content["cases"]) == {"first", "second"}
+    assert set(content["environment"]) == {"device", "python", "torch", "cuda", "driver", "triton", "ptxas"}
+    path().write_text(json.dumps(content | {"environment": {"torch": "1.0"}}))
+    assert set(once("third")["cases"]) == {"third"}
+
+
+def test_backends_become_contenders_in_order_of_preference() -> None:
+    contenders = backends_of("jagged_attention", lambda name: Runner(lambda: name))
+    assert {name: prepare().step() for name, prepare in contenders.items()} == {
+        name: name for name in dispatch.operators()["jagged_attention"]
+    }
+
+
+QUICK = ["--device", "cpu", "--seconds", "0.001", "--min-rounds", "3", "--out"]
+
+
+def assert_family_was_timed(family: str, out: Path) -> None:
+    (path,) = out.glob(f"*/{family}.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert list(cases) == [case.name for case in importlib.import_module(f"kernels.bench.cases.{family}").cases(CPU)]
+    assert all(any("median_ms" in row for row in case["contenders"].values()) for case in cases.values())
+    assert all(case["commit"] for case in cases.values())
+
+
+def test_jagged_family_on_the_cpu(tmp_path: Path) -> None:
+    assert main(["jagged", *QUICK, str(tmp_path)]) == 0
+    assert_family_was_timed("jagged", tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gdpa", "ikbo", "moe", "tokens"])
+def test_family_on_the_cpu(family: str, tmp_path: Path) -> None:
+    assert main([family, *QUICK, str(tmp_path)]) == 0
+    assert_family_was_timed(family, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("peer", "place", "reason"),
+    [
+        (gdpa_peer, None, "does not name a checkout"),
+        (gdpa_peer, "nowhere", "has no folder triton"),
+        (ikbo_lce_peer, None, "does not name a checkout"),
+        (ikbo_lce_peer, "nowhere", "has no ops/triton_ikbo_lce.py"),
+    ],
+)
+def test_says_why_a_peer_is_missing(
+    monkeypatch: pytest.MonkeyPatch, peer: ModuleType, place: str | None, reason: str
+) -> None:
+    monkeypatch.delenv(peer.VARIABLE, raising=False)
+    if place is not None:
+        monkeypatch.setenv(peer.VARIABLE, place)
+    peer.load_peer.cache_clear()
+    with pytest.raises(dispatch.UnsupportedError, match=reason):
+        peer.load_peer()
+
+
+def test_heavy_tailed_lengths_are_mostly_short() -> None:
+    lengths = gdpa_bench.heavy_tailed(1152, 2048).double()
+    assert lengths.min() >= 1
+    assert lengths.max() == 2048
+    assert lengths.median() < lengths.mean() < 2048 / 8
+
+
+def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kernels.bench", "mxfp8", "--alone", *QUICK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_family_was_timed("mxfp8", tmp_path)
+    (path,) = tmp_path.glob("*/mxfp8.json")
+    results = json.loads(path.read_text())
+    rows = [row for case in results["cases"].values() for row in case["contenders"].values() if "median_ms" in row]
+    assert all(row["alone_ms"] > 0 for row in rows)
+    assert "x (alone " in report.page(results, str(path))
+
+
+def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert families() == ["gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"]
+    with pytest.raises(SystemExit):
+        main(["jaged"])
+    assert "jagged" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["jagged", "--case", "nothing*", "--device", "cpu"])
+    assert "attention_fwd_B4_L32_mean1.0" in capsys.readouterr().err
+
+
+def test_report_and_figure_of_results(tmp_path: Path) -> None:
+    assert main(["jagged", "--case", "*L16", *QUICK, str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/jagged.json")
+    results = json.loads(path.read_text())
+    lines = report.page(results, "results.json").splitlines()
+    assert [line.split(" ")[1] for line in lines if line.startswith("| sweep")] == ["sweep_fwd_L16", "sweep_train_L16"]
+    dense = results["cases"]["sweep_fwd_L16"]["contenders"]["dense"]
+    assert any(f"{dense['time_over_ours']:.2f}x" in line for line in lines)
+    assert figure.series(results)["fwd", "median_ms"]["dense"] == {16: dense["median_ms"]}
+    for contender in results["cases"]["sweep_fwd_L16"]["contenders"].values():
+        contender["peak_mib"] = 1.0
+    assert figure.series(results)["fwd", "mib"]["dense"] == {16: 1.0 + dense["input_mib"]}
+    figure.draw(results).savefig(tmp_path / "figure.png")
+
+
+def test_committed_pages_are_made_from_the_committed_results() -> None:
+    root = Path(report.__file__).parents[2]
+    pages = {path.name: path.read_text() for path in (root / "docs" / "benchmarks").glob("*.md")}
+    assert pages
+    for results in (root / "kernels" / "bench" / "results").glob("*/*.json"):
+        name = f"{results.stem}-{results.parent.name.removeprefix('nvidia-')}.md"
+        source = results.relative_to(root).as_posix()
+        assert pages.pop(name) == report.page(json.loads(results.read_text()), source)
+    assert not pages
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_tables_of_documents_are_made_from_the_committed_results(page: str) -> None:
+    text = (tables.ROOT / page).read_text()
+    assert tables.rewritten(text, tables.PAGES[page]()) == text
+
+
+def test_a_row_that_a_page_has_not_once_is_an_error() -> None:
+    page = "| case | ms |\n|---|---|\n| a | 1 |\n| a, b | 2 |\n"
+    assert tables.rewritten(page, iter([("a", ["3"])])) == page.replace("| a | 1 |", "| a | 3 |")
+    for first, there in (("c", page), ("a", 2 * page)):
+        with pytest.raises(ValueError, match=f"rows begin with the cell '{first}'"):
+            tables.rewritten(there, iter([(first, ["3"])]))
+
+
+def test_slug() -> None:
+    assert slug("NVIDIA H200 (80 GB)") == "nvidia-h200-80-gb"
+
+
+def test_processes_of_one_folder_take_turns(tmp_path: Path) -> None:
+    with turn_of(tmp_path):
+        script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 1
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True).returncode == 0

@@ -1,0 +1,417 @@
+"""Calls with one key are calls that Triton would compile the same kernel for, at all places that launch by key."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime import jit
+from triton.runtime.jit import JITFunction
+
+from kernels.attention.hopper import backward as gluon_attention_backward
+from kernels.attention.hopper import forward as gluon_attention_forward
+from kernels.attention.hopper import tables
+from kernels.attention.triton import decode, short_backward
+from kernels.core import scheduling
+from kernels.core.launch import Launcher
+from kernels.gdpa.hopper import backward as gluon_backward
+from kernels.gdpa.hopper import forward as gluon_forward
+from kernels.gdpa.triton import short
+from kernels.ikbo.hopper import lce_weight
+from kernels.ikbo.triton import groups as triton_groups
+from kernels.ikbo.triton import levels
+from kernels.jagged.hopper.linear import backward as linear_backward
+from kernels.jagged.hopper.linear import backward_fp32
+from kernels.jagged.hopper.linear import forward as linear_forward
+from kernels.jagged.hopper.linear import weight as linear_weight
+from kernels.jagged.hopper.square import inner_product, outer_product
+from kernels.jagged.triton import bmm, bmm_narrow, gather, lengths, moves, parts, segment
+from kernels.jagged.triton import elementwise as triton_elementwise
+from kernels.jagged.triton import softmax as triton_softmax
+from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
+from kernels.mxfp8.hopper import dequantize, grouped_bf16, grouped_fp8, grouped_strict, quantize_tiles, weights
+from kernels.mxfp8.hopper.quantize import scales_like
+from kernels.mxfp8.triton import scales as triton_grouped
+from kernels.tokens.triton import activation, residual
+from kernels.tokens.triton import tokens as triton_tokens
+
+backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
+if not hasattr(jit, "native_specialize_impl"):
+    pytest.skip("another Triton finds in another way what it compiles for", allow_module_level=True)
+LAUNCHERS = (
+    scheduling._launch_schedule,
+    scheduling._launch_whole_rows,
+    tables._launch_row_table,
+    tables._launch_tile_table,
+    tables._launch_wave_table,
+    tables._launch_statistics,
+    triton_groups._launch_join,
+    levels._launch_join,
+    levels._launch_sum,
+    gluon_attention_forward._launch_forward,
+    gluon_attention_backward._launch_backward,
+    gluon_forward._launch_forward,
+    gluon_backward._launch_backward,
+    short._launch_forward,
+    short._launch_backward,
+    short_backward._launch,
+    lengths._launch,
+)
+
+
+def specialization(kernel: JITFunction[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles for, of each argument."""
+    return tuple(
+        ("constexpr", argument)
+        if parameter.is_constexpr
+        else jit.native_specialize_impl(
+            backend,
+            argument,
+            parameter.is_const,
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
+        for parameter, argument in zip(kernel.params, arguments, strict=True)
+    )
+
+
+def shifted(x: Tensor) -> Tensor:
+    """x elsewhere, not at a multiple of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def inputs(heads: tuple[int, int], dim: int, dtype: torch.dtype, layout: str, total: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the result."""
+    shapes = [(total, count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+    if layout == "heads first":
+        return tuple(torch.zeros(h, n, d, dtype=dtype).transpose(0, 1) for n, h, d in shapes)
+    if layout == "shifted":
+        return tuple(shifted(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+    if layout == "wider":
+        return tuple(torch.zeros(n, h, d + 8, dtype=dtype)[..., :d] for n, h, d in shapes)
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+@pytest.fixture
+def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[Launcher]:
+    """Launches that find what an earlier one compiled, which has to be what Triton would compile for them."""
+    compiled: dict[tuple[Launcher, Hashable], tuple[Any, ...]] = {}
+    found_again: Counter[Launcher] = Counter()
+
+    def launch(self: Launcher, grid: tuple[int, int, int], key: Hashable, *arguments: Any, **options: Any) -> None:
+        found = (*specialization(self.kernel, arguments), options)
+        found_again[self] += (self, key) in compiled
+        assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
+
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    return found_again
+
+
+def test_quantised_weights(hits: Counter[Launcher]) -> None:
+    for shape, transpose, group in itertools.product(
+        ((1, 128, 128), (2, 128, 128), (16, 128, 128), (3, 256, 384)), (False, True), (32, 128)
+    ):
+        weights.operand(torch.zeros(shape, dtype=torch.bfloat16), transpose, group)
+    assert hits[weights._launch]
+    assert hits[quantize_tiles._launch]
+
+
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    products = (grouped_bf16, grouped_fp8, grouped_strict)
+    for module in products:
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "counter", lambda device, size=1: torch.zeros(size, dtype=torch.int32))
+
+    def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        return codes, scales_like(codes, form).fill_(0)
+
+    for sizes, (n, k), dtype, elsewhere in itertools.product(
+        ((128,), (256, 0, 128), (128,) * 16),
+        ((128, 128), (256, 1024)),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+    ):
+        rows, experts = sum(sizes), len(sizes)
+        ends = torch.tensor(sizes).cumsum(0)
+        ends = shifted(ends) if elsewhere else ends.int()
+        a, weight = torch.zeros(rows, k).bfloat16(), torch.zeros(experts, n, k).bfloat16()
+        grouped_bf16.grouped_mm(a, weight, ends)
+        grouped_bf16.grouped_mm(a, torch.zeros(experts, k, n).bfloat16().mT, ends)
+        grouped_bf16.grouped_wgrad(torch.zeros(rows, n).bfloat16(), a, ends, dtype)
+        for first, second in ((MATRIX, MATRIX), (BYTES, VALUES)):
+            differ = None if second == MATRIX else torch.zeros(1, dtype=torch.int32)
+            operands = *codes_of(first, rows, k), *codes_of(second, experts, n, k)
+            grouped_fp8.grouped_mm(*operands, ends, differ=differ)
+            operands = *codes_of(first, n, rows), *codes_of(second, k, rows)
+            grouped_fp8.grouped_wgrad(*operands, ends, dtype)
+        for form in (MATRIX, WORDS):
+            grouped_strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
+            codes, scales = codes_of(MATRIX, experts, n, k)
+            grouped_strict.grouped_mm(*codes_of(form, rows, k), codes, ends, b_scales=scales)
+            columns = codes_of(form, n, rows)
+            for transposed in (False, True):
+                values = torch.zeros(k, rows).bfloat16()
+                grouped_strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
+        dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
+    launchers = [dequantize._launch, triton_grouped._launch, *(module._launch for module in products)]
+    assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(activation, "processors", lambda device: 132)
+    for shape, dtype, elsewhere, view in itertools.product(
+        ((1, 2, 64), (5, 2, 64), (32, 4, 48), (3, 1, 2)),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+        (False, True),
+    ):
+        x = torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 1] if view else torch.zeros(shape, dtype=dtype)
+        x = shifted(x) if elsewhere else x
+        for values in (x, x[:, 0]):
+            triton_tokens.rms_norm(values, torch.float32)
+            triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values)
+            triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
+        angles = torch.zeros(shape[0], shape[2] // 2)
+        for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
+            triton_tokens.rotate(x, angles, angles, positions, inverse)
+        triton_tokens.copy_heads(x, torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 2])
+        rows = torch.arange(len(x)).view(1, -1)
+        for change, places in ((values, rows), (None, rows), (values, None)):
+            _, normed, picked = residual.add_rms_norm(values, change, places)
+            for d_total in (normed, None):
+                residual.add_rms_norm_backward(d_total, normed, picked, normed, places)
+        for name, factor in itertools.product(("none", "silu"), (None, x)):
+            bias = torch.zeros(shape[2])
+            activation.activate(x, bias, name, factor)
+            activation.activate_backward(x, x, bias, name, factor)
+    launchers = [activation._launch_forward, activation._launch_backward]
+    launchers += [
+        getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "permute")
+    ]
+    launchers += [getattr(residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
+    assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_few_queries(hits: Counter[Launcher]) -> None:
+    for rows, heads, dtype, layout, offsets_dtype in itertools.product(
+        (1, 3, 16),
+        ((2, 2), (4, 1)),
+        (torch.bfloat16, torch.float16),
+        ("plain", "heads first", "shifted", "wider"),
+        (torch.int32, torch.int64),
+    ):
+        q, k, v, grad = inputs(heads, 64, dtype, layout, 2 * rows)
+        offsets = (torch.arange(rows + 1) * 2).to(offsets_dtype)
+        rest = (offsets, offsets, 2, 2, 0.5, False, (-1, -1))
+        out, lse = decode.forward(q, k, v, *rest)
+        decode.backward(grad, q, k, v, out, lse, *rest)
+    assert hits[decode._launch_forward]
+    assert hits[decode._launch_backward]
+
+
+@pytest.mark.parametrize("module", [decode, short_backward, short])
+def test_strides_of_a_batch_make_no_key_of_its_own(module: ModuleType, hits: Counter[Launcher]) -> None:
+    """With all rows of a head together the stride of heads is the number of rows."""
+    for rows in (2, 4, 6):
+        q, k, v, grad = inputs((2, 2), 64, torch.bfloat16, "heads first", 8 * rows)
+        offsets = torch.arange(rows + 1) * 8
+        if module is decode:
+            module.forward(q, k, v, offsets, offsets, 8, 8, 0.5, False, (-1, -1))
+        elif module is short:
+            module.forward(
+                torch.empty(8 * rows, 2, 64), q, k, v, offsets, offsets, 8, 8, ("relu",) * 2, 0.5, 1.0, (-1, -1)
+            )
+        else:
+            lse, *results = torch.zeros(2, 8 * rows), *(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+            module.backward(grad, q, k, v, q, lse, *results, offsets, offsets, 0.5, (-1, -1), beside=False)
+    assert sum(hits.values()) == 2
+
+
+def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(lce_weight, "processors", lambda device: 132)
+    for (entries, rows, depth, width), dtype, elsewhere in itertools.product(
+        ((1, 130, 64, 64), (16, 130, 40, 64), (3, 140, 41, 64), (16, 433, 872, 256)),
+        (torch.float16, torch.bfloat16),
+        (False, True),
+    ):
+        grad, x = torch.zeros(entries, rows, width, dtype=dtype), torch.zeros(entries, depth, width, dtype=dtype)
+        lce_weight.weight_gradient(shifted(grad) if elsewhere else grad, x)
+    assert hits[lce_weight._launch_weight]
+
+
+def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    for module in (linear_forward, linear_backward, backward_fp32, linear_weight):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    for rows, (inner, width), dtype, elsewhere in itertools.product(
+        ((1,), (64, 0, 100), (3,) * 40),
+        ((136, 256), (256, 136), (144, 144)),
+        (torch.float16, torch.bfloat16),
+        (False, True),
+    ):
+        total = sum(rows)
+        x, grad, weight = (
+            torch.zeros(shape, dtype=dtype) for shape in ((total, inner), (total, width), (width, inner))
+        )
+        bias, row_bias = torch.zeros(width, dtype=dtype), torch.zeros(len(rows), width, dtype=dtype)
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        if elsewhere:
+            x, grad, bias, row_bias, offsets = (shifted(tensor) for tensor in (x, grad, bias, row_bias, offsets))
+        linear_forward.linear(x, offsets, weight, bias, row_bias, "gelu", True)
+        linear_forward.linear(x, offsets, weight.mT.contiguous().mT, None, None, "relu", False)
+        for kind, sums in (("none", False), ("given", True), ("relu", True)):
+            linear_backward.gradients(grad, grad, x, offsets, weight, kind, sums)
+        grad, x = grad.float(), x.float()
+        grad, weight = shifted(grad) if elsewhere else grad, weight.float()
+        linear_weight.weight_gradient(grad, x)
+        for kind, sums in (("none", False), ("given", True), ("relu", True)):
+            backward_fp32.gradients_single(grad, grad, x, offsets, weight, kind, sums)
+    assert hits[linear_forward._launch]
+    assert hits[linear_weight._launch]
+    for launcher in (
+        linear_backward._launch,
+        linear_backward._launch_finish,
+        backward_fp32._launch,
+    ):
+        assert hits[launcher]
+
+
+def test_products_of_rows_with_themselves(
+    monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher], allow_tf32: Callable[[bool], None]
+) -> None:
+    for module in (outer_product, inner_product):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    for rows, width, dtype, elsewhere, wide, tf32 in itertools.product(
+        ((1,), (64, 0, 100), (3,) * 40, (16,) * 16),
+        (8, 16, 200),
+        (torch.float16, torch.bfloat16, torch.float32),
+        (False, True),
+        (torch.int32, torch.int64),
+        (False, True),
+    ):
+        allow_tf32(tf32)
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        squares = torch.tensor([0, *(count * count for count in rows)]).cumsum(0).to(wide)
+        x, a = torch.zeros(sum(rows), width, dtype=dtype), torch.zeros(int(squares[-1]), dtype=dtype)
+        if elsewhere:
+            x, a, offsets, squares = (shifted(tensor) for tensor in (x, a, offsets, squares))
+        if dtype is not torch.float32:
+            outer_product.outer(x, x, offsets, squares, sum(count * count for count in rows))
+        inner_product.inner(a, x, offsets, squares, elsewhere)
+        if dtype is not torch.float32 or tf32:
+            inner_product.inner_gradients(x, a, x, offsets, squares, elsewhere)
+    for module in (outer_product, inner_product):
+        assert hits[module._launch]
+
+
+def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
+    for rows, width, dtype, elsewhere in itertools.product(
+        ((1,), (20, 0, 3000), (16,) * 64, (3,) * 40),
+        (1, 16, 40),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+    ):
+        total, count = sum(rows), len(rows)
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        x, y, per_row, matrices, padded = (
+            torch.zeros(shape, dtype=dtype)
+            for shape in ((total, width), (total, width), (count, width), (count, width, 40), (count, max(rows), width))
+        )
+        if elsewhere:
+            offsets = shifted(offsets.int())
+            x, y, per_row, matrices, padded = (shifted(tensor) for tensor in (x, y, per_row, matrices, padded))
+        for operands in ((x, y, None), (x, per_row, offsets)):
+            for names in (("add", "none"), ("mul", "gelu")):
+                triton_elementwise.elementwise(*operands, *names)
+                triton_elementwise.gradient(x, *operands, *names)
+        moves.to_padded(x, offsets, max(rows), 0.5, "first")
+        for fill in (1, 16, -1, 2**31, -(2**31)):
+            moves.to_padded(torch.zeros(total, dtype=torch.int64), offsets, max(rows), float(fill), "first")
+        moves.to_jagged(padded, offsets, total, "last")
+        moves.flip(x, offsets)
+        moves.window(x, offsets, offsets[:-1], offsets.int(), total)
+        triton_softmax.softmax(x, offsets)
+        triton_softmax.softmax_gradient(y, x, offsets)
+        segment.reduce(x, offsets, "mean", torch.float32)
+        segment.largest(x, offsets)
+        segment.spread(per_row, offsets, total, "sum")
+        bmm.dense_bmm(x, offsets, matrices, max(rows))
+        bmm.jagged_bmm(x, torch.zeros(total, 40, dtype=dtype), offsets, max(rows))
+        bmm.dense_gradient(torch.zeros(total, 40, dtype=dtype), x, offsets, matrices, max(rows), True, True)
+        gather.concat(x, offsets, y, offsets.int())
+        gather.split(torch.cat([x, y]), offsets, offsets, total)
+        chosen = torch.arange(count)
+        gather.sum_selected(x, offsets, chosen, offsets, total)
+        gather.slices(x, offsets, chosen, chosen.int(), 0)
+        gather.index_select(x, offsets, chosen, total)
+    modules = (
+        triton_elementwise,
+        gather,
+        moves,
+        triton_softmax,
+        segment,
+        bmm,
+        parts,
+        bmm_narrow,
+    )
+    launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
+    assert len(launchers) == 16
+    assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_integers_are_padded_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes a float for one of 32 bits, which does not hold every id."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, key, *arguments: launched.append(arguments))
+    padding = 50_000_001
+    moves.to_padded(torch.arange(3), torch.tensor([0, 3]), 4, float(padding), "first")
+    fill = dict(zip(moves._move_kernel.arg_names, launched[0], strict=True))["fill"]
+    assert fill == padding
+    assert isinstance(fill, int)
+
+
+def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward, gluon_backward):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    for heads, dim, dtype, layout, rows in itertools.product(
+        ((4, 2), (1, 1)),
+        (64, 128),
+        (torch.float16, torch.bfloat16),
+        ("plain", "heads first", "wider", "shifted"),
+        ((1,), (500,), (496,), (0, 160, 340), (1,) * 500),
+    ):
+        q, k, v, grad = inputs(heads, dim, dtype, layout, sum(rows))
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        offsets = {"heads first": offsets.int(), "shifted": shifted(offsets)}.get(layout, offsets)
+        for scale, (causal, window) in itertools.product(
+            (0.125, 1.0), ((False, (-1, -1)), (True, (16, -1)), (False, (1, 32)))
+        ):
+            arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
+            out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
+            gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+            for groups in (1, 2, 3):
+                levels.join_levels([out] * groups, [lse] * groups)
+                levels.sum_of([out] * groups)
+                for most in (1, 3, 16, 300, 2**40):
+                    limits = [most] * groups, most
+                    joined, _ = triton_groups.joined_groups([offsets] * groups, offsets, *limits)
+                sums = (torch.cat([x] * groups, dim) for x, dim in ((grad, 0), (q, 0), (out, 0), (lse, 1)))
+                own_grad, own_q, own_out, own_lse = sums
+                gluon_attention_backward.attention_backward(
+                    own_grad, own_q, k, v, own_out, own_lse, joined, offsets, groups * max(rows), max(rows), scale,
+                    False, (-1, -1),
+                )  # fmt: skip
+            activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
+            gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
+            gluon_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
+        lengths.assert_lengths(offsets, max(rows))
+    assert all(hits[launcher] for launcher in LAUNCHERS), hits

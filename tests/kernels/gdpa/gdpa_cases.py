@@ -1,0 +1,112 @@
+"""What the tests of `gdpa` share: an oracle by rows and pairs, generated inputs, and the tolerances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.testing import Tolerance
+
+# float64 against float64: only the order of additions differs.
+EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
+# Near its limit the derivative of the polynomial GELU is the small rest of large terms, with errors of their size.
+EXACT_POLYNOMIAL = Tolerance(
+    "the terms of a derivative are some hundred times as large as it is", roundings=2**18, accumulate=torch.float64
+)
+
+# Written from the definitions, not from `kernels.core.activations`.
+DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu": lambda x: torch.where(x > 0, x, 0.0),
+    "relu_squared": lambda x: torch.where(x > 0, x * x, 0.0),
+    "hardswish": lambda x: torch.where(x < -3, 0.0, torch.where(x > 3, x, x * (x + 3) / 6)),
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "identity": lambda x: x,
+}
+
+
+def _poly(x: Tensor) -> Tensor:
+    coefficients = [0.396311275, -0.0623936251, 0.00777617247, -0.000605931268, 2.60650563e-05, -4.6846057e-07]
+    c = x.clamp(-3.7, 3.7)
+    return x * (0.5 + sum(factor * c ** (2 * power + 1) for power, factor in enumerate(coefficients)))
+
+
+DEFINITIONS["gelu_poly"] = _poly
+
+
+def outputs(keys: int) -> Tolerance:
+    return Tolerance(
+        "scores, two steps of a polynomial of them, its tanh, the activations and the result are rounded; sums over "
+        f"{keys} keys",
+        roundings=6,
+        reduction=keys,
+    )
+
+
+def gradients(rows: int) -> Tolerance:
+    return Tolerance(
+        "a derivative made of the hardware's tanh in three steps, its product with the gradient of an activation, and "
+        f"the result are rounded; sums over up to {rows} rows",
+        roundings=8,
+        reduction=rows,
+    )
+
+
+def inputs_of(
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    heads: tuple[int, int] = (1, 1),
+    widths: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """q, k and v as keyword arguments of `gdpa`, of unit variance."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(q_offsets.device, dtype)
+
+    total_q, total_k = int(q_offsets[-1]), int(k_offsets[-1])
+    return {
+        "q": random(total_q, heads[0], widths[0]),
+        "k": random(total_k, heads[1], widths[0]),
+        "v": random(total_k, heads[1], widths[1]),
+    }
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    activation: str | Sequence[str] = "gelu",
+    score_scale: float,
+    out_scale: float = 1.0,
+    window: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """One query and one head at a time, over an explicit list of the keys it sees."""
+    names = [activation] * q.shape[1] if isinstance(activation, str) else list(activation)
+    left, right = window
+    out = []
+    for row in range(len(q_offsets) - 1):
+        q_first, k_first = int(q_offsets[row]), int(k_offsets[row])
+        for i in range(int(q_offsets[row + 1]) - q_first):
+            where = [
+                k_first + j
+                for j in range(int(k_offsets[row + 1]) - k_first)
+                if (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+            ]
+            heads = []
+            for head, query in enumerate(q[q_first + i]):
+                shared = head * k.shape[1] // q.shape[1]
+                weights = DEFINITIONS[names[head]](score_scale * (k[where, shared] @ query)) * out_scale
+                heads.append(weights @ v[where, shared] if where else v.new_zeros(v.shape[2]))
+            out.append(torch.stack(heads))
+    return torch.stack(out) if out else v.new_zeros(0, q.shape[1], v.shape[2])

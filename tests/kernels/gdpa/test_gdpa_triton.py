@@ -1,0 +1,263 @@
+"""The Triton backend of `gdpa`: interpreted in float32, compiled for absent chips, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gdpa import ACTIVATIONS, gdpa
+from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
+from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.jagged.jagged_problems import offsets_of
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[3]
+
+LENGTHS = [0, 100, 1, 64, 0, 129], [70, 130, 0, 64, 3, 17]
+MIXED = ("gelu", "relu", "silu", "gelu")
+CASES: dict[str, dict[str, Any]] = {name: {"activation": name} for name in ACTIVATIONS} | {
+    "mixed": {"activation": MIXED},
+    "window": {"window": (30, 7)},
+    "mixed window": {"window": (0, 40), "activation": MIXED},
+    "left": {"window": (9, -1)},
+    "right": {"window": (-1, 5)},
+    "negative": {"score_scale": -0.3, "out_scale": -2.0},
+}
+
+
+def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Output and gradients of a case of CASES against the reference in float64, with poisoned memory."""
+    call = {"score_scale": 1.3 * widths[0] ** -0.5, "out_scale": 0.1} | CASES[name]
+    if not isinstance(call.get("activation", ""), str):
+        call["activation"] = call["activation"][: heads[0]]
+    call |= {
+        "q_offsets": offsets_of(LENGTHS[0]).to(device),
+        "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
+    }
+    with poisoned_empty():
+        check_gradients(
+            partial(gdpa, max_q=129, max_k=130, **call, backend="triton"),
+            partial(gdpa, max_q=129, max_k=130, **call, backend="reference"),
+            inputs_of(call["q_offsets"], call["k_offsets"], heads, widths, dtype),
+            outputs(130),
+            gradients(300),
+        )
+
+
+INTERPRETED = """
+import torch
+from kernels.core import dispatch
+from kernels.gdpa.triton import launch as triton_launch
+from kernels.gdpa.triton_backend import triton_gdpa
+from tests.kernels.gdpa import test_gdpa_triton as cases
+
+# Small tiles, so that short rows have whole ones, tails and several of each.
+triton_launch._TILES = dict.fromkeys(triton_launch._TILES, (16, 32, 4, 1))
+dispatch._registry["gdpa"]["triton"] = dispatch.Backend("triton", triton_gdpa, dispatch.always, 20)
+cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
+for name in cases.CASES:
+    cases.check(name, (4, 2) if "mixed" in name else (1, 1), (16, 16), torch.float32, "cpu")
+cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
+empty = torch.tensor([0])
+none = triton_gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, ("relu",), 1.0, 1.0, (-1, -1))
+assert none.shape == (0, 1, 16)
+every, x = torch.tensor([0, 3, 5, 9, 12]), torch.randn(12, 1, 16)  # every second offset: pairs of rows as one
+merged = [triton_gdpa(x, x, x, *2 * [o], 7, 7, ("relu",), 1.0, 1.0, (-1, -1)) for o in (every[::2], every[::2].clone())]
+assert torch.equal(*merged)
+print("checked", len(cases.CASES))
+"""
+
+
+def test_interpreted_kernels_match_the_reference() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == f"checked {len(CASES)}", done.stderr[-3000:]
+
+
+def compiled(
+    kernel: str, names: tuple[str, ...], width: int, target: str, window: tuple[int, int], itemsize: int = 2
+) -> Compiled:
+    from kernels.gdpa.triton import backward, forward, launch
+
+    function = {
+        "forward": forward.gdpa_forward_kernel,
+        "query": backward.gdpa_query_kernel,
+        "key": backward.gdpa_key_kernel,
+    }[kernel]
+    kind, dtype = ("bf16", torch.bfloat16) if itemsize == 2 else ("fp32", torch.float32)
+    example = torch.empty(0, len(names), width, dtype=dtype)
+    tile = launch.tiling(launch.tile_of(kernel, itemsize, width, SHARED_LIMITS[target], target in FROM_REGISTERS))
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    pointers = {
+        "tile_rows": "*i32",
+        "q_offsets": "*i64",
+        "k_offsets": "*i32",
+        "score_scale": "fp32",
+        "out_scale": "fp32",
+    }
+    pointers |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{kind}")
+    signature = {name: pointers.get(name, "i32") for name in function.arg_names if not name.isupper()}
+    return compile_ahead(
+        function,
+        signature,
+        launch.constants(example, example, example, names, window) | tile | {"SHORT": 64},
+        target=target,
+        divisible_by_16=[name for name in signature if name.startswith("stride")],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("names", [("gelu",) * 4, MIXED], ids=["one", "mixed"])
+@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...], target: str) -> None:
+    result = compiled(kernel, names, 128, target, (-1, -1))
+    assert result.shared_bytes <= SHARED_LIMITS[target]
+    # A few addresses and masks around the loops; accumulators in memory would be kilobytes.
+    assert result.spill_bytes <= 256
+    assert result.contains(PRODUCTS[target])
+    assert result.contains("tanh.approx.f32")
+
+
+@pytest.mark.parametrize(
+    ("width", "target", "itemsize"),
+    [(32, "sm_90", 2), (64, "sm_90", 2), (256, "sm_90", 2), (64, "sm_86", 4), (64, "sm_80", 2), (128, "sm_89", 2)],
+)
+def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
+    for kernel in ("forward", "query", "key"):
+        result = compiled(kernel, ("gelu",) * 4, width, target, (3, 4), itemsize)
+        assert result.shared_bytes <= SHARED_LIMITS[target]
+        assert result.spill_bytes <= 256 or width == 256
+
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_features(name: str, dtype: torch.dtype) -> None:
+    check(name, (4, 2), (64, 64), dtype, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("widths", [(32, 32), (40, 72), (96, 96), (128, 128), (192, 64), (256, 256)])
+@pytest.mark.parametrize("name", ["gelu", "window"])
+def test_widths(name: str, widths: tuple[int, int]) -> None:
+    check(name, (2, 1), widths, torch.bfloat16, "cuda")
+    check(name, (2, 1), widths, torch.float32, "cuda")
+
+
+def gradients_of(attend: Any, leaves: list[Tensor], grad: Tensor | None = None) -> list[Tensor]:
+    out = attend(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)]
+
+
+@gpu
+def test_same_bits_every_time() -> None:
+    offsets = offsets_of([0, 700, 1, 300, 0, 1000]).cuda()
+    leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16).values()]
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 1000, "max_k": 1000, "score_scale": 0.1}
+    attend = partial(gdpa, **fixed, activation=MIXED, backend="triton")
+    first = gradients_of(attend, leaves)
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(first, gradients_of(attend, leaves), strict=True))
+
+
+@gpu
+def test_views_with_strides_of_their_own() -> None:
+    offsets = offsets_of([130, 0, 7]).cuda()
+    q, k, v = torch.randn(137, 2, 3, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind(2)
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 130, "max_k": 130, "score_scale": 0.1}
+    attend = partial(gdpa, **fixed, backend="triton")
+    # The gradient of a transposed product is not contiguous either.
+    grad = torch.randn(64, 2, 137, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0)
+    plain = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    expected = gradients_of(attend, plain, grad.contiguous())
+    for one, other in zip(gradients_of(attend, [q, k, v], grad), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@gpu
+def test_shared_queries_dense_keys_and_an_index() -> None:
+    q_offsets, index = offsets_of([30, 0, 100, 7]).cuda(), torch.tensor([0, 0, 2, 2], device="cuda")
+    inputs = inputs_of(q_offsets, torch.tensor([0, 210], device="cuda"), (2, 2), (64, 64), torch.bfloat16)
+    dense = {name: inputs[name].view(3, 70, 2, 64) for name in ("k", "v")}
+    for call in (
+        {"q_offsets": q_offsets, "kv_index": index},
+        {"q_offsets": None},
+        {"q_offsets": None, "kv_index": index},
+    ):
+        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 70, "score_scale": 0.1, **call}
+        check_gradients(
+            partial(gdpa, **fixed, backend="triton"),
+            partial(gdpa, **fixed, backend="reference"),
+            {"q": inputs["q"], **dense},
+            outputs(70),
+            gradients(3 * 137),
+        )
+
+
+@gpu
+def test_nothing_waits_for_the_device_and_memory_is_linear() -> None:
+    offsets = offsets_of([0] * 999 + [2000]).cuda()
+    leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 2), (64, 64), torch.bfloat16).values()]
+    index = torch.arange(1000, device="cuda")
+    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 4000, "max_k": 4000, "score_scale": 0.1}
+    attend = partial(gdpa, **fixed, kv_index=index, activation=("gelu", "silu"), backend="triton")
+    gradients_of(attend, leaves)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients_of(attend, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A score for every pair of padded positions would be 64 GB, one for every pair of values 16 MB.
+    assert torch.cuda.max_memory_allocated() - before < 8e6
+
+
+@gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB")
+    rows, length, heads, width = 2**17, 65, 2, 128
+    total = rows * length
+    assert total * heads * width > 2**31
+    offsets = torch.arange(rows + 1, device="cuda") * length
+    q, k, v, grad = (torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    fixed = {"max_q": length, "max_k": length, "score_scale": 0.1}
+    attend = partial(gdpa, q_offsets=offsets, k_offsets=offsets, **fixed, backend="triton")
+    actual = gradients_of(attend, leaves, grad)
+    for chosen in (slice(0, 3 * length), slice(total - 3 * length, total)):
+        some = [x.detach()[chosen].double().requires_grad_() for x in (q, k, v)]
+        attend = partial(gdpa, q_offsets=offsets[:4], k_offsets=offsets[:4], **fixed, backend="reference")
+        for one, other in zip(actual, gradients_of(attend, some, grad[chosen].double()), strict=True):
+            assert float((one[chosen] - other).norm() / other.norm()) < 1e-2
+
+
+@gpu
+@pytest.mark.parametrize("window", [(-1, -1), (3, 4)])
+def test_opcheck(window: tuple[int, int]) -> None:
+    offsets = offsets_of([5, 0, 70]).cuda()
+    leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16).values()]
+    operator = torch.ops.gemsmith.gdpa_triton.default
+    torch.library.opcheck(operator, (*leaves, offsets, offsets, 70, 70, [0, 3], 0.3, 1.0, *window))

@@ -1,0 +1,110 @@
+"""Grouped products compiled for GPUs that need not be there: instructions, spills, shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from kernels.mxfp8.blackwell import grouped
+from kernels.mxfp8.hopper import dequantize, grouped_bf16, grouped_fp8, grouped_strict
+from kernels.mxfp8.hopper.grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
+from kernels.testing import Compiled, compile_ahead
+from tests.kernels.core.descriptors import descriptor
+
+
+def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {"ends": "*i32"} | types
+    return compile_ahead(
+        kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=["N", "K"]
+    )
+
+
+def _bf16() -> Compiled:
+    types = {
+        "a_desc": descriptor("bf16", 64, 64),
+        "b_desc": descriptor("bf16", 256, 64),
+        "out_desc": descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "ticket": "*i32",
+    }
+    return _compiled(grouped_bf16._grouped_bf16_kernel, types, {"WGRAD": False, "B_T": False})
+
+
+def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
+    types = {
+        "a_desc": descriptor("fp8e4nv", 64, 64),
+        "b_desc": descriptor("bf16", 256, 64),
+        "words_desc": descriptor("i32", 1, 128, swizzle=0),
+        "out_desc": descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "ticket": "*i32",
+        "b_codes": "*i32",
+        "b_scales": "*i16",
+        "b_values": "*i32",
+    }
+    constants = {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0, "AHEAD": ahead}
+    return _compiled(grouped_strict._grouped_strict_kernel, types, constants)
+
+
+def _fp8(wgrad: bool) -> Compiled:
+    types = {
+        "a_desc": descriptor("fp8e4nv", 64, 128),
+        "b_desc": descriptor("fp8e4nv", 128, 128),
+        "rows_desc": descriptor("u8", 1, 256, swizzle=0),
+        "columns_desc": descriptor("bf16", 1, 128, swizzle=0),
+        "out_desc": descriptor("bf16", 64, 64),
+        "out": "*bf16",
+        "differ": "*i32",
+        "ticket": "*i32",
+    }
+    form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
+    return _compiled(grouped_fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
+
+
+@pytest.mark.parametrize(
+    ("compiled", "products", "spill_bytes"),
+    [
+        (_bf16, "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
+        (lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0),
+        # Outside of the loops over the sums.
+        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
+        (lambda: _fp8(True), "m64n64k32.f32.e4m3", 64),
+    ],
+    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8 of codes", "mxfp8_g128", "mxfp8_g128 wgrad"],
+)
+def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
+    kernel = compiled()
+    for instruction in (f"wgmma.mma_async.sync.aligned.{products}", "cp.async.bulk.tensor.2d", "setmaxnreg.inc"):
+        assert instruction in kernel.ptx, instruction
+    assert not kernel.serialized
+    assert kernel.spill_bytes <= spill_bytes
+    assert kernel.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", ["_grouped_mm_kernel", "_grouped_wgrad_kernel"])
+def test_compiles_to_block_scaled_products_on_blackwell(name: str) -> None:
+    kernel = getattr(grouped, name)
+    constants = {"TILE": 128, "BLOCK_K": 128} | ({"BAND": 8} if name == "_grouped_mm_kernel" else {})
+    signature = {argument: "i32" for argument in kernel.arg_names if argument not in constants}
+    signature |= {argument: "*fp8e4nv" for argument in ("a", "b", "dy", "x") if argument in signature}
+    signature |= {argument: "*u8" for argument in signature if argument.endswith("scales")}
+    signature |= {"out": "*bf16", "ends": "*i32"}
+    compiled = compile_ahead(
+        kernel, signature, constants, target="sm_100", num_warps=8, num_stages=4, divisible_by_16=["m", "n", "k"]
+    )
+    assert compiled.contains("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X")
+    assert compiled.spill_bytes == 0
+
+
+def test_dequantises_two_elements_at_a_time() -> None:
+    types = {"codes": "*i16", "scales": "*i16", "values": "*i32", "num_lines": "i32"}
+    kernel = compile_ahead(dequantize.dequantize_kernel, types, {}, target="sm_90", gluon=True)
+    for instruction in ("mul.rn.bf16x2", "st.global.v4.b32"):
+        assert instruction in kernel.ptx, instruction
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes == 0

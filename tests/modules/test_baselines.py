@@ -1,0 +1,121 @@
+"""The token assembly and the baselines against their formulas, one candidate and one id at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from modules.precision import apply_recipe
+from tests.modules.factories import random_batch, random_spec
+from train.build import model_fields
+from train.config.schema import DCNv2Config, DINConfig, DLRMConfig, ModelConfig
+
+
+@dataclasses.dataclass
+class CandidateTokens:
+    """What a candidate's logits are made of."""
+
+    request: Tensor  # [n_u, d]
+    candidate: Tensor  # [n_c, d]
+    events: dict[str, Tensor]  # [T, fields, d] of each event type
+
+    def all(self) -> Tensor:
+        """[n, d], each history field as one token: the mean over its events."""
+        means = [events.sum(0) / max(len(events), 1) for events in self.events.values()]
+        return torch.cat([self.request, *means, self.candidate])
+
+
+def build_model(config: ModelConfig, spec: FeatureSpec) -> tuple[FeatureEmbedding, Any]:
+    torch.manual_seed(0)
+    return FeatureEmbedding(spec, config.dim, "cpu"), build(config.name, spec, **model_fields(config))
+
+
+def tokens_by_hand(embedding: FeatureEmbedding, spec: FeatureSpec, batch: RequestBatch) -> list[CandidateTokens]:
+    tables, assemble = embedding.collection.embeddings, embedding.assemble
+
+    def looked_up(features: KeyedJaggedTensor, key: str, table: str, row: int) -> Tensor:
+        ids = features[key].values().split(features[key].lengths().tolist())[row]
+        return tables[table].weight[ids]
+
+    def side(
+        features: KeyedJaggedTensor, specs: tuple[SparseFeature, ...], row: int, numbers: Tensor, linear: nn.Linear
+    ) -> Tensor:
+        rows = [looked_up(features, feature.name, feature.table, row) for feature in specs]
+        return torch.stack([*(ids.sum(0) / max(len(ids), 1) for ids in rows), linear(numbers[row])])
+
+    result = []
+    for c, r in enumerate(batch.owner.tolist()):
+        events = {
+            event.name: torch.stack(
+                [looked_up(batch.histories, event.key(field), field.table, r) for field in event.fields], 1
+            )
+            for event in spec.histories
+        }
+        request = side(batch.request_sparse, spec.request, r, batch.request_dense, assemble.request_dense)
+        candidate = side(batch.candidate_sparse, spec.candidate, c, batch.candidate_dense, assemble.candidate_dense)
+        result.append(CandidateTokens(request, candidate, events))
+    return result
+
+
+def test_tokens_are_the_looked_up_rows() -> None:
+    spec = random_spec()
+    embedding, batch = FeatureEmbedding(spec, 8, "cpu"), random_batch(spec)
+    tokens = embedding(batch)
+    for c, expected in enumerate(tokens_by_hand(embedding, spec, batch)):
+        r = batch.owner[c]
+        torch.testing.assert_close(tokens.candidate[c], expected.candidate)
+        torch.testing.assert_close(tokens.request[r], expected.request)
+        for name, events in expected.events.items():
+            history = tokens.histories[name]
+            mine = history.values[history.offsets[r] : history.offsets[r + 1]]
+            torch.testing.assert_close(mine, events.flatten(1))
+
+
+@pytest.mark.parametrize(("hidden", "recipe"), [([8], "none"), ([], "none"), ([32], "mxfp8")], ids=str)
+def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], recipe: str) -> None:
+    spec = random_spec(num_events=1)
+    # A field of the event that no candidate feature shares its table with is held against the mean token.
+    spec = dataclasses.replace(spec, candidate=spec.candidate[:1])
+    embedding, din = build_model(DINConfig(dim=8, attention_hidden=hidden, hidden=[16]), spec)
+    batch, expected = random_batch(spec), []
+    (unit,) = din.units
+    if recipe != "none":
+        apply_recipe(unit, recipe, ["score.0"])
+    for tokens in tokens_by_hand(embedding, spec, batch):
+        query = torch.cat([tokens.candidate[0], tokens.candidate.mean(0)])
+        pooled = torch.zeros(16)
+        for key in tokens.events["event0"].flatten(1):
+            pooled = pooled + unit.score(torch.cat([query, key, query - key, query * key])) * key
+        features = torch.cat([tokens.request.flatten(), tokens.candidate.flatten(), pooled])
+        expected.append(din.heads(features[None])[0])
+    torch.testing.assert_close(din(embedding(batch), batch), torch.stack(expected))
+
+
+def test_dcnv2_is_a_cross_network_beside_an_mlp() -> None:
+    spec = random_spec()
+    embedding, dcnv2 = build_model(DCNv2Config(dim=8, rank=4, hidden=[16]), spec)
+    batch = random_batch(spec)
+    x = torch.stack([tokens.all().flatten() for tokens in tokens_by_hand(embedding, spec, batch)])
+    expected = dcnv2.heads(torch.cat([dcnv2.cross(x), dcnv2.deep(x)], 1))
+    torch.testing.assert_close(dcnv2(embedding(batch), batch), expected)
+
+
+def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token() -> None:
+    spec = random_spec()
+    embedding, dlrm = build_model(DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]), spec)
+    batch, expected = random_batch(spec), []
+    for tokens in tokens_by_hand(embedding, spec, batch):
+        dense = dlrm.bottom(torch.cat([tokens.request[-1], tokens.candidate[-1]]))
+        sparse = CandidateTokens(tokens.request[:-1], tokens.candidate[:-1], tokens.events).all()
+        met = torch.cat([dense[None], sparse])
+        pairs = [met[i] @ met[j] for i in range(len(met)) for j in range(i + 1, len(met))]
+        expected.append(dlrm.heads(torch.cat([dense, torch.stack(pairs)])[None])[0])
+    torch.testing.assert_close(dlrm(embedding(batch), batch), torch.stack(expected))

@@ -1,0 +1,334 @@
+"""What every model must do: run on odd batches, train every parameter, score a request as its expanded twin, learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+import kernels.ikbo.attention
+import kernels.ikbo.lce
+import kernels.jagged
+import modules.maxima
+from kernels.core import dispatch
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from tests.modules.factories import random_batch, random_spec
+from train.build import model_fields
+from train.config.schema import DCNv2Config, DINConfig, DLRMConfig, InterFormerConfig, MoEConfig
+
+SMALL: dict[str, Any] = {
+    "dim": 8,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "feed_forward_dim": 16,
+    "dcn_rank": 4,
+}
+MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
+VARIANTS: dict[str, Any] = {
+    "interformer": InterFormerConfig(**SMALL),
+    "interformer-candidate": InterFormerConfig(**SMALL, sequence_context="candidate", feed_forward="dense"),
+    "interformer-moe": InterFormerConfig(**SMALL, feed_forward="moe", dhen_layers=2, num_layers=1),
+    "interformer-gdpa": InterFormerConfig(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
+    "interformer-wukong": InterFormerConfig(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
+    "din": DINConfig(dim=8, attention_hidden=[8], hidden=[16]),
+    "dcnv2": DCNv2Config(dim=8, rank=4, hidden=[16]),
+    "dlrm": DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]),
+}
+
+
+class Ranking(nn.Module):
+    """Embedding and model, as the trainer joins them."""
+
+    def __init__(self, variant: str, spec: FeatureSpec, **changes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = dataclasses.replace(VARIANTS[variant], **changes)
+        fields: dict[str, Any] = model_fields(config)
+        if "moe" in fields:
+            fields["moe"] |= MOE
+        self.embedding = FeatureEmbedding(spec, config.dim, device="cpu")
+        self.arch = build(config.name, spec, **fields)
+
+    def forward(self, batch: RequestBatch) -> Tensor:
+        return self.arch(self.embedding(batch), batch)
+
+
+class DoubleLookup(nn.Module):
+    """EmbeddingCollection rounds what it looks up to float32; this is the same lookup in float64."""
+
+    def __init__(self, collection: EmbeddingCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        jagged, out = features.to_dict(), {}
+        for config in self.collection.embedding_configs():
+            table = self.collection.embeddings[config.name]
+            for name in config.feature_names:
+                out[name] = JaggedTensor(values=table(jagged[name].values()), lengths=jagged[name].lengths())
+        return out
+
+
+def double_model(variant: str, spec: FeatureSpec) -> Ranking:
+    model = Ranking(variant, spec)
+    model.embedding.collection = DoubleLookup(model.embedding.collection)
+    return model.double()
+
+
+def loss_of(model: Ranking, batch: RequestBatch) -> Tensor:
+    return binary_cross_entropy_with_logits(model(batch), batch.labels)
+
+
+def double(batch: RequestBatch) -> RequestBatch:
+    names = ("request_dense", "candidate_dense", "labels")
+    return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in names})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("candidates", "lengths"),
+    [((2, 0, 1, 3), None), ((1,), (6,)), ((1, 1, 1), (0, 0, 0)), ((4, 4), (0, 6)), ((0, 0), (3, 0))],
+    ids=["mixed", "one", "no events", "some events", "no candidates"],
+)
+def test_odd_batches_run_forward_and_backward(variant, candidates, lengths):
+    spec = random_spec()
+    model, batch = Ranking(variant, spec), random_batch(spec, candidates, lengths)
+    logits = model(batch)
+    assert logits.shape == (sum(candidates), 2)
+    assert logits.isfinite().all()
+    (logits.square().sum() + model.arch.aux_loss()).backward()
+    for name, parameter in model.arch.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert sum(candidates) or not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_events", [0, 1, 2])
+def test_models_without_dense_features_and_with_any_number_of_event_types(variant, num_events):
+    spec = dataclasses.replace(random_spec(num_events, tasks=("click",)), request_dense=(), candidate_dense=())
+    assert Ranking(variant, spec)(random_batch(spec)).shape == (7, 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_data_without_request_features_trains(variant):
+    spec = dataclasses.replace(random_spec(), request=(), request_dense=())
+    model, batch = Ranking(variant, spec), random_batch(spec, (2, 0, 3), [5] * 3)
+    logits = model(batch)
+    torch.testing.assert_close(logits, model(batch.expand()))
+    logits.square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("candidates", [(1,), (2, 0, 3, 4)], ids=["one", "several"])
+def test_every_parameter_gets_a_gradient(variant, candidates):
+    # The last layer's arches are the ones at risk: the head must read their outputs, not their inputs.
+    spec = random_spec()
+    model = Ranking(variant, spec)
+    model(random_batch(spec, candidates, [5] * len(candidates))).square().sum().backward()
+    assert [name for name, p in model.arch.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_request_batch_and_its_expanded_twin_agree_in_loss_and_every_gradient(variant):
+    spec = random_spec()
+    model, batch = double_model(variant, spec), double(random_batch(spec))
+    results = []
+    for twin in (batch, batch.expand()):
+        loss = loss_of(model, twin)
+        results.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    (loss, gradients), (twin_loss, twin_gradients) = results
+    torch.testing.assert_close(loss, twin_loss, rtol=1e-12, atol=0)
+    for (name, _), a, b in zip(model.named_parameters(), gradients, twin_gradients, strict=True):
+        # Float64 sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+    assert all(p.abs().sum() > 0 for p in gradients)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_request_is_scored_alike_in_any_batch(variant):
+    spec = random_spec()
+    model = double_model(variant, spec).eval()
+    alone, together = double(random_batch(spec, (2,), (4,), seed=1)), double(random_batch(spec, (3, 1), (6, 0), seed=2))
+    logits = model(_concatenated(together, alone))
+    torch.testing.assert_close(logits, torch.cat([model(together), model(alone)]))
+
+
+def _concatenated(a: RequestBatch, b: RequestBatch) -> RequestBatch:
+    def joined(x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.cat([x, y])
+        keys = x.keys()
+        pairs = [(x[key], y[key]) for key in keys]
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([part.values() for pair in pairs for part in pair]),
+            lengths=torch.cat([part.lengths() for pair in pairs for part in pair]),
+        )
+
+    fields = {f.name: joined(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)}
+    fields["candidate_offsets"] = torch.cat([a.candidate_offsets, b.candidate_offsets[1:] + a.num_candidates])
+    return RequestBatch(**fields)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_candidate_changes_its_own_logits_only_and_every_event_counts(variant):
+    spec = random_spec()
+    model, batch = double_model(variant, spec).eval(), double(random_batch(spec, (3, 2), (4, 4)))
+    before = model(batch)
+
+    candidate = dataclasses.replace(batch, candidate_dense=batch.candidate_dense.clone())
+    candidate.candidate_dense[1] += 1
+    assert (model(candidate) - before).abs().amax(1).gt(1e-9).tolist() == [False, True, False, False, False]
+
+    histories = batch.histories
+    ids = histories.values().clone()
+    ids[0] = (ids[0] + 1) % spec.tables["item"]
+    histories = KeyedJaggedTensor(keys=histories.keys(), values=ids, lengths=histories.lengths())
+    oldest = dataclasses.replace(batch, histories=histories)
+    assert (model(oldest) - before).abs().amax(1).gt(1e-9).tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monkeypatch):
+    # The counter does not see into operators, but into references.
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "linear_compression=reference")
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    spec = random_spec()
+    model, batch = Ranking(variant, spec), random_batch(spec, (4, 4, 4), (6, 6, 6))
+    tokens = model.embedding(batch)
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={cpu_attention: lambda *args, **kwargs: 0}) as counter:
+        model.arch(tokens, batch)
+    # The softmax attends to one padding key more, so its part is written out: 4 d for each pair.
+    attention = 0
+    if "interformer" in variant:
+        num_layers, rows = VARIANTS[variant].num_layers, 12 if "candidate" in variant else 3
+        length, seeds = 12 + 4, 2
+        pairs = (num_layers + 1) * 12 * seeds * length
+        if VARIANTS[variant].sequence_attention == "softmax":
+            pairs += num_layers * rows * length**2
+        attention = 4 * 8 * pairs
+    expected = model.arch.flops_per_batch(3, 12, sum_lengths=3 * 12, sum_squared_lengths=3 * 12 * 12)
+    assert counter.get_total_flops() + attention == expected
+
+
+HOST_READS = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.equal,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten._unique2,
+)
+
+
+class NoHostSync(TorchDispatchMode):
+    """Raises at operators that read a tensor's values to go on, which on a GPU waits for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        assert packet not in HOST_READS, func
+        assert packet is not torch.ops.aten.repeat_interleave or kwargs.get("output_size") is not None
+        assert packet is not torch.ops.aten.index or all(i is None or i.dtype != torch.bool for i in args[1])
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm"])
+def test_step_reads_nothing_from_the_device(variant, monkeypatch):
+    # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
+    packages = (
+        kernels.jagged,
+        kernels.jagged.reference,
+        kernels.jagged.pointwise,
+        kernels.ikbo.lce,
+        kernels.ikbo.attention,
+        modules.maxima,
+    )
+    for package in packages:
+        for check in ("check_offsets", "check_lengths"):
+            monkeypatch.setattr(package, check, lambda *args: None, raising=False)
+    spec = random_spec()
+    model, batch = Ranking(variant, spec), random_batch(spec)
+    with NoHostSync():
+        lookup = batch.lookup
+    looked_up = model.embedding.collection(lookup)  # TorchRec's own on one process, which reads lengths
+    with NoHostSync():
+        model.arch(model.embedding.assemble(looked_up, batch), batch).sum().backward()
+    with pytest.raises(AssertionError), NoHostSync():
+        batch.labels.sum().item()
+
+
+def test_aux_loss_is_the_sum_over_layers():
+    spec = random_spec()
+    model = Ranking("interformer-moe", spec, num_layers=2, moe=MoEConfig(aux_loss_weight=0.1))
+    model(random_batch(spec))
+    first, second = (layer.sequence.feed_forward.aux_loss for layer in model.arch.layers)
+    assert first > 0.01
+    assert second > 0.01
+    torch.testing.assert_close(model.arch.aux_loss(), first + second)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_autocast_stays_near_fp32(variant):
+    spec = random_spec()
+    model, batch = Ranking(variant, spec), random_batch(spec)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(batch)
+    high = model(batch)
+    assert low.dtype == torch.float32
+    # Two dozen roundings of 2^-9 relative, on logits whose terms are of the size of the largest logit.
+    assert (low - high).abs().max() < 24 * 2**-9 * high.abs().max()
+    low.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dropout_acts_in_training_only(variant):
+    spec = random_spec()
+    model, batch = Ranking(variant, spec, dropout=0.3), random_batch(spec)
+    assert not torch.equal(model(batch), model(batch))
+    model.eval()
+    assert torch.equal(model(batch), model(batch))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_overfits_one_batch(variant):
+    spec = random_spec()
+    model, batch = Ranking(variant, spec), random_batch(spec, (2, 3, 1, 4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05  # it starts near log 2 = 0.69
+
+
+def test_specs_that_no_model_can_be_built_for_are_named():
+    spec = random_spec()
+    bare = dataclasses.replace(spec, candidate=(), candidate_dense=())
+    with pytest.raises(ValueError, match="candidates have no feature"):
+        build("din", bare)
+    dotted = dataclasses.replace(
+        spec, tables={**spec.tables, "user.id": 3}, request=(SparseFeature("user", "user.id"),)
+    )
+    with pytest.raises(ValueError, match=r"\+data\.tables=\{user\.id: user_id\}"):
+        FeatureEmbedding(dotted, 8)
+
+
+def test_unknown_model_is_an_error():
+    with pytest.raises(ValueError, match="unknown model 'dcn'; choose one of interformer, din, dcnv2, dlrm"):
+        build("dcn", random_spec())

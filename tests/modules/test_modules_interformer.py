@@ -1,0 +1,254 @@
+"""The arches of InterFormer against loops, and the points where implementations of it go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.functional import pad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from modules.broadcast import CandidateRows
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from modules.models.interformer import InterFormer
+from modules.models.interformer.arches import (
+    Gating,
+    LinearPersonalizedFFN,
+    SequenceArch,
+    SequenceSummary,
+    SequenceTokens,
+    Summary,
+    places_of_ends,
+)
+from modules.models.interformer.model import _positions, _prepend
+from modules.norms import add_rms_norm, rms_norm
+from modules.rotary import rotation
+from tests.modules.factories import random_batch, random_spec
+from train.build import model_fields
+from train.config.schema import InterFormerConfig
+
+DIM = 8
+
+
+def offsets_of(lengths: list[int]) -> torch.Tensor:
+    return pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, num_recent: int) -> SequenceTokens:
+    return SequenceTokens(*add_rms_norm(values, None, places_of_ends(offsets, num_cls, num_recent)))
+
+
+def fields(**changes):
+    return model_fields(InterFormerConfig(dim=DIM, interaction_hidden=[8], head_hidden=[8], dcn_rank=4)) | changes
+
+
+def interformer(spec, **changes) -> InterFormer:
+    torch.manual_seed(0)
+    return build("interformer", spec, **fields(**changes))
+
+
+@pytest.mark.parametrize("gate", ["identity", "sigmoid", "tanh"])
+def test_gate_is_outside_of_the_product(gate):
+    gating = Gating(DIM, gate).double()
+    z = torch.randn(4, 3, DIM, dtype=torch.float64)
+    product = z * gating.output(gating.hidden(rms_norm(z)))
+    function = {"identity": lambda x: x, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[gate]
+    torch.testing.assert_close(gating(z), function(product))
+    # What a missing recent token becomes.
+    assert (gating(torch.zeros(1, DIM, dtype=torch.float64)) == (0.5 if gate == "sigmoid" else 0)).all()
+
+
+def test_gating_starts_by_letting_tokens_pass():
+    torch.manual_seed(0)
+    z = torch.randn(100, 32)
+    assert torch.nn.functional.cosine_similarity(Gating(32, "identity")(z), z).min() > 0.8
+
+
+def test_pffn_is_a_matrix_of_each_row_made_from_its_summary():
+    pffn = LinearPersonalizedFFN(3, DIM, max_length=4).double()
+    lengths = [2, 0, 4]
+    summary = torch.randn(3, 3, DIM, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
+    matrices = torch.einsum("bnd,en->bde", summary, pffn.output.weight)
+    row = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    expected = torch.einsum("td,tde->te", values, matrices[row])
+    actual = pffn(values, offsets_of(lengths), summary)
+    torch.testing.assert_close(actual, expected)
+    inputs = (summary, values, pffn.output.weight)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_pffn_branch_starts_near_the_identity():
+    torch.manual_seed(0)
+    pffn, values = LinearPersonalizedFFN(4, 64, max_length=50), rms_norm(torch.randn(50, 64))
+    out = pffn(values, offsets_of([50]), rms_norm(torch.randn(1, 4, 64)))
+    assert 0.02 < out.norm() / values.norm() < 0.3
+
+
+def test_sequence_summary_is_cls_then_recent_events_without_cls_then_pma():
+    torch.manual_seed(0)
+    num_cls, num_recent = 2, 3
+    cross = SequenceSummary(
+        4,
+        0,
+        DIM,
+        num_heads=2,
+        num_cls=num_cls,
+        num_pma=1,
+        num_recent=num_recent,
+        gate="identity",
+        max_candidates=2,
+        max_length=7,
+    ).double()
+    lengths = [5, 0, 1]
+    offsets = offsets_of([n + num_cls for n in lengths])
+    values = torch.randn(int(offsets[-1]), DIM, dtype=torch.float64)
+    rows = CandidateRows(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3, 4]))
+    x = torch.randn(4, 4, DIM, dtype=torch.float64)
+    shared, own = cross(x, None, sequence_tokens(values, offsets, num_cls, num_recent), offsets, rows)
+
+    pooled = cross.pma(cross.condition(rms_norm(x)), rows.offsets, rms_norm(values), offsets)
+    torch.testing.assert_close(own, cross.gating(pooled))
+    expected = []
+    for row in range(3):
+        tokens = values[offsets[row] : offsets[row + 1]]
+        cls, events = tokens[:num_cls], tokens[num_cls:]
+        recent = torch.zeros(num_recent, DIM, dtype=torch.float64)
+        if len(events):
+            kept = events[-num_recent:]
+            recent[num_recent - len(kept) :] = kept  # right-aligned: the newest event has a slot of its own
+        expected.append(cross.gating(torch.cat([cls, recent])))
+    torch.testing.assert_close(shared, torch.stack(expected))
+    assert shared.shape[1] + own.shape[1] == num_cls + 1 + num_recent
+
+
+def test_first_layer_condition_splits_into_request_and_candidate():
+    cross = SequenceSummary(
+        3,
+        2,
+        DIM,
+        num_heads=2,
+        num_cls=1,
+        num_pma=2,
+        num_recent=1,
+        gate="identity",
+        max_candidates=2,
+        max_length=3,
+    ).double()
+    rows = CandidateRows(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 3]))
+    request, candidate = torch.randn(2, 2, DIM).double(), torch.randn(3, 3, DIM).double()
+    values, offsets = torch.randn(4, DIM).double(), offsets_of([3, 1])
+    each = CandidateRows.identity(3, candidate.device)
+    shared, own = cross(candidate, request, sequence_tokens(values, offsets, 1, 1), offsets, rows)
+    values, offsets = values[[0, 1, 2, 0, 1, 2, 3]], offsets_of([3, 3, 1])
+    expanded = cross(candidate, request[rows.owner], sequence_tokens(values, offsets, 1, 1), offsets, each)
+    torch.testing.assert_close((shared[rows.owner], own), expanded)
+
+
+def test_summary_mixes_tokens_then_gates():
+    summary = Summary(3, 2, DIM, "identity").double()
+    tokens = torch.randn(4, 3, DIM, dtype=torch.float64)
+    torch.testing.assert_close(summary(tokens), summary.gating(summary.lce(tokens)))
+
+
+def test_cls_tokens_come_first_and_have_no_position():
+    summary, values = torch.arange(6.0).view(3, 2, 1), torch.arange(10.0, 14.0).view(4, 1)
+    values, offsets = _prepend(summary, values, offsets_of([3, 0, 1]))
+    assert values.flatten().tolist() == [0, 1, 10, 11, 12, 2, 3, 4, 5, 13]
+    assert offsets.tolist() == [0, 5, 7, 10]
+    assert _positions(offsets, 2, 10).tolist() == [0, 0, 3, 2, 1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])
+def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(pffn, attention):
+    arch = SequenceArch(
+        2,
+        DIM,
+        num_heads=2,
+        max_length=4,
+        pffn=pffn,
+        pffn_hidden=6,
+        attention=attention,
+        feed_forward="dense",
+        feed_forward_dim=16,
+        moe={},
+        dropout=0.0,
+    ).double()
+    summary, values = torch.randn(2, 2, DIM).double(), torch.randn(6, DIM).double()
+    offsets = offsets_of([4, 2])
+    angles = rotation(torch.arange(6), DIM // 2)
+    s = values + arch.pffn(rms_norm(values), offsets, summary)
+    s = s + arch.attention(rms_norm(s), offsets, angles)
+    s = s + arch.feed_forward(rms_norm(s))
+    for ends in (None, torch.tensor([[5, -1], [0, 3]])):
+        out = arch(summary, sequence_tokens(values, offsets, 1, 1), offsets, angles, ends)
+        torch.testing.assert_close((out.values, out.normed), (s, rms_norm(s)))
+    torch.testing.assert_close(out.ends, torch.stack([s[5], 0 * s[0], s[0], s[3]]).view(2, 2, DIM))
+
+
+@pytest.mark.parametrize(("context", "expected_rows"), [("request", 2), ("candidate", 5)])
+def test_request_context_keeps_the_sequence_at_request_rows(context, expected_rows):
+    spec = random_spec()
+    model = interformer(spec, sequence_context=context)
+    batch = random_batch(spec, (4, 1), (5, 5))
+    seen = []
+    for layer in model.layers:
+        layer.sequence.register_forward_hook(lambda module, args, out: seen.append((len(args[0]), len(out.values))))
+    model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)
+    assert seen == [(expected_rows, expected_rows * (2 * 5 + 4))] * 2
+
+
+def test_the_order_of_old_events_counts():
+    spec = random_spec(num_events=1)
+    model, embedding, batch = interformer(spec), FeatureEmbedding(spec, DIM, "cpu"), random_batch(spec, (2,), (6,))
+    ids = batch.histories.values().clone()
+    ids[[0, 1, 6, 7]] = ids[[1, 0, 7, 6]]  # both fields of the two oldest events
+    assert not torch.equal(ids, batch.histories.values())
+    histories = KeyedJaggedTensor(keys=batch.histories.keys(), values=ids, lengths=batch.histories.lengths())
+    swapped = dataclasses.replace(batch, histories=histories)
+    assert (model(embedding(swapped), swapped) - model(embedding(batch), batch)).abs().min() > 1e-6
+
+
+def test_compiles_into_one_graph_that_serves_other_lengths():
+    spec = random_spec()
+    model, embedding = interformer(spec, num_layers=1).eval(), FeatureEmbedding(spec, DIM, "cpu")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in ((5, 2, 0, 4, 1), (1, 6, 3, 0, 2)):
+        batch = random_batch(spec, lengths=lengths)
+        tokens = embedding(batch)
+        torch.testing.assert_close(compiled(tokens, batch), model(tokens, batch))
+
+
+def test_number_of_summary_tokens_is_the_papers():
+    model = interformer(random_spec())
+    first = model.heads.first[0]
+    # CLS of X and PMA of each candidate; CLS and recent events of its request.
+    assert (first.own.in_features, first.shared.in_features) == ((4 + 2) * DIM, (4 + 2) * DIM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": "relu"}, "gate must be one of identity, sigmoid, tanh, got 'relu'"),
+        ({"pffn": "gpda"}, "pffn must be one of linear, gdpa, got 'gpda'"),
+        ({"sequence_attention": "none"}, "sequence_attention must be one of softmax, gdpa"),
+        ({"feed_forward": "big"}, "feed_forward must be one of none, dense, moe"),
+        ({"sequence_context": "user"}, "sequence_context must be one of request, candidate"),
+        ({"num_pma": 0}, "num_pma must be at least 1, got 0"),
+        ({"num_heads": 3}, r"dim=8 must be a multiple of 2 \* num_heads=6"),
+    ],
+)
+def test_wrong_fields_are_errors_that_name_the_key(changes, message):
+    with pytest.raises(ValueError, match=message):
+        interformer(random_spec(), **changes)
+
+
+def test_more_candidates_than_the_spec_allows_is_an_error():
+    spec = random_spec()
+    model, batch = interformer(spec), random_batch(spec, (5,), (2,))
+    with pytest.raises(ValueError, match="more than max_candidates=4"):
+        model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)

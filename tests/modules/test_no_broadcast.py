@@ -1,0 +1,126 @@
+"""InterFormer computes what belongs to a request at the request, and allocates no copy of it for candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kernels.core import dispatch
+from modules.batch import RequestBatch
+from modules.broadcast import CandidateRows
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from tests.modules.factories import random_batch, random_spec
+from tests.modules.test_models import SMALL
+from train.build import model_fields
+from train.config.schema import DCNv2Config, InterFormerConfig
+
+# As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
+WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
+CANDIDATES = (4, 0, 3, 4)  # together a number that no other size is
+
+
+class Copies(TorchDispatchMode):
+    """Records the number of elements of every floating result whose rows are those of requests, once a candidate."""
+
+    def __init__(self, batch: RequestBatch) -> None:
+        super().__init__()
+        self.owner = batch.owner
+        self.first = batch.candidate_offsets[self.owner]
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            self.look(str(func), x)
+        return result
+
+    def look(self, name: str, x: Any) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:1] != self.owner.shape:
+            return
+        rows = x.detach().flatten(1) if x.dim() > 1 else x.detach()[:, None]
+        if torch.equal(rows, rows[self.first]) and not torch.equal(rows, rows[:1].expand_as(rows)):
+            self.found.append((name, x.numel()))
+
+
+@pytest.fixture
+def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend allocates inside is its own: on the CPU the references copy rows where kernels read them."""
+    choose = dispatch.choose
+
+    def chosen(op: str, *args: Any, **facts: Any) -> Callable[..., Any]:
+        backend = choose(op, *args, **facts)
+
+        class Opaque(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                with _disable_current_modes(), torch.enable_grad():
+                    ctx.leaves = [
+                        x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs
+                    ]
+                    ctx.out = backend(*ctx.leaves)
+                return ctx.out.detach()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:
+                wanted = [x for x in ctx.leaves if isinstance(x, Tensor) and x.requires_grad]
+                with _disable_current_modes():
+                    gradients = iter(torch.autograd.grad(ctx.out, wanted, grad, allow_unused=True))
+                return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.leaves)
+
+        # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
+        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "rotate_qkv"):
+            return lambda *inputs: _outside(backend, inputs)
+        if op == "linear_compression":
+            return backend
+        return Opaque.apply
+
+    monkeypatch.setattr(dispatch, "choose", chosen)
+
+
+def _outside(backend: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    with _disable_current_modes():
+        return backend(*inputs)
+
+
+def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) -> list[tuple[str, int]]:
+    tokens = embedding(batch)
+    copies = Copies(batch)
+    with copies:
+        model(tokens, batch).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return copies.found
+
+
+@pytest.mark.usefixtures("opaque")
+@pytest.mark.parametrize("options", [{}, {"dhen_layers": 2, "num_layers": 3}, {"head_hidden": []}, WUKONG], ids=str)
+def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    spec = random_spec()
+    config = InterFormerConfig(**SMALL | options)
+    embedding = FeatureEmbedding(spec, SMALL["dim"], device="cpu")
+    model = build(config.name, spec, **model_fields(config) | {"moe": {}})
+    assert found(model, random_batch(spec, CANDIDATES), embedding) == []
+
+
+@pytest.mark.usefixtures("opaque")
+def test_copies_are_seen_where_a_model_makes_them() -> None:
+    torch.manual_seed(0)
+    spec, dim = random_spec(), 8
+    config = DCNv2Config(dim=dim, rank=4, hidden=[16])
+    model = build(config.name, spec, **model_fields(config))
+    batch, embedding = random_batch(spec, CANDIDATES), FeatureEmbedding(spec, dim, device="cpu")
+    # Two request tokens and four means of history fields.
+    assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 6 * dim
+
+
+def test_rows_combine_with_candidates_in_the_wider_dtype() -> None:
+    rows = CandidateRows(torch.tensor([0, 0, 2]), torch.tensor([0, 2, 2, 3]))
+    x, shared = torch.randn(3, 4, 2).bfloat16(), torch.randn(3, 4, 2)
+    assert torch.equal(rows.add(x, shared), x + shared[rows.owner])
+    assert torch.equal(rows.multiply(x, shared), x * shared[rows.owner])

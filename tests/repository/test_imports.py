@@ -1,0 +1,116 @@
+"""Imports run one way: launch -> train -> modules -> kernels, and kernels needs neither Triton nor fbgemm."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from train.commands.doctor import ROOT
+
+# What the files of a package must not import; `kernels/` itself imports Triton, in its own files only.
+FORBIDDEN = {
+    "kernels": {"modules", "train", "launch", "hydra", "omegaconf", "torchrec"},
+    "modules": {"train", "launch", "triton", "hydra", "omegaconf"},
+    "train": {"launch", "triton"},
+    "launch": {"triton", "modules", "kernels"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, those inside functions and relative ones included."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_what_is_imported_is_a_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    names = {Requirement(text).name.removesuffix("-core").replace("-", "_") for text in declared}
+    found = {name.split(".")[0] for package in FORBIDDEN for path in files(package) for name in imported(path)}
+    assert found - names - set(FORBIDDEN) - sys.stdlib_module_names == set()
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_run_one_way(package: str) -> None:
+    assert files(package)
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        for name in imported(path)
+        if name.split(".")[0] in FORBIDDEN[package]
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ["modules", "train"])
+def test_a_kernel_family_is_entered_through_its_package(package: str) -> None:
+    """The families' public functions and `kernels.core`, never a file such as kernels/jagged/reference.py."""
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        for name in imported(path)
+        if name.startswith("kernels.")
+        and name.split(".")[1] != "core"
+        and (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+    }
+    assert not wrong
+
+
+def test_the_scan_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "modules/moe/layer.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import triton.language as tl\ndef f():\n    from train import main\n    from ..norms import RMSNorm\n"
+    )
+    assert {"triton.language", "train", "train.main", "modules.norms", "modules.norms.RMSNorm"} <= imported(file)
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "fbgemm_gpu", "torchrec"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_drop_in_modules_need_pytorch_only() -> None:
+    script = f"{BLOCKED}import modules.gdpa, modules.jagged_attention, modules.lce, modules.moe, modules.pooling\n"
+    script += "import modules, modules.interaction, modules.precision, modules.target_attention, modules.wukong"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_import_without_triton_and_fbgemm() -> None:
+    script = f"""{BLOCKED}
+import torch
+torch.set_default_device("meta")  # no constant of the package may lie there
+import kernels
+torch.set_default_device("cpu")
+values, offsets = torch.ones(3, 2), torch.tensor([0, 1, 1, 3])
+values = kernels.mxfp8.dequantize(kernels.mxfp8.quantize(values))
+print(kernels.jagged.segment_sum(values, offsets).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]"

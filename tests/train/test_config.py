@@ -1,0 +1,85 @@
+"""What the configuration's rules refuse, each with the key and values that work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from train.commands.doctor import ROOT
+from train.config.compose import to_config
+from train.config.schema import Config, EventsConfig, register_schema
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+model.table_dims.user=6", "model.table_dims.user=6 must be a multiple of 4, which the kernels of tables"),
+        ("optimizer.ema_decay=1", "optimizer.ema_decay=1.0 must be below 1, e.g. optimizer.ema_decay=0.999"),
+        ("runtime.steps=-1", "runtime.steps=-1 must be at least 0, e.g. runtime.steps=0"),
+        ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),
+        ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
+        ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
+        ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
+        ("data=synthetic data.num_categories=0", "data.num_categories=0 must be at least 1"),
+        ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),
+        ("data.split=[1.1,-0.1,0]", "must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]"),
+        ("parallel.sharding_types=[row_wise,data_parallel]", "choose from table_wise, row_wise, column_wise"),
+        ("parallel.sharding_types=[]", "choose from table_wise, row_wise, column_wise"),
+        (
+            "data.negative_rate=0",
+            "data.negative_rate=0.0 is a share of the negatives: above 0 and at most 1, e.g. data",
+        ),
+        (
+            "data=criteo_kaggle data.id_map=hash",
+            "use data.id_map=vocabulary, or data.min_count=1 and no table_min_count",
+        ),
+        ("data.oov_rows=4", "e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"),
+        ("data.oov_rows=4 data.id_map=hash", "data.oov_rows=4 are learned from ids that are rare in training"),
+        ("tracking.top_k=[5,0]", "tracking.top_k=[5, 0] must be at least 1, e.g. tracking.top_k=[1, 1]"),
+        ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
+        ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),
+        ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
+        (
+            "checkpoint.load_partial=true checkpoint.load_optimizer=true",
+            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
+            "checkpoint.load_optimizer=false",
+        ),
+        ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        composed = compose("train", overrides=override.split())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        to_config(composed)
+
+
+def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
+    register_schema()
+    added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0", "+data.table_min_count.user_id=10"]
+    event_type = "+data.histories={cart: {fields: [item_id]}}"
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    assert all(override in page for override in (added[0], added[2], event_type))
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        composed = compose("train", overrides=["data=taobao_ad", "data.root=/data", *added, event_type])
+    data = to_config(composed).data
+    assert isinstance(data, EventsConfig)
+    assert data.labels.keys() == {"click", "good"}
+    assert data.histories["cart"].fields == ["item_id"]
+    assert (data.missing_fill, data.table_min_count) == ({"price": 0}, {"user_id": 10})
+
+
+def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config: Config = to_config(compose("train", overrides=["data=synthetic"]))
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 11
+    for keys, defaults in rows:
+        sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
+        told = [float(number) for number in defaults.split(", ")]
+        assert [getattr(getattr(config, group), name) for group, name in sections] == told, keys

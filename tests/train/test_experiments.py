@@ -1,0 +1,52 @@
+"""The experiments that come with the repository, composed as the training command does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from train.checkpoint import save as checkpoint
+from train.commands.doctor import ROOT
+from train.config.compose import to_config
+from train.config.schema import Config, InterFormerConfig, register_schema
+
+CONFIGS = ROOT / "configs"
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+def composed(experiment: str) -> Config:
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        return to_config(compose("train", overrides=[f"+experiment={experiment}"]))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_composes_and_resumes_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    current = dataclasses.asdict(composed(name))
+    (tmp_path / "meta.json").write_text(json.dumps({"config": current}))
+    with caplog.at_level(logging.WARNING):
+        checkpoint.check_config(tmp_path, current)
+    assert not caplog.records
+
+
+def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: Path) -> None:
+    config = dataclasses.asdict(composed("synthetic_moe"))
+    current = json.loads(json.dumps(config))
+    del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
+    (tmp_path / "meta.json").write_text(json.dumps({"config": config}))
+    checkpoint.check_config(tmp_path, current)
+    current["model"]["interaction"] = "wukong"
+    with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
+        checkpoint.check_config(tmp_path, current)
+
+
+def test_gdpa_experiment_is_the_baseline_with_other_blocks() -> None:
+    baseline, ours = composed("synthetic_h200"), composed("synthetic_h200_gdpa")
+    assert isinstance(baseline.model, InterFormerConfig)
+    baseline.model.pffn = baseline.model.sequence_attention = "gdpa"
+    assert ours == baseline

@@ -1,0 +1,79 @@
+"""The model and the metric of docs/training.md, as its page has them: files outside the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modules import models
+from modules.embedding import FeatureEmbedding
+from modules.models.ranking import RankingModel
+from tests.launching import ROOT, TINY, train_here
+from tests.modules.factories import random_batch, random_spec
+from train import evaluate
+
+PAGE = (ROOT / "docs/training.md").read_text()
+ARCH, METRIC = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the page, from which Python imports."""
+    (tmp_path / "my_models.py").write_text(ARCH)
+    (tmp_path / "my_metrics.py").write_text(METRIC)
+    (tmp_path / "my_configs" / "model").mkdir(parents=True)
+    (tmp_path / "my_configs" / "model" / "two_tower.yaml").write_text(YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_events", [0, 2])
+def test_the_page_s_model_is_one(num_events: int, own: Path) -> None:
+    spec, fields = random_spec(num_events), {"dim": 8, "dropout": 0.0, "hidden": [128]}
+    model: Any = RankingModel(
+        FeatureEmbedding(spec, 8, device="cpu"), models.build("my_models.TwoTower", spec, **fields)
+    )
+    batch = random_batch(spec)
+    logits = model(batch)
+    assert logits.shape == (batch.num_candidates, len(spec.tasks))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.arch.parameters())
+    assert model.arch.aux_loss() == 0
+    assert model.arch.flops_per_batch(5, 7, 20, 90) == 2 * model.arch.flops_per_batch(2.5, 3.5, 10, 45)
+    torch.testing.assert_close(model(batch.expand()), logits)
+
+
+def test_what_is_no_model_is_refused_by_what_it_lacks(own: Path) -> None:
+    bare = "class Bare(nn.Module):\n    def __init__(self, spec):\n        super().__init__()\n"
+    (own / "others.py").write_text(f"from torch import nn\n\n{bare}\nNUMBER = 3\n")
+    with pytest.raises(ValueError, match=r"others\.NUMBER must make an nn\.Module.*it gives 3"):
+        models.build("others.NUMBER", random_spec(1))
+    with pytest.raises(ValueError, match=r"others\.Bare lacks aux_loss and flops_per_batch; `Architecture` in"):
+        models.build("others.Bare", random_spec(1))
+
+
+def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> None:
+    options = [override for override in TINY if not override.startswith("model.")]
+    options += [f"hydra.searchpath=[file://{own}/my_configs]", "model=two_tower", "model.dim=16", "runtime.steps=2"]
+    train_here(own / "run", "tracking.metrics=[my_metrics.top_share]", base=options)
+    results = json.loads((own / "run" / "results.json").read_text())
+    assert 0 <= results["test"]["click/top_share"] <= 1
+    assert "like/top_share" in results["valid"]
+    again = evaluate.main([f"run_dir={own / 'run'}", f"out={own / 'scored'}", "runtime.device=cpu"])
+    assert again == results["test"]
+    with pytest.raises(ValueError, match=r"tracking\.metrics=my_metrics\.auc: another metric is called auc"):
+        train_here(own / "other", "tracking.metrics=[my_metrics.auc]", base=options)
+    with pytest.raises(ValueError, match=r"theirs\.top_share: another metric is called top_share"):
+        train_here(own / "other", "tracking.metrics=[my_metrics.top_share,theirs.top_share]", base=options)
+    with pytest.raises(ValueError, match=r"tracking\.metrics=my_metrics\.other cannot be imported .*PYTHONPATH"):
+        train_here(own / "other", "tracking.metrics=[my_metrics.other]", base=options)
+    with pytest.raises(ValueError, match=r"model\.name=theirs\.TwoTower cannot be imported"):
+        train_here(own / "other", "model.name=theirs.TwoTower", base=options)
+    with pytest.raises(ValueError, match=r"unknown model 'custom'.*model\.name=my_models\.TwoTower"):
+        train_here(own / "other", "model=custom", base=[option for option in options if option != "model=two_tower"])

@@ -1,0 +1,99 @@
+"""Work of every step as CUDA graphs: the same as without them, on tensors that change from call to call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train.config.schema import OptimizerConfig
+from train.optim import dense
+from train.optim.dense import Optimizer
+from train.speedup import replay
+from train.speedup.replay import WARMUP_STEPS, Replay
+
+CPU = pytest.param("cpu", False)
+GPU = pytest.param(
+    "cuda", True, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
+)
+
+
+@pytest.mark.parametrize(("device", "graphs"), [CPU, GPU])
+def test_calls_of_each_kind_do_their_own(device: str, graphs: bool) -> None:
+    total, calls = torch.zeros((), device=device), []
+
+    def add(first: Tensor, second: Tensor) -> Tensor:
+        calls.append(1)
+        total.add_(first.sum() * second)
+        return total * 2
+
+    add_again = Replay(add, graphs)
+    expected = 0
+    for step in range(6):
+        for rows, kind in ((3, None), (4, None), (4, "other")):
+            values = torch.arange(rows, device=device) + step
+            expected += int(values.sum()) * step
+            result = add_again(values, torch.tensor(float(step), device=device), kind=kind)
+            assert (total.item(), result.item()) == (expected, 2 * expected)
+    assert len(calls) == (3 * (WARMUP_STEPS + 1) if graphs else 18)
+
+
+class StandIn:
+    """For a CUDA graph."""
+
+    def __init__(self, function: object, tensors: tuple[Tensor, ...]) -> None:
+        pass
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> str:
+        return "replayed"
+
+
+def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_Graph", StandIn)
+    monkeypatch.setattr(replay, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(replay, "MAX_KINDS", 4)
+    calls = Replay(lambda x: "called", enabled=True)
+
+    def outcomes(rows: int, times: int) -> list[str]:
+        return [calls(torch.zeros(rows)) for _ in range(times)]
+
+    first = ["called"] * WARMUP_STEPS + ["replayed"]
+    assert outcomes(1, WARMUP_STEPS) == ["called"] * WARMUP_STEPS
+    assert [outcomes(rows, 1) for rows in (2, 3, 4, 5, 6)] == [["called"]] * 5  # the last one starts the counts anew
+    assert outcomes(1, WARMUP_STEPS + 1) == first
+    assert outcomes(2, WARMUP_STEPS + 1) == first
+    assert outcomes(3, WARMUP_STEPS + 1) == ["called"] * (WARMUP_STEPS + 1)
+    assert outcomes(1, 1) == ["replayed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_optimizer_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "in_backward_optimizer_filter", dict)
+    plain, graphed = stepped(graphs=False), stepped(graphs=True)
+    for a, b in zip(plain, graphed, strict=True):
+        # A learning rate is rounded to float32 where a graph reads it.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def stepped(graphs: bool) -> list[Tensor]:
+    """Parameters and their averages after eight steps; of the sixth a gradient is not finite."""
+    torch.manual_seed(0)
+    model, device = nn.Linear(4, 3).cuda(), torch.device("cuda")
+    fused = SimpleNamespace(param_groups=[], step=lambda: None)
+    named = SimpleNamespace(named_parameters=model.named_parameters, fused_optimizer=fused)
+    guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
+    guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
+    config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
+    optimizer = Optimizer(cast(Any, named), config, 8, cast(Any, guard), graphs=graphs)
+    verdicts: list[Tensor] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        (model(torch.randn(5, 4, device=device)).square().sum() * (float("inf") if step == 5 else 1)).backward()
+        optimizer.step()
+    assert [verdict.item() for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert optimizer.average is not None
+    return [*(parameter.detach() for parameter in model.parameters()), *optimizer.average.values.values()]

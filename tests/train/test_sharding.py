@@ -1,0 +1,99 @@
+"""What the sharding planner is told, by what it makes of it; nothing is sharded and no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.types import ParameterSharding
+
+from modules.embedding import FeatureEmbedding
+from modules.models.ranking import RankingModel
+from tests.launching import ROOT
+from train.config.compose import to_config
+from train.config.schema import register_schema
+from train.data import build_source
+from train.optim import sparse
+from train.process.distributed import World
+
+LONG_HISTORIES = (
+    "+experiment=synthetic",
+    "model.dim=64",
+    "data.batch_size=2048",
+    "data.num_requests=1000",
+    "data.mean_history=100",
+    "data.max_history=200",
+    "data.history_sigma=0",
+    "parallel.hbm_gib=80",
+)
+
+
+def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, ParameterSharding]:
+    """Shards of each table on so many GPUs of one host."""
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
+    source = build_source(config.data)
+    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), nn.Identity())
+    group: object = None
+    world = World(0, ranks, 0, ranks, torch.device("cuda"), group, group, group)  # type: ignore[arg-type]
+    monkeypatch.setattr(World, "broadcast", lambda world, value: value)
+    plan = sparse._plan(model, [EmbeddingCollectionSharder()], config, world, sparse.ids_per_request(source))
+    ((_, tables),) = plan.plan.items()
+    return dict(tables)  # type: ignore[call-overload]
+
+
+def test_ids_per_request_count_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*LONG_HISTORIES, "data.candidates=3"]))
+    ids = sparse.ids_per_request(build_source(config.data))
+    assert (ids["user"], ids["item"], ids["click.item"]) == (1, 3, 100)
+
+
+def test_tables_of_long_histories_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = planned(4, monkeypatch)
+    assert [tables[name].ranks for name in ("item", "category")] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_narrow_table_splits_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = planned(2, monkeypatch, "parallel.sharding_types=[column_wise]")["item"]
+    assert item.ranks == [0, 1]
+    assert [shard.shard_sizes[1] for shard in item.sharding_spec.shards] == [32, 32]  # type: ignore[union-attr]
+
+
+def test_tables_with_a_moment_a_row_split_by_columns_only_if_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ("model.dim=256", "data.num_users=10000000")
+    adam = planned(4, monkeypatch, *wide, "optimizer.sparse=adam")
+    assert "column_wise" in {table.sharding_type for table in adam.values()}  # what the planner likes best
+    adagrad = planned(4, monkeypatch, *wide, "optimizer.sparse=rowwise_adagrad")
+    assert "column_wise" not in {table.sharding_type for table in adagrad.values()}
+
+
+def test_tables_that_a_gpu_cannot_hold_lie_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = planned(1, monkeypatch, "data.num_items=100000000", "parallel.hbm_gib=8")["item"]
+    assert item.compute_kernel.startswith("fused_uvm")
+
+
+def test_tables_that_fit_nowhere_are_told_by_the_keys_that_say_how_much_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match=r"insufficient storage.* 8 GiB of its GPU \(parallel\.hbm_gib\) and 1.0 GiB"):
+        planned(1, monkeypatch, "data.num_items=100000000", "parallel.hbm_gib=8", "parallel.host_gib=1")
+
+
+def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}
+
+
+def test_an_optimiser_without_a_kernel_for_the_cpu_is_refused_there() -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", ["optimizer.sparse=adam"]))
+    group: object = None
+    world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
+    model = RankingModel(nn.Identity(), nn.Identity())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer\.sparse=adam has no fused CPU kernel; use .*=rowwise_adagrad"):
+        sparse.shard(model, config, world, {})

@@ -1,0 +1,1 @@
+"""What makes documents: figures, tables, the quality page."""

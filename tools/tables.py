@@ -1,0 +1,249 @@
+"""`python -m tools.tables`: the rows of the README's and the documents' tables, made from the results.
+
+A row is found by its first cell, which is written by hand like the rest of a page. The other cells are made from the
+committed `results`, so that no number is copied by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kernels.bench.report import number
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "kernels" / "bench" / "results" / "nvidia-h200"
+VARLEN, CUDNN_FOLDED, BROADCAST = "varlen", "cudnn, candidates folded", "cudnn, keys broadcast"
+GROUPED_MM = "torch._grouped_mm bf16"
+DIRECTIONS = {"forward": "fwd", "backward": "bwd"}
+Row = tuple[str, list[str]]
+
+
+class Result:
+    """A case: the rows of its contenders that were timed, the first of which is ours."""
+
+    def __init__(self, family: str, case: str) -> None:
+        self.case = _cases(family)[case]
+        self.rows = {name: row for name, row in self.case["contenders"].items() if "median_ms" in row}
+        self.ours = next(iter(self.rows.values()))
+
+    def ms(self, name: str | None = None) -> float:
+        return float((self.rows[name] if name else self.ours)["median_ms"])
+
+    def over(self, name: str, ours: str | None = None, digits: int = 2) -> str:
+        """Time of a contender over ours, "cannot" for one that was not timed."""
+        return f"{self.ms(name) / self.ms(ours):.{digits}f}x" if name in self.rows else "cannot"
+
+    def tflops(self, name: str | None = None) -> str:
+        return number((self.rows[name] if name else self.ours)["tflops"])
+
+
+@cache
+def _cases(family: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{family}.json").read_text())["cases"])
+
+
+def readme() -> Iterator[Row]:
+    varlen = {VARLEN: "`torch.nn.attention.varlen`"}
+    ragged = varlen | {"sdpa on padded": "padded `scaled_dot_product_attention`"}
+    library = {"ads_model_kernel_library": "ads_model_kernel_library"}
+    copies = {BROADCAST: "cuDNN on copied keys"}
+    index = {"torch, @ and index": "PyTorch's `@` and index"}
+    expert_layer, compiled = "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "PyTorch's parts, compiled"
+    for what, family, case, ours, peers in (
+        ("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
+         "attention_fwd_B512_L1024_mean0.5_d128", "gluon", ragged),
+        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "gluon", ragged),
+        ("the same, all rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "gluon",
+         {"cudnn, nothing padded": "cuDNN"} | varlen),
+        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "gluon", library),
+        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "gluon", library),
+        ("Target attention, 2,048 candidates of 32 users, 4,096 keys, forward", "ikbo", "target_fwd_K4096", "gluon",
+         {CUDNN_FOLDED: "cuDNN, if all have equally many"} | copies),
+        ("the same, uneven numbers of candidates, 1,024 keys", "ikbo", "target_odd_fwd_K1024", "gluon",
+         varlen | copies),
+        ("Linear compression, float16, 1,024 candidates, 70 a request, forward", "ikbo", "lce_fwd_B1024_ratio70",
+         "gluon", {"FBGEMM Triton": "FBGEMM's Triton kernel, untuned"} | index),
+        ("the same compression, all gradients", "ikbo", "lce_bwd_B1024_ratio70", "gluon",
+         {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
+        ("Routed experts, 16,384 x 7,168, 8 of 8, forward and backward", "moe", expert_layer, "bf16",
+         {"torch bf16": compiled}),
+        ("the same experts, `mxfp8_g128`", "moe", expert_layer, "mxfp8_g128", {"torch bf16": f"{compiled}, bf16"}),
+        ("Grouped product, 131,072 x 7,168 x 2,048, `mxfp8_g128`", "mxfp8",
+         "grouped_mxfp8_g128_up_T131072_D7168_F2048_E8", "grouped_mm mxfp8_g128",
+         {GROUPED_MM: "`torch._grouped_mm`, bf16"}),
+    ):  # fmt: skip
+        result = Result(family, case)
+        nearest, *other = [f"{result.over(peer, ours)} {name}" for peer, name in peers.items()]
+        yield what, [result.tflops(ours), nearest, *(other or [""])]
+
+
+def jagged_attention() -> Iterator[Row]:
+    for rows, length in ((1024, 512), (512, 1024), (256, 2048)):
+        for mean in ("1.0", "0.5", "0.25")[: 3 if length == 512 else 2]:
+            cells = []
+            for short in DIRECTIONS.values():
+                result = Result("jagged", f"attention_{short}_B{rows}_L{length}_mean{mean}_d128")
+                cells += [number(result.ms()), result.tflops(), result.over(VARLEN), result.over("sdpa on padded")]
+            yield f"{rows} x {length:,}, {mean}", cells
+    for what, case in {
+        "2, 2 of 64 features, forward": "pooling_fwd_S2_d64",
+        "2, 2 of 64 features, backward": "pooling_bwd_S2_d64",
+        "8, 4 of 128 features, forward": "pooling_fwd_S8_d128",
+        "8, 4 of 128 features, backward": "pooling_bwd_S8_d128",
+    }.items():
+        result = Result("jagged", case)
+        speed = f"{result.ours['tb_per_s']:.2f}"
+        yield what, [f"{result.ms():.3f}", speed, result.over(VARLEN), result.over("triton")]
+    yield from attention_lengths()
+
+
+def attention_lengths() -> Iterator[Row]:
+    def memory(result: Result, name: str) -> float:
+        return float(result.rows[name]["peak_mib"] + result.rows[name]["input_mib"])
+
+    for length in (2048, 4096):
+        both = [Result("jagged", f"sweep_{direction}_L{length}") for direction in ("fwd", "train")]
+        ours, *others = both[0].rows
+        cells = [f"{number(result.ms())} ms" for result in both]
+        yield f"{length:,}: {ours}", cells + [f"{memory(result, ours):,.0f} MiB" for result in both]
+        for name in others:
+            cells = [result.over(name, digits=1) for result in both]
+            yield f"{length:,}: {name}", cells + [f"{memory(x, name) / memory(x, ours):.1f}x" for x in both]
+
+
+def jagged_operators() -> Iterator[Row]:
+    names = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax", "jagged_jagged_bmm_jagged_out",
+             "array_jagged_bmm_jagged_out", "jagged2_softmax", "jagged_linear")  # fmt: skip
+    for precision in ("fp32", "bf16"):
+        for name in names:
+            for direction, short in DIRECTIONS.items():
+                result = Result("jagged", f"{name}_{short}_{precision}")
+                padded = result.rows["torch padded"]
+                launches = "" if result.case["graph"] else " (with launches)"
+                peer = result.over("FBGEMM Triton") if "FBGEMM Triton" in result.rows else "none"
+                yield f"{name} {direction}, {precision}{launches}", [
+                    f"{result.case['flops'] / 1e6:.0f}", f"{1e3 * result.ms():.1f}", f"{result.ours['peak_mib']:.0f}",
+                    result.over("torch padded"), f"{padded['peak_mib']:.0f}", peer, f"{result.ours['tb_per_s']:.2f}",
+                ]  # fmt: skip
+
+
+def gdpa() -> Iterator[Row]:
+    kinds = {
+        "self_dense": "self, dense",
+        "self_ragged_queries": "self, queries uniform in 1..L",
+        "cross_short_keys": "cross, 256 keys",
+        "self_jagged": "self, queries and keys uniform",
+        "self_heavy_tailed": "self, heavy-tailed",
+    }
+    for kind, what in kinds.items():
+        for length in (256, 512, 1024, 2048):
+            cells = []
+            for short in DIRECTIONS.values():
+                result = Result("gdpa", f"{kind}_{short}_L{length}")
+                cells += [number(result.ms()), result.tflops(), result.over("ads_model_kernel_library")]
+            yield f"{what}, {length:,}", cells
+
+
+def target_attention() -> Iterator[Row]:
+    def cells(case: str) -> list[str]:
+        result = Result("ikbo", case)
+        over = [result.over(name) for name in (VARLEN, "triton", CUDNN_FOLDED)]
+        return [f"{result.ms():.3f}", result.tflops(), *over, result.over(BROADCAST, digits=1)]
+
+    yield "forward, 512 keys", cells("target_fwd_K512")
+    for length in (1024, 2048, 4096):
+        yield f"forward, {length:,}", cells(f"target_fwd_K{length}")
+    yield "forward, 1,024, uneven and odd numbers of candidates", cells("target_odd_fwd_K1024")
+    yield "forward, 1,024, 32 query rows", cells("target_seeds32_fwd_K1024")
+    for length in (512, 1024, 2048, 4096):
+        yield f"backward, {length:,}", cells(f"target_bwd_K{length}")
+    for direction, short in DIRECTIONS.items():
+        for length in (512, 1024):
+            result = Result("ikbo", f"tree_{short}_K{length}")
+            reference = f"{result.ms('reference'):.1f} ({result.over('reference', digits=0)})"
+            yield f"tree, {direction}, {length:,} keys", [f"{result.ms():.3f}", reference]
+        for length in (512, 1024, 2048, 4096):
+            result = Result("ikbo", f"joint_{short}_K{length}")
+            others = [f"{result.ms(name):.3f} ({result.over(name)})" for name in ("two launches", "separate")]
+            yield f"joint, {direction}, {length:,} keys", [f"{result.ms():.3f}", *others]
+
+
+def lce() -> Iterator[Row]:
+    sizes = [(1024, 1), (1024, 2), (1024, 10), (512, 70), (1024, 70), (2048, 70), (3072, 70), (1024, 100), (1024, 1000)]
+    for candidates, ratio in sizes:
+        result = Result("ikbo", f"lce_fwd_B{candidates}_ratio{ratio}")
+        names = ("gluon", "torch", "triton", "torch, @ and index", "FBGEMM Triton")
+        yield f"{candidates:,}, {ratio:,}", [f"{result.ms(name):.3f}" for name in names]
+
+
+def experts() -> Iterator[Row]:
+    layers = {
+        "layer_fwd_bwd_N32768_D1024_F2048_E32_k2": "32,768 x 1,024 x 2,048, 32, 2",
+        "layer_fwd_bwd_N65536_D512_F1024_E16_k2": "65,536 x 512 x 1,024, 16, 2",
+        "layer_fwd_bwd_N16384_D7168_F2048_E8_k8": "16,384 x 7,168 x 2,048, 8, 8",
+    }
+    for case, what in layers.items():
+        result, torch = Result("moe", case), "torch bf16"
+        for name in (torch, "bf16", "mxfp8", "mxfp8_g128"):
+            memory = result.rows[name]["peak_mib"]
+            yield f"{what}: {name}", [
+                f"{result.ms(name):.2f}", result.tflops(name), result.over(torch, name), f"{memory:,.0f}",
+                f"{memory / result.rows[torch]['peak_mib']:.2f}",
+            ]  # fmt: skip
+    shapes = {
+        "T65536_D1024_F2048_E32": "65,536 x 1,024 x 2,048, 32",
+        "T131072_D7168_F2048_E8": "131,072 x 7,168 x 2,048, 8",
+        "T131072_D512_F1024_E16": "131,072 x 512 x 1,024, 16",
+    }
+    for shape, what in shapes.items():
+        for product in ("up", "down", "dgrad_up", "dgrad_down", "wgrad_up", "wgrad_down"):
+            cells = []
+            for recipe in ("bf16", "mxfp8_g128", "mxfp8"):
+                result = Result("mxfp8", f"grouped_{recipe}_{product}_{shape}")
+                over = result.over(GROUPED_MM)
+                if "alone_ms" in result.ours:
+                    over += f" ({result.rows[GROUPED_MM]['alone_ms'] / result.ours['alone_ms']:.2f}x)"
+                cells += [number(result.ms()), result.tflops(), over]
+            yield f"{what}: {product.replace('_', ', ')}", cells
+
+
+def tokens() -> Iterator[Row]:
+    for name in ("rms_norm", "rotate"):
+        for direction, short in DIRECTIONS.items():
+            result = Result("tokens", f"{name}_{short}")
+            others = [result.over(peer) for peer in ("PyTorch", "PyTorch, compiled")]
+            cells = [f"{1e3 * result.ms():.1f}", f"{result.ours['tb_per_s']:.2f}", *others]
+            yield f"`{name}` {direction}", cells
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/jagged_attention.md": jagged_attention,
+    "docs/jagged.md": jagged_operators,
+    "docs/gdpa.md": gdpa,
+    "docs/target_attention.md": target_attention,
+    "docs/lce.md": lce,
+    "docs/moe.md": experts,
+    "kernels/tokens/README.md": tokens,
+}
+
+
+def rewritten(text: str, rows: Iterator[Row]) -> str:
+    """`text` with the cells of `rows` after their first ones. ValueError unless it has each row exactly once."""
+    lines = text.splitlines(keepends=True)
+    for first, cells in rows:
+        places = [i for i, line in enumerate(lines) if line.startswith(f"| {first} |")]
+        if len(places) != 1:
+            raise ValueError(f"{len(places)} rows begin with the cell {first!r}; expected one")
+        lines[places[0]] = f"| {' | '.join([first, *cells])} |\n"
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    for page, rows in PAGES.items():
+        path = ROOT / page
+        path.write_text(rewritten(path.read_text(), rows()))

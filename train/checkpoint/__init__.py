@@ -1,0 +1,1 @@
+"""Checkpoints: saving, resuming, starting from another run's."""

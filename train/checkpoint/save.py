@@ -1,0 +1,380 @@
+"""Checkpoints of the whole training state, written with DCP into a temporary folder that is renamed when it is whole.
+
+A checkpoint folder `step_00000100` holds the sharded tensors (dense and table weights, both optimisers, random states)
+and `meta.json` (step, data position, configuration, plan, versions, tracker state). DCP re-shards on load, so another
+number of ranks can resume from it. Old checkpoints are deleted after a new one is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from train.config.compose import from_dict
+from train.optim.dense import Optimizer
+from train.process.distributed import World
+from train.process.files import write_json
+
+log = logging.getLogger(__name__)
+META = "meta.json"
+FIXED = {"data": ("name",), "optimizer": ("sparse", "accumulate", "frozen", "ema_decay")}  # besides model and precision
+
+
+@dataclass
+class Progress:
+    """How far a run is. `consumed` counts requests of this epoch over all ranks, so another world size can resume."""
+
+    step: int = 0  # micro-batches
+    epoch: int = 0
+    consumed: int = 0
+    best_ne: float | None = None  # of the validations so far
+    best_step: int = 0
+    best_values: dict[str, float] = field(default_factory=dict)
+    stale_validations: int = 0
+    skipped_steps: int = 0  # because a loss or gradient was not finite
+    tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
+    tracker: dict[str, Any] = field(default_factory=dict)
+
+    def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:
+        """Micro-batches from here to the end of the last epoch."""
+        if self.epoch >= epochs:
+            return 0
+        whole = -(-num_requests // global_batch)
+        return -(-(num_requests - self.consumed) // global_batch) + (epochs - self.epoch - 1) * whole
+
+    def judge(self, values: dict[str, float], label_rates: dict[str, float], shares: dict[str, float]) -> None:
+        """Note a validation: best is the smallest NE, mean by `shares` over the tasks that can have one.
+
+        A task has no NE without observed labels in the validation split, or with labels of only one class in the
+        training split. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that are
+        not finite is NaN, which is never best.
+        """
+        counted = {
+            task: shares[task]
+            for task, rate in label_rates.items()
+            if 0 < rate < 1 and shares[task] and not math.isnan(values[f"{task}/label_rate"])
+        }
+        if not counted:
+            return
+        ne = sum(share * values[f"{task}/ne"] for task, share in counted.items()) / sum(counted.values())
+        if math.isfinite(ne) and (self.best_ne is None or ne < self.best_ne):
+            self.best_ne, self.best_step, self.stale_validations = ne, self.step, 0
+            self.best_values = values
+        else:
+            self.stale_validations += 1
+
+
+class Checkpointer:
+    """Saves to and loads from `folder`; one save is in flight at a time."""
+
+    def __init__(self, folder: Path, keep: int, asynchronous: bool, world: World) -> None:
+        self.folder, self.keep, self.asynchronous, self.world = folder, keep, asynchronous, world
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def save(
+        self, model: DistributedModelParallel, optimizer: Optimizer, progress: Progress, about: dict[str, Any]
+    ) -> Path:
+        """Save the whole state; asynchronously, the tensors are copied now and written while training goes on."""
+        self.wait()
+        path = self.folder / f"step_{progress.step:08d}"
+        aside = path.with_suffix(".partial")
+        self.world.by_first(lambda: self._begin(aside, {"progress": vars(progress), **about}))
+        state = {**model_state(model), **optimizer_state(model, optimizer.state_dict()), **_rng_state(self.world)}
+        # DCP's own asynchronous save cannot stage ShardedTensors, so the copy is made here.
+        state = _host_copy(state, self.world)
+        self._pending = self._thread.submit(self._write, state, path, aside)
+        if not self.asynchronous:
+            self.wait()
+        return path
+
+    def _begin(self, aside: Path, about: dict[str, Any]) -> None:
+        for left in self.folder.glob("step_*.partial"):  # left by a process that was killed or ran out of space
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_json(aside / META, about)
+
+    def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
+        try:
+            dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
+        except CheckpointException as error:  # a BaseException: torchrun's error file would not have it
+            reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
+            free = shutil.disk_usage(self.folder).free / 2**20
+            raise RuntimeError(
+                f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
+                f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
+            ) from error
+        # Rank 0 returns once all ranks have written, and the metadata too, so the folder is whole.
+        if self.world.is_first:
+            shutil.rmtree(path, ignore_errors=True)
+            aside.rename(path)
+            self._prune()
+
+    def check(self) -> None:
+        """Raise the error that ended the save in flight, if there is one."""
+        if self._pending is not None and self._pending.done():
+            self._pending.result()
+
+    def wait(self) -> None:
+        """Until the save in flight, if any, is whole under its final name."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+            self.world.barrier()
+
+    def _prune(self) -> None:
+        best = best_checkpoint(self.folder)
+        for old in checkpoints(self.folder)[: -self.keep]:
+            if old != best:
+                shutil.rmtree(old)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of a run's checkpoint folder, oldest first."""
+    return sorted(path for path in folder.glob("step_????????") if (path / META).exists())
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that the newest one names as best on validation, None without one."""
+    newest = checkpoints(folder)[-1:]
+    paths = [folder / f"step_{read_meta(path)['progress']['best_step']:08d}" for path in newest]
+    return next((path for path in paths if path.exists()), None)
+
+
+def named(run_dir: str, path: str) -> Path:
+    """What a command's `checkpoint=` names, or the best checkpoint of its `run_dir=`, the newest if none was validated.
+
+    Raises ValueError unless one of the two is named, the other empty, and when the run has no whole checkpoint.
+    """
+    if bool(run_dir) == bool(path):
+        other = ", not both" if path else ""
+        raise ValueError(f"name a run or one of its checkpoints: run_dir=RUN_DIR or checkpoint=PATH{other}")
+    if path:
+        return Path(path)
+    folder = Path(run_dir) / "checkpoints"
+    newest = checkpoints(folder)[-1:]
+    if not newest:
+        raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")
+    return best_checkpoint(folder) or newest[0]
+
+
+def of_first_rank(path: Path | None, world: World) -> Path | None:
+    """The first rank's `path`, on all ranks: one node of a shared file system may see a new folder before others."""
+    return world.broadcast(path)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """`meta.json` of a checkpoint. Raises ValueError when `path` is not a whole, readable checkpoint."""
+    try:
+        return json.loads((path / META).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({error}); expected one such as RUN_DIR/checkpoints/step_00000100"
+        ) from error
+
+
+def check_data(path: Path, fingerprint: str) -> None:
+    """ValueError if a checkpoint's ids or numbers were mapped differently from those of this run's data."""
+    saved = read_meta(path)["data_fingerprint"]
+    if saved != fingerprint:
+        raise ValueError(
+            f"{path} was trained on data with another vocabulary or other statistics (data_fingerprint {saved}, here "
+            f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count, "
+            "or for data=synthetic its keys and the version of gemsmith that trained it. A new run on other files of "
+            "data=events goes on from it with checkpoint.load, its vocabulary added to by data.vocabulary_of=RUN_DIR"
+        )
+
+
+def check_config(path: Path, current: dict[str, Any]) -> None:
+    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged."""
+    # Keys that are newer than the checkpoint have their defaults.
+    saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
+    for group, values in current.items():
+        for key, value in values.items():
+            before = saved.get(group, {}).get(key)
+            if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
+                continue
+            if group in ("model", "precision") or key in FIXED.get(group, ()):
+                raise ValueError(
+                    f"{path} was written with {group}.{key}={before}, this run has {value}; "
+                    f"resume with the same value or choose another runtime.run_dir"
+                )
+            log.warning("resuming with %s.%s=%s (was %s)", group, key, value, before)
+
+
+def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
+    """Read all tensors in place, without an `optimizer` the weights to evaluate; returns where the saved run stood.
+
+    Raises ValueError when the checkpoint cannot be read or is another model's.
+    """
+    meta = read_meta(path)
+    state = model_state(model)
+    if optimizer is not None:
+        state |= optimizer_state(model, optimizer.state_dict())
+        state |= _rng_state(world)
+    saved = read_metadata(path)
+    check_keys(path, state, saved)
+    if optimizer is None:
+        state = _averages(state, saved)
+    read(path, state, model, world)
+    progress = Progress(**meta["progress"])
+    progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
+    if "rng" in state:
+        _restore_rng(state["rng"][str(world.rank)])
+    return progress
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Names and sizes of a checkpoint's tensors. ValueError when it cannot be read."""
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def read(
+    path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, planner: LoadPlanner | None = None
+) -> None:
+    """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables."""
+    try:
+        dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
+    except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
+        raise _damaged(path, error) from error
+    model.load_state_dict(model.state_dict() | state["model"])
+    if "tables" in state:
+        tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
+        model.fused_optimizer.load_state_dict({"state": tables})
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    # DCP's own exception has the tracebacks of all ranks for a text.
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    reason = next((failure for failure, _ in failures), error)
+    return ValueError(
+        f"{path} is damaged ({type(reason).__name__}: {reason}); remove this folder, and the run goes on from the "
+        "checkpoint before it"
+    )
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Read the weights to evaluate, into a model that is neither sharded nor wrapped, in a single process.
+
+    Raises ValueError when the checkpoint cannot be read or is another model's.
+    """
+    state = {"model": model.state_dict()}
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata()
+        check_keys(path, state, saved)
+        dcp.load(_averages(state, saved), checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:
+        raise _damaged(path, error) from error
+    model.load_state_dict(state["model"])
+
+
+def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:
+    """Write a checkpoint of only the weights, for runs that start from the same ones (`checkpoint.load`)."""
+    dcp.save(model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
+    if world.is_first:
+        write_json(path / META, {"progress": vars(Progress()), **about})
+    world.barrier()
+
+
+def model_state(model: DistributedModelParallel) -> dict[str, Any]:
+    return {"model": model.state_dict()}
+
+
+def _averages(state: dict[str, Any], saved: Metadata) -> dict[str, Any]:
+    """The same tensors, those of which the checkpoint has an average under the name of that."""
+    averaged = {name for name in state["model"] if f"dense.{name}.average" in saved.state_dict_metadata}
+    return {
+        "model": {name: tensor for name, tensor in state["model"].items() if name not in averaged},
+        "dense": {name: {"average": state["model"][name]} for name in averaged},
+    }
+
+
+def optimizer_state(model: DistributedModelParallel, dense: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """The fused optimiser's state beside that of the `dense` one."""
+    moments = {name: each for name, each in model.fused_optimizer.state_dict()["state"].items() if each}
+    # An empty mapping, of tables under SGD, is written by the first rank alone: another one would not find its own.
+    return {"dense": dense} | ({"tables": {"state": moments}} if moments else {})
+
+
+def _rng_state(world: World) -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {"rng": {str(world.rank): state}}
+
+
+def _host_copy(value: Any, world: World) -> Any:
+    """A copy in host memory, which training does not change while it is written."""
+    if isinstance(value, dict):
+        return {key: _host_copy(item, world) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_host_copy(item, world) for item in value]
+    if isinstance(value, ShardedTensor) and world.device.type == "cuda":
+        return value.cpu(process_group=world.checkpoint_group)
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().cpu()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _restore_rng(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_keys(path: Path, state: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> None:
+    """ValueError unless the checkpoint has this model; takes random states that it lacks out of `state`.
+
+    `longer_tables`: the model's tables may have more rows. Random states belong to a rank and its devices.
+    """
+    entries = saved.state_dict_metadata
+    found = list(differences(state["model"], saved, longer_tables).values())
+    if found:
+        raise ValueError(
+            f"{path} holds another model: {'; '.join(found[:5])}"
+            f"{f' and {len(found) - 5} more differences' if len(found) > 5 else ''}. "
+            "Use the model and data options that are in its meta.json, or another runtime.run_dir."
+        )
+    if "rng" in state:
+        ((rank, generators),) = state["rng"].items()
+        if any(f"rng.{rank}.{name}" not in entries for name in generators):
+            del state["rng"]
+
+
+def differences(weights: dict[str, Any], saved: Metadata, longer_tables: bool = False) -> dict[str, str]:
+    """By name, how the weights of a model and those that are saved differ; empty if they have the same names and sizes.
+
+    `longer_tables`: more rows here are no difference.
+    """
+    entries = saved.state_dict_metadata.items()
+    wanted = {f"model.{name}": tuple(value.size()) for name, value in weights.items()}
+    stored = {name: tuple(getattr(entry, "size", ())) for name, entry in entries if name.startswith("model.")}
+    found = {name: f"{name} is missing from it" for name in wanted if name not in stored}
+    found |= {name: f"{name} is not in this model" for name in stored if name not in wanted}
+    found |= {
+        name: f"{name} is {list(stored[name])} there and {list(size)} here"
+        for name, size in wanted.items()
+        if name in stored
+        and stored[name] != size
+        and not (longer_tables and stored[name][1:] == size[1:] and stored[name][0] < size[0])
+    }
+    return {name.removeprefix("model."): difference for name, difference in found.items()}

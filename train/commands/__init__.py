@@ -1,0 +1,1 @@
+"""Commands beside training: comparison, export, scoring, analysis, checks of an installation."""

@@ -1,0 +1,173 @@
+"""Write a trained model for scoring: `python -m train.commands.export run_dir=RUN_DIR out=DIR`.
+
+The architecture is exported: `torch.export` traces it once for a request with any number of candidates and events. The
+lookup of embeddings and their assembly into tokens stay in eager PyTorch: TorchRec's collections take
+KeyedJaggedTensors, and tables are usually served elsewhere. `train.commands.score` combines the two.
+
+`run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
+arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
+of the run's configuration (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
+Written to `out`, by default RUN_DIR/export:
+
+- `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere (and with `compile=false`) an exported program;
+- `embedding.pt`: the weights of tables and of the token assembly;
+- `export.json`: configuration, features, ranges, modules of the operators, and which of the two `model.pt2` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram, export, save
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from kernels import defined_in
+from kernels.core import dispatch
+from modules.batch import RequestBatch, with_candidates
+from modules.embedding import FeatureEmbedding
+from modules.models import build as build_arch
+from modules.models.ranking import RankingModel
+from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
+from train.build import model_fields
+from train.checkpoint import save as checkpoint
+from train.config.compose import from_dict
+from train.config.overrides import split_options
+from train.config.schema import Config
+from train.data import build_source
+from train.data.source import Source
+from train.process.files import write_json
+
+TIMED_CANDIDATES = 1000
+"""Of the example request: Inductor chooses kernels by timing them on it."""
+LOOKED_AT = 1000
+"""Requests that are looked at together; the best of them is the example, if it will do."""
+MOST_LOOKED_AT = 100_000
+"""How many of the newest requests are searched for an example."""
+
+
+def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
+    """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
+    checkpoint.check_data(path, source.fingerprint)
+    spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
+    arch = build_arch(config.model.name, spec, **model_fields(config.model))
+    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
+    checkpoint.load_weights(path, model)
+    return model.eval().to(device)
+
+
+@torch.no_grad()
+def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int) -> ExportedProgram:
+    """The architecture as a program for one request; `batch` is an example with two candidates and events or more.
+
+    ValueError for an architecture that reads sizes from its data.
+    """
+    arch = ScoringArch(model.arch, dtype).eval()
+    spec = model.embedding.assemble.spec
+    inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+    try:
+        return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"{type(model.arch).__name__} reads sizes from its data and cannot be exported; so do DIN, "
+            "model.sequence_context=candidate and routed experts on a CPU or in fp32; InterFormer without them, DCNv2 "
+            "and DLRM can be"
+        ) from error
+
+
+def operator_modules(program: ExportedProgram) -> list[str]:
+    """The modules that define our operators in a program: they must be imported where it is loaded."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    names = {
+        node.target.name() for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    }
+    return sorted({defined_in[name] for name in names & defined_in.keys()})
+
+
+def main(arguments: list[str]) -> Path:
+    from train.commands.score import check  # which imports this module
+
+    defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000", "compile": "true"}
+    options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR out=DIR")
+    most, compiling = options["max_candidates"], options["compile"]
+    if not most.isdecimal() or int(most) < 2:
+        raise ValueError(f"max_candidates={most} must be a number of at least 2, e.g. max_candidates=10000")
+    if compiling not in ("true", "false"):
+        raise ValueError(f"compile={compiling} must be true or false, e.g. compile=false")
+    max_candidates = int(most)
+    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    config = from_dict(checkpoint.read_meta(path)["config"], overrides)
+    dispatch.force(config.runtime.kernels)
+    kind = (
+        config.runtime.device if config.runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    device, out = torch.device(kind), Path(options["out"] or path.parent.parent / "export")
+    out.mkdir(parents=True, exist_ok=True)
+    source = build_source(config.data)
+    model = load_model(path, config, source, max_candidates, device)
+    request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
+    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    program = export_arch(model, request, dtype, max_candidates)
+    compiled = device.type == "cuda" and compiling == "true"
+    if compiled:
+        # When Inductor decides on the padding of a matrix product, it assumes that what holds for the example's sizes
+        # holds for all: with an example of two candidates, for up to 97. With 10,000 candidates, a grid then had more
+        # than the 65,535 blocks that its second dimension allows, and the driver refused the launch.
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(out / "model.pt2"), inductor_configs={"triton.max_tiles": 1}
+        )
+    else:
+        save(program, out / "model.pt2")
+    torch.save(model.embedding.state_dict(), out / "embedding.pt")
+    about = {
+        "compiled": compiled,
+        "operators": operator_modules(program),
+        "device": device.type,
+        "checkpoint": str(path.resolve()),
+        "overrides": overrides,
+        "dim": config.model.dim,
+        "table_dims": config.model.table_dims,
+        "max_candidates": max_candidates,
+        "spec": dataclasses.asdict(model.embedding.assemble.spec),
+    }
+    write_json(out / "export.json", about)
+    if compiled:
+        check(out, model, dtype, request)
+    print(f"{config.model.name} of {path}: {out}")
+    return out
+
+
+def example(source: Source) -> RequestBatch:
+    """The training request with the most events of its rarest type, with two candidates or more.
+
+    An export also works for sizes of 0 and 1, but has to be made from an example with larger ones. Requests are tried
+    from the newest on, since the oldest hardly have a history yet.
+    """
+    best, most, end = 0, -1, source.num_requests("train")
+    first, longest = max(0, end - MOST_LOOKED_AT), torch.zeros(len(source.spec.histories), dtype=torch.int64)
+    while end > first and most < 2:
+        numbers = np.arange(max(first, end - LOOKED_AT), end)
+        batch = source.batch("train", numbers)
+        lengths = batch.history_times.lengths().view(-1, len(numbers))
+        longest = torch.maximum(longest, lengths.amax(1))
+        least = lengths.amin(0) if len(lengths) else torch.full((len(numbers),), 2)
+        least = torch.where(batch.candidate_offsets.diff() > 0, least, -1)
+        if int(least.max()) > most:
+            best, most = int(numbers[least.argmax()]), int(least.max())
+        end = int(numbers[0])
+    if most < 2:
+        rare = [event.name for event, length in zip(source.spec.histories, longest, strict=True) if length < 2]
+        raise ValueError(
+            "an export is made from a training request with a candidate and two events of every type; none of the "
+            f"newest {source.num_requests('train') - first:,} is one. Types that no request has two events of: "
+            f"{', '.join(rare) or 'none'}; train without them, or on files in which they happen"
+        )
+    request = source.batch("train", np.array([best]))
+    return with_candidates(request, max(2, request.num_candidates))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

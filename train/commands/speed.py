@@ -1,0 +1,81 @@
+"""How fast a configuration trains: `torchrun -m train.commands.speed +experiment=NAME [key=value]`, on any ranks.
+
+Takes `runtime.steps` training steps and counts all but the first ten, without evaluation, checkpoint or test. Then it
+traces five more and writes `speed.json` into the run directory, beside the traces of all ranks. `launch.scaling` runs
+it on several numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hydra
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from modules.batch import RequestBatch
+from train.config.compose import to_config
+from train.config.schema import Config, register_schema
+from train.process import distributed
+from train.process.distributed import World
+from train.process.files import write_json
+from train.process.memory import peak_memory_bytes
+from train.record.tracing import TRACED_STEPS, StepTracer
+from train.trainer import WARMUP_STEPS, Trainer
+
+register_schema()
+SPEED_FILE = "speed.json"
+
+
+class SpeedRun(Trainer):
+    """A trainer whose `run` returns the content of `speed.json`: its rates, and each rank's memory and times."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        if config.runtime.steps < 2 * WARMUP_STEPS:
+            raise ValueError(
+                f"runtime.steps={config.runtime.steps}, of which {WARMUP_STEPS} do not count: a speed needs at least "
+                f"{2 * WARMUP_STEPS}, e.g. runtime.steps=100"
+            )
+        self.measured = config.runtime.steps
+        first = self.measured + 2  # the profiler starts at the end of the step before
+        config.runtime.steps = first + TRACED_STEPS
+        super().__init__(config, world)
+        self.tracer = StepTracer(first, self.run_dir / "profile" / f"rank_{world.rank}", world.device)
+        self.speed: dict[str, float] = {}
+
+    def _step(self, batches: Iterator[RequestBatch]) -> None:
+        super()._step(batches)
+        if self.progress.step == self.measured:
+            self.speed = self.whole_run.compute(self.forward_flops)
+
+    def _validate(self) -> None:
+        """Not measured."""
+
+    def _save(self) -> None:
+        """Not measured."""
+
+    def _results(self, seconds: float) -> dict[str, Any]:
+        mine = {"peak_memory_bytes": peak_memory_bytes(self.world.device), "breakdown": self.tracer.breakdown}
+        each: list[dict[str, Any]] = [{}] * self.world.size
+        dist.all_gather_object(each, mine, group=self.world.host_group)
+        results = {"ranks": self.world.size, **self.speed, "plan": self.job.plan, "each_rank": each}
+        if self.world.is_first:
+            write_json(self.run_dir / SPEED_FILE, results)
+        return results
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@record
+def main(composed: DictConfig) -> None:
+    config = to_config(composed)
+    world = distributed.start(config.runtime)
+    try:
+        SpeedRun(config, world).run()
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Optimisers of dense parameters and of tables, averages, guards."""

@@ -1,0 +1,148 @@
+"""Embedding tables: fused optimiser, sharding plan, DistributedModelParallel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
+from torchrec.optim import SGD, Adam, RowWiseAdagrad
+
+from modules.models.ranking import RankingModel
+from train.config.schema import Config
+from train.data.source import Source
+from train.process.distributed import World
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
+CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
+GIB = 2**30
+SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
+MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
+
+
+class _Alone(DataParallelWrapper):
+    """In place of DDP on a single rank, where DDP would only scale and copy each gradient."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        pass
+
+
+def shard(
+    model: RankingModel, config: Config, world: World, ids: dict[str, float]
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
+
+    The optimiser runs inside the backward, so no gradient of a table is ever held; tables without `requires_grad` stay
+    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here.
+    """
+    if world.device.type == "cpu" and config.optimizer.sparse not in CPU_OPTIMIZERS:
+        raise ValueError(
+            f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
+        )
+    tables = [table for each in model.embedding.collections for table in each.parameters()]
+    optimizer = config.optimizer
+    learning, frozen = ([table for table in tables if table.requires_grad is learns] for learns in (True, False))
+    apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], learning, {"lr": optimizer.sparse_lr})
+    # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
+    for table in frozen:
+        table.requires_grad_()
+    apply_optimizer_in_backward(SGD, frozen, {"lr": 0.0})
+    # The generic parameter of ModuleSharder is invariant, hence the annotation.
+    sharders: list[ModuleSharder[nn.Module]] = [
+        EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))
+    ]
+    plan = _plan(model, sharders, config, world, ids)
+    # Shards of one table are on several ranks: with equal seeds they would get equal weights.
+    torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
+    parallel = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
+        device=world.device,
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=_Alone() if world.size == 1 else None,
+    )
+    return parallel, plan
+
+
+def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:
+    """The codecs that round rows, and their gradients, on the way between ranks; None: nothing is rounded."""
+    precision = CommType(config.parallel.comm_precision if world.size > 1 else "fp32")
+    return get_qcomm_codecs_registry(QCommsConfig(precision, precision))
+
+
+def ids_per_request(source: Source) -> dict[str, float]:
+    """Mean number of ids that a request looks up, by feature, over a few training requests spread over the split."""
+    total = source.num_requests("train")
+    if total == 0:
+        return {name: 1.0 for name, _ in source.spec.lookups()}
+    requests = np.unique(np.linspace(0, total - 1, SAMPLE).astype(np.int64))
+    lookup = source.batch("train", requests).lookup
+    counts = zip(lookup.keys(), lookup.length_per_key(), strict=True)
+    return {key: max(count, 1) / len(requests) for key, count in counts}
+
+
+def _plan(
+    model: RankingModel,
+    sharders: list[ModuleSharder[nn.Module]],
+    config: Config,
+    world: World,
+    ids: dict[str, float],
+) -> ShardingPlan:
+    parallel = config.parallel
+    on_gpu = world.device.type == "cuda"
+    hbm = int(parallel.hbm_gib * GIB) if parallel.hbm_gib else None
+    if on_gpu and hbm is None:
+        hbm = torch.cuda.get_device_properties(world.device).total_memory
+    types = parallel.sharding_types
+    if world.size == 1 and "table_wise" in types:
+        types = ["table_wise"]  # a single rank holds whole tables, and all plans cost the same
+    elif config.optimizer.sparse == "rowwise_adagrad" and "row_wise" in types:
+        # Row-wise Adagrad has a moment for each row of each shard: split by columns, it would fit no other plan.
+        types = [kind for kind in types if kind != "column_wise"]
+    # By default the planner assumes one id a feature, so that histories cost nothing, and does not split rows of up to
+    # 128 columns.
+    constraints = {
+        table.name: ParameterConstraints(
+            sharding_types=types,
+            pooling_factors=[ids[feature] for feature in table.feature_names],
+            min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * world.size)) * 4),
+        )
+        for collection in model.embedding.collections
+        for table in collection.embedding_configs()
+    }
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world.size,
+            local_world_size=world.local_size,
+            compute_device=world.device.type,
+            hbm_cap=hbm,
+            ddr_cap=int(parallel.host_gib * GIB),
+        ),
+        batch_size=config.data.batch_size,
+        storage_reservation=FixedPercentageStorageReservation(percentage=parallel.reserve),
+        constraints=constraints,
+        debug=False,
+    )
+    memory = f"{parallel.host_gib} GiB of host memory (parallel.host_gib)"
+    if hbm is not None:
+        memory = f"{hbm / GIB:.3g} GiB of its GPU (parallel.hbm_gib) and {memory}"
+
+    def plan() -> ShardingPlan:
+        try:
+            return planner.plan(model, sharders)
+        except PlannerError as error:
+            raise ValueError(
+                f"{str(error).splitlines()[0].strip()} A rank may fill {memory}, of which parallel.reserve="
+                f"{parallel.reserve} stays free: allow more, take more ranks, or make the tables smaller, e.g. "
+                "data.min_count=2"
+            ) from error
+
+    return world.by_first(plan)

@@ -1,0 +1,116 @@
+"""Where this process stands: rank, device and process groups. NCCL carries CUDA tensors, gloo everything else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from train.config.schema import RuntimeConfig
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""Of the rendezvous, at which nodes may start a while apart."""
+HOST_TIMEOUT = timedelta(days=1)
+"""For groups that wait for files: rank 0 may prepare data for hours. If it fails, torchrun ends the other ranks."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    guard_group: dist.ProcessGroup  # collectives inside the backward, which may interleave with DDP's
+    host_group: dist.ProcessGroup  # gloo: Python objects and barriers
+    checkpoint_group: dist.ProcessGroup  # gloo: checkpoints, written from a thread of their own
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's picklable value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
+        return values[0]
+
+    def by_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on every rank; an error on rank 0 is one on all.
+
+        Otherwise the others would fail a little later because rank 0 is gone, and torchrun would show one of their
+        errors as the cause.
+        """
+        made: list[T] = []
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                made.append(make())
+            except Exception as error:
+                failure = error
+        made, reason = self.broadcast((made, failure and str(failure)))
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise ValueError(f"rank 0: {reason}")
+        return made[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.host_group)
+
+
+def start(runtime: RuntimeConfig) -> World:
+    """Join the process group that torchrun described, or make one of a single process; pick the device."""
+    device_type = runtime.device if runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("runtime.device=cuda, but this process sees no GPU; use runtime.device=cpu or auto")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device_type == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; "
+            f"start with --nproc-per-node {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_size))
+    if runtime.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=runtime.collective_timeout)
+    if not dist.is_initialized():
+        store, rank, size = _rendezvous()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        guard_group=dist.new_group(backend=backend, timeout=timeout),
+        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
+    )
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """torchrun's store, or a new one for a single process."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    # torchrun keeps its store over restarts, with the addresses of the processes that died.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -186,8 +186,9 @@ class SelfAndTargetAttention(nn.Module):
         own = self._heads(self.query(values))
         if rotation is not None:
             own = rotate(own, *rotation)
-        maxima = {"max_q": self.max_length, "max_k": self.max_length}
-        own = jagged_attention(own, key, value, offsets, offsets, window=self.window, **maxima)
+        own = jagged_attention(
+            own, key, value, offsets, offsets, max_q=self.max_length, max_k=self.max_length, window=self.window
+        )
         target = target_attention(
             self._heads(self.target_query(queries)),
             key,

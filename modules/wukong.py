@@ -67,14 +67,14 @@ class WukongLayer(nn.Module):
         if machine not in MACHINES:
             raise ValueError(f"machine must be one of {', '.join(MACHINES)}, got {machine!r}")
         num_tokens = num_candidate + num_request
-        shared: dict[str, int] = {"num_request": num_request, "max_candidates": max_candidates}
+        shared: dict[str, Any] = {"num_request": num_request, "max_candidates": max_candidates}
         self.project: LCE | AttentiveCompression | None = None
         self.fmb: MLP | PairMachine
         if machine == "plain":
             self.fmb = PairMachine(num_candidate, dim, hidden, num_fmb * dim, dropout, **shared)
         elif machine == "attentive":
-            options = {"num_compressed": num_compressed, "hidden": attention_hidden, "dropout": dropout}
-            self.project = AttentiveCompression(num_candidate, dim, rank, **options, **shared)
+            shared |= {"num_compressed": num_compressed, "hidden": attention_hidden, "dropout": dropout}
+            self.project = AttentiveCompression(num_candidate, dim, rank, **shared)
         else:
             self.project = LCE(num_candidate, rank, num_request)
         if machine != "plain":

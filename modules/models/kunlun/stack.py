@@ -6,7 +6,7 @@ Shapes: R requests, C candidates, N events of the type, d the width of a token i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class EventLayer(nn.Module):
         self.attention: nn.Module | None = None
         self.target: TargetAttention | None = None
         self.num_target = config.num_target if work.attention else 0
-        limits = {"max_candidates": max_candidates, "max_length": max_length}
+        limits: dict[str, Any] = {"max_candidates": max_candidates, "max_length": max_length}
         if work.attention and self.num_target and config.shared_kv:
             self.attention = SelfAndTargetAttention(dim, num_heads, self.num_target, window=self.window, **limits)
         elif work.attention:

@@ -32,7 +32,7 @@ def rotation(positions: Tensor, head_dim: int, num_positions: int | None = None)
 
 
 def time_rotation(positions: Tensor, ages: Tensor, head_dim: int, time_scale: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [N, head_dim / 2] float32, of positions [N] and ages [N] in seconds, at least 0.
+    """(cos, sin), each [N, head_dim / 2] float32, of positions [N] and ages [N] in seconds, negative ones as 0.
 
     After the temporal rotation (ROTE) of Kunlun (arXiv 2602.10016), whose time part is log(1 + age / time_scale): the
     larger half of the pairs of features turns by the position, the others turn by this logarithm, at frequencies from 1
@@ -41,7 +41,7 @@ def time_rotation(positions: Tensor, ages: Tensor, head_dim: int, time_scale: fl
     pairs = head_dim // 2
     of_time = pairs // 2
     frequency = TIME_BASE ** (-torch.arange(of_time, device=ages.device) / max(1, of_time))
-    angle = (ages.float() / time_scale).log1p()[:, None] * frequency
+    angle = (ages.clamp(min=0).float() / time_scale).log1p()[:, None] * frequency
     cos, sin, *_ = rotation(positions, 2 * (pairs - of_time))
     return torch.cat([cos, angle.cos()], dim=1), torch.cat([sin, angle.sin()], dim=1)
 

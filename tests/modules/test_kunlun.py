@@ -116,7 +116,7 @@ class Padded:
         for index, row in enumerate(rows):
             count = row.stop - row.start
             values[index, :count], exists[index, :count] = masked[row], True
-            age = (self.batch.request_time[self.owner[index]] - history.times[row]).float()
+            age = -history.times[row].float()
             place = torch.arange(count, 0, -1)
             of_place = half - of_time
             frequency = 10_000.0 ** (-torch.arange(of_place) / of_place)

@@ -141,7 +141,7 @@ class Kunlun(nn.Module):
                 known = [each.summary for each in events if each is not None and each.summary is not None]
                 context = rms_norm(layer.context(torch.cat([request, *known], dim=1)))
             queries = [] if layer.queries is None else self._shares(layer.queries(x, of_request, rows))
-            events = self._run(index, events, context, queries, rows, tokens, batch)
+            events = self._run(index, events, context, queries, rows, tokens)
             x = layer(x, of_request, [each for each in events if each is not None], rows)
         return self.heads(x.flatten(1))
 
@@ -157,7 +157,6 @@ class Kunlun(nn.Module):
         queries: list[Tensor],
         rows: CandidateRows,
         tokens: Tokens,
-        batch: RequestBatch,
     ) -> list[EventTokens | None]:
         """The layer's blocks of all event types, side by side; types that have fewer layers stay as they are."""
         given = iter(queries)
@@ -172,8 +171,8 @@ class Kunlun(nn.Module):
                 read = [part for each in histories for part in (each.values, each.offsets, each.times)]
             else:
                 read = before.tensors()
-            with Beside(*read, batch.request_time, context, query, rows.offsets, lane=lane) as work:
-                begun = stack.begin(histories, batch.request_time) if before is None else before
+            with Beside(*read, context, query, rows.offsets, lane=lane) as work:
+                begun = stack.begin(histories) if before is None else before
                 results[lane] = block(begun, context, query, rows)
             works.append((work, lane))
         for work, lane in works:

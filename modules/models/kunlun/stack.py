@@ -175,22 +175,19 @@ class EventStack(nn.Module):
         layers = nn.ModuleList(EventLayer(config, work, width, max_length, max_candidates) for work in works)
         self.layers = cast("Sequence[EventLayer]", layers)
 
-    def begin(self, histories: Sequence[JaggedSequence], request_time: Tensor) -> EventTokens:
+    def begin(self, histories: Sequence[JaggedSequence]) -> EventTokens:
         """Tokens of the events of each type, with their rotation: by how many are younger, and by their age."""
         pairs = zip(self.masks, histories, strict=True)
         merged = merge_by_time([JaggedSequence(mask(each.values), each.offsets, each.times) for mask, each in pairs])
-        return EventTokens(merged.values, merged.offsets, self._rotation(merged, request_time), None, None)
+        return EventTokens(merged.values, merged.offsets, self._rotation(merged), None, None)
 
-    def _rotation(self, sequence: JaggedSequence, request_time: Tensor) -> Rotation | None:
+    def _rotation(self, sequence: JaggedSequence) -> Rotation | None:
         if self.config.rotation == "none":
             return None
-        total = sequence.values.shape[0]
-        positions = from_end(sequence.offsets, total)
+        positions = from_end(sequence.offsets, sequence.values.shape[0])
         if self.config.rotation == "position":
             return rotation(positions, self.head_dim)
-        now = torch.repeat_interleave(request_time, sequence.offsets.diff(), output_size=total)
-        ages = (now - sequence.times).clamp(min=0)
-        return time_rotation(positions, ages, self.head_dim, self.config.time_scale)
+        return time_rotation(positions, -sequence.times, self.head_dim, self.config.time_scale)
 
     def flops(self, num_candidates: float, num_requests: float, num_events: float, squared: float) -> float:
         """Forward FLOPs. Events of merged types are taken to occur in proportion to their `max_length`."""

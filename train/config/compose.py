@@ -21,7 +21,7 @@ CHOICES = {
     "model.moe.score": ("softmax", "sigmoid"),
     "data.id_map": ("vocabulary", "hash"),
     "data.bad_rows": ("raise", "skip"),
-    "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
+    "precision.name": ("auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
     "parallel.comm_precision": ("fp32", "bf16"),
     "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from train.config.numbers import check_numbers
 from train.config.schema import MODELS, SOURCES, Config, CustomConfig, DINConfig, InterFormerConfig
 
 CHOICES = {
@@ -133,6 +134,7 @@ def validate(config: Config) -> None:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
     if optimizer.min_lr > 1:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
+    check_numbers(config)
 
 
 def graphs_refusal(config: Config) -> str | None:

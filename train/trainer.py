@@ -28,7 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
-from train.process import versions
+from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
@@ -50,6 +50,7 @@ class Trainer:
         self.config, self.world = config, world
         self.run_dir = _run_dir(config, world)
         setup_logging(self.run_dir, world.rank)
+        precision.settle(config.precision, world, self.run_dir)
         self.job = build(config, world)
         self.source, self.model = self.job.source, self.job.model
         self.num_requests = self.source.num_requests("train")

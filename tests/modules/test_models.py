@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+import kernels.attention
+import kernels.gdpa
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
@@ -250,6 +252,8 @@ class NoHostSync(TorchDispatchMode):
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
     packages = (
+        kernels.attention,
+        kernels.gdpa,
         kernels.jagged,
         kernels.jagged.reference,
         kernels.jagged.pointwise,

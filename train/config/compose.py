@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from train.config.numbers import check_numbers
 from train.config.schema import MODELS, SOURCES, Config, CustomConfig, DINConfig, InterFormerConfig
 
 CHOICES = {
@@ -20,7 +21,7 @@ CHOICES = {
     "model.moe.score": ("softmax", "sigmoid"),
     "data.id_map": ("vocabulary", "hash"),
     "data.bad_rows": ("raise", "skip"),
-    "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
+    "precision.name": ("auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
     "parallel.comm_precision": ("fp32", "bf16"),
     "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
@@ -133,6 +134,7 @@ def validate(config: Config) -> None:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
     if optimizer.min_lr > 1:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
+    check_numbers(config)
 
 
 def graphs_refusal(config: Config) -> str | None:

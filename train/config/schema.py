@@ -200,7 +200,7 @@ class SyntheticConfig(DataConfig):
 
 @dataclass
 class PrecisionConfig:
-    name: str = MISSING  # fp32 | bf16 | mxfp8 | mxfp8_g128
+    name: str = MISSING  # auto: bf16 where the hardware multiplies it, else fp32 | fp32 | bf16 | mxfp8 | mxfp8_g128
     quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
 
 

@@ -37,7 +37,8 @@ from train.speedup.regions import regions
 def data_parallel(config: Config, ranks: int, mesh: Mesh | None) -> DataParallelWrapper:
     """What makes the dense part of a model data-parallel once its tables are sharded."""
     if mesh is not None and mesh.dense is not None:
-        return _FullyShard(mesh, mesh.dense, half=config.precision.name != "fp32")
+        half = config.precision.name != "fp32"
+        return _FullyShard(mesh, mesh.dense, half=half, compiled=config.runtime.compile)
     return _Alone() if ranks == 1 else _Replicated()
 
 
@@ -68,8 +69,8 @@ class _Replicated(DataParallelWrapper):
 class _FullyShard(DataParallelWrapper):
     """FSDP2 over `dense`, [shard] or [replicate, shard]; experts over what is left of the mesh beside theirs."""
 
-    def __init__(self, mesh: Mesh, dense: DeviceMesh, *, half: bool) -> None:
-        self._mesh, self._dense, self._half = mesh, dense, half
+    def __init__(self, mesh: Mesh, dense: DeviceMesh, *, half: bool, compiled: bool) -> None:
+        self._mesh, self._dense, self._half, self._compiled = mesh, dense, half, compiled
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         model = get_unwrapped_module(dmp)
@@ -83,6 +84,11 @@ class _FullyShard(DataParallelWrapper):
                     ignored.update(module.parameters())
                     reduce_gradients(module, module.mesh)
             elif isinstance(module, Router):
+                if self._compiled:
+                    raise ValueError(
+                        "runtime.compile=true with parallel.dense=fsdp or hsdp: routers are gathered alone, within "
+                        "layers that would be compiled; use runtime.compile=false or parallel.dense=ddp"
+                    )
                 fully_shard(module, mesh=self._dense, reshard_after_forward=True)
         for region in dict.fromkeys(regions(model.arch)):
             if next(region.parameters(), None) is not None and not isinstance(region, FSDPModule):

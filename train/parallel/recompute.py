@@ -43,7 +43,7 @@ def recompute(model: RankingModel, globs: Sequence[str], *, compiled: bool) -> N
             f"is around it; name whole layers, such as {layer}, or use runtime.compile=false"
         )
     for module in chosen.values():
-        module.forward = _Recomputed(module.forward)  # type: ignore[method-assign]
+        module.forward = _Recomputed(module.forward)
     if chosen:
         log.info("run again in the backward: %s", ", ".join(chosen))
 

@@ -72,7 +72,7 @@ def build(config: Config, world: World) -> Job:
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
         arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
-    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
+    model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
@@ -91,9 +91,20 @@ def build(config: Config, world: World) -> Job:
     return Job(config, world, source, sharded, str(plan), metrics)
 
 
+def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
+    return FeatureEmbedding(
+        source.spec,
+        model.dim,
+        "meta",
+        model.table_dims,
+        table_std=model.table_std,
+        dropout=model.embedding_dropout,
+    )
+
+
 def model_fields(model: ModelConfig) -> dict[str, object]:
     """The arguments of the model's constructor."""
-    others = ("name", "table_dims")
+    others = ("name", "table_dims", "table_std", "embedding_dropout")
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in others}
     if "moe" in fields:
         fields["moe"] = dataclasses.asdict(fields["moe"])

@@ -194,6 +194,8 @@ class Trainer:
             start=progress.consumed,
             shuffle=True,
             negative_rate=data.negative_rate,
+            id_dropout=data.id_dropout,
+            history_dropout=data.history_dropout,
             pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -202,13 +204,15 @@ class Trainer:
         self.model.train()
         batches = _timed(iter(loader), (self.throughput, self.whole_run))
         while not self._finished():
+            begun = progress.consumed
             self._step(batches)
+            parts = [consumed * runtime.evals_per_epoch // self.num_requests for consumed in (begun, progress.consumed)]
             epoch_done = progress.consumed >= self.num_requests
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
             stopping = self.preemption.agreed(progress.step)
-            if epoch_done or last or _every(progress.step, runtime.eval_every):
+            if epoch_done or last or _every(progress.step, runtime.eval_every) or parts[0] < parts[1]:
                 self._validate()
                 self._save()
             elif stopping or _every(progress.step, self.config.checkpoint.every):
@@ -288,7 +292,7 @@ class Trainer:
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()
-        values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
+        values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
         self.tracker.log(self.progress.step, "train", values)

@@ -22,7 +22,10 @@ CHOICES = {
     "data.id_map": ("vocabulary", "hash"),
     "data.bad_rows": ("raise", "skip"),
     "precision.name": ("auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"),
+    "optimizer.dense": ("adamw", "muon"),
     "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
+    "optimizer.sparse_weight_decay_mode": ("decoupled", "l2"),
+    "optimizer.schedule": ("cosine", "constant", "wsd"),
     "parallel.comm_precision": ("fp32", "bf16"),
     "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
@@ -36,7 +39,8 @@ AT_LEAST_ONE = (
     "model.pffn_hidden", "model.interaction_hidden", "model.head_hidden", "model.attention_hidden", "model.hidden",
     "model.bottom_hidden", "model.top_hidden", "data.batch_size", "data.prefetch", "data.max_history",
     "data.max_candidates", "data.num_users", "data.num_categories", "data.candidates", "optimizer.accumulate",
-    "checkpoint.keep", "tracking.top_k", "runtime.epochs", "runtime.log_every", "runtime.collective_timeout",
+    "checkpoint.keep", "tracking.top_k", "runtime.epochs", "runtime.evals_per_epoch",
+    "runtime.log_every", "runtime.collective_timeout",
 )  # fmt: skip
 
 
@@ -122,9 +126,38 @@ def validate(config: Config) -> None:
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
         )
-    for key, works in (("model.dropout", 0.1), ("parallel.reserve", 0.1), ("optimizer.ema_decay", 0.999)):
+    below_one = (
+        ("model.dropout", 0.1), ("model.embedding_dropout", 0.1), ("data.history_dropout", 0.1),
+        ("parallel.reserve", 0.1), ("optimizer.ema_decay", 0.999),
+    )  # fmt: skip
+    for key, works in below_one:
         if _get(config, key) >= 1:
             raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}={works}")
+    for table, share in data.id_dropout.items():
+        if not 0 <= share < 1:
+            raise ValueError(
+                f"data.id_dropout.{table}={share} is a share of ids: at least 0 and below 1, e.g. "
+                f"data.id_dropout.{table}=0.1"
+            )
+    if model.table_std is not None and model.table_std <= 0:
+        raise ValueError(
+            f"model.table_std={model.table_std} must be above 0, since tables of zeros learn nothing where they are "
+            "multiplied, e.g. model.table_std=0.01"
+        )
+    if optimizer.sparse_weight_decay and optimizer.sparse != "rowwise_adagrad":
+        raise ValueError(
+            f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
+            f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
+        )
+    if not 0 < optimizer.decay_share <= 1:
+        raise ValueError(
+            f"optimizer.decay_share={optimizer.decay_share} is a share of the steps: above 0 and at most 1, e.g. 0.2"
+        )
+    if config.runtime.eval_every and config.runtime.evals_per_epoch > 1:
+        raise ValueError(
+            f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
+            f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"
+        )
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
             "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
@@ -144,6 +177,11 @@ def graphs_refusal(config: Config) -> str | None:
         return (
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
+    if config.optimizer.dense == "muon":
+        return (
+            "optimizer.dense=muon: torch.optim.Muon cannot be captured; use runtime.cuda_graphs=false or "
+            "optimizer.dense=adamw"
         )
     if isinstance(model, DINConfig):
         return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"

@@ -32,6 +32,8 @@ class ModelConfig:
     name: str = MISSING
     dim: int = 32  # width of every token, and of embedding rows
     table_dims: dict[str, int] = field(default_factory=dict)  # table -> another width of its rows, projected to dim
+    table_std: float | None = None  # of a table's initial rows; default: 1 / sqrt(their width)
+    embedding_dropout: float = 0.0  # of the elements of looked-up rows
     dropout: float = 0.0
 
 
@@ -112,6 +114,8 @@ class DataConfig:
     bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
     max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out; more is an error
     negative_rate: float = 1.0  # fraction of the training candidates without a positive label that is trained on
+    id_dropout: dict[str, float] = field(default_factory=dict)  # table -> share of its training ids made unknown
+    history_dropout: float = 0.0  # share of the training requests whose histories are left out
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
 
@@ -205,14 +209,29 @@ class PrecisionConfig:
 
 
 @dataclass
+class GroupConfig:
+    """Parameters and tables with settings of their own."""
+
+    match: list[str] = MISSING  # globs over names of parameters, tables and the modules that hold them
+    lr: float | None = None  # in place of optimizer.lr, of tables in place of optimizer.sparse_lr
+    weight_decay: float | None = None  # in place of optimizer.weight_decay, of tables of optimizer.sparse_weight_decay
+
+
+@dataclass
 class OptimizerConfig:
-    lr: float = 1e-3  # dense AdamW
+    dense: str = "adamw"  # adamw | muon: of matrices, with AdamW for the rest
+    lr: float = 1e-3  # of the dense part
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     sparse: str = "rowwise_adagrad"  # rowwise_adagrad | adam | sgd, fused into the backward of the tables
     sparse_lr: float = 0.02
+    sparse_weight_decay: float = 0.0  # of the rows that a batch looks up; with rowwise_adagrad
+    sparse_weight_decay_mode: str = "decoupled"  # decoupled: w -= lr * decay * w | l2: decay * w joins the gradient
+    groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
     warmup_steps: int = 20
-    min_lr: float = 0.1  # at the end of the cosine, as a fraction of lr
+    schedule: str = "cosine"  # after the warm-up: cosine | constant | wsd: constant, then falling in a straight line
+    decay_share: float = 0.2  # of the steps, in which the rate falls; with wsd
+    min_lr: float = 0.1  # at the end of cosine and wsd, as a fraction of the peak
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
     accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
     ema_decay: float = 0.0  # of an average of the dense weights, which evaluations and exports take; 0: none
@@ -261,7 +280,8 @@ class RuntimeConfig:
     seed: int = 0
     epochs: int = 1
     steps: int = 0  # stop after this many steps; 0: the epochs decide
-    eval_every: int = 0  # steps between validations; 0: at the end of each epoch
+    eval_every: int = 0  # steps between validations; 0: evals_per_epoch decides
+    evals_per_epoch: int = 1  # validations in each epoch, the last one at its end
     eval_steps: int = 0  # batches of a validation; 0: all
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = 20

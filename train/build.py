@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from kernels.core import dispatch
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
-from train.config.schema import Config, EventsConfig, ModelConfig
+from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
@@ -71,7 +71,7 @@ def build(config: Config, world: World) -> Job:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
-        arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
+        arch = build_arch(config.model, source.spec)
     model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
@@ -100,12 +100,3 @@ def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
         table_std=model.table_std,
         dropout=model.embedding_dropout,
     )
-
-
-def model_fields(model: ModelConfig) -> dict[str, object]:
-    """The arguments of the model's constructor."""
-    others = ("name", "table_dims", "table_std", "embedding_dropout")
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in others}
-    if "moe" in fields:
-        fields["moe"] = dataclasses.asdict(fields["moe"])
-    return fields | fields.pop("arguments", {})

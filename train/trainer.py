@@ -128,12 +128,11 @@ class Trainer:
 
     def _start(self) -> None:
         """Resume from the run directory's newest checkpoint, or take the weights of `checkpoint.load`."""
-        whole = checkpoint.checkpoints(self.run_dir / "checkpoints")
-        saved = checkpoint.of_first_rank(whole[-1] if whole else None, self.world)
+        saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
             checkpoint.check_config(saved, self.about["config"])
-            self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
+            self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)

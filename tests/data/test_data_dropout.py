@@ -79,5 +79,7 @@ def test_neither_batches_nor_workers_decide_what_is_left_out(source: SyntheticSo
 
 
 def test_an_unknown_table_is_named(source: SyntheticSource) -> None:
-    with pytest.raises(ValueError, match=r"data\.id_dropout names 'films'; the tables are .*, e\.g\. \+data\.id_dropout"):
+    with pytest.raises(
+        ValueError, match=r"data\.id_dropout names 'films'; the tables are .*, e\.g\. \+data\.id_dropout"
+    ):
         load(source, id_dropout={"films": 0.1})

@@ -49,7 +49,9 @@ def _decay(mode: str) -> None:
         else:  # the first step of row-wise Adagrad divides by the gradient's root mean square, which has the decay, too
             assert not torch.allclose(decayed[name][touched], plain[name][touched], atol=1e-4)
             moved = decayed[name][touched] - rows[touched]
-            torch.testing.assert_close(moved.square().mean(1).sqrt(), torch.full_like(moved[:, 0], LR), rtol=1e-4, atol=0)
+            torch.testing.assert_close(
+                moved.square().mean(1).sqrt(), torch.full_like(moved[:, 0], LR), rtol=1e-4, atol=0
+            )
     distributed.stop()
 
 
@@ -100,10 +102,12 @@ def _muon() -> None:
     before = weight.detach().clone()
     step.pipeline.progress(batches)
     change = weight.detach() - before
-    # 0.2 sqrt(the longer side) lr times an orthogonal matrix, up to Newton-Schulz's spread of singular values (0.7 to 1.2)
+    # 0.2 sqrt(the longer side) lr times an orthogonal matrix, whose singular values Newton-Schulz leaves at 0.7 to 1.2
     scaled = torch.linalg.svdvals(change) / (0.1 * 0.2 * max(weight.shape) ** 0.5)
     assert ((scaled > 0.6) & (scaled < 1.3)).all()
-    held = {name: {key: value.clone() for key, value in each.items()} for name, each in step.optimizer.state_dict().items()}
+    held = {
+        name: {key: value.clone() for key, value in each.items()} for name, each in step.optimizer.state_dict().items()
+    }
     after = step.dense()
     step.pipeline.progress(batches)
     assert all(torch.equal(value, after[name]) for name, value in step.dense().items())
@@ -161,7 +165,10 @@ def test_schedules() -> None:
 def test_tables_start_at_the_scale_that_is_asked_for() -> None:
     for std in (None, 0.01):
         embedding = FeatureEmbedding(random_spec(), 16, "cpu", {"user": 64}, table_std=std)
-        for width, table in ((16, embedding.collection.embeddings["item"]), (64, embedding.further["64"].embeddings["user"])):
+        for width, table in (
+            (16, embedding.collection.embeddings["item"]),
+            (64, embedding.further["64"].embeddings["user"]),
+        ):
             found = table.weight.std().item()
             assert found == pytest.approx(std or width**-0.5, rel=0.15)
 

@@ -266,6 +266,7 @@ class RuntimeConfig:
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = 20
     bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
+    skip_window: int = 20  # stop when most of this many newest batches were skipped: the run has diverged; 0: never
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
     compile: bool = False  # torch.compile the layers of the dense part one by one
     cuda_graphs: bool = False  # replay CUDA graphs of the dense part, or of its layers, for shapes that recur

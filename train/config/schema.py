@@ -189,6 +189,7 @@ class SyntheticConfig(DataConfig):
     event_types: list[str] = field(default_factory=lambda: ["click", "view"])
     mean_history: float = 20.0  # of the log-normal lengths, before truncation at max_history
     history_sigma: float = 1.0
+    history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
     candidates: int = 1  # per request; a mean when candidate_jitter is true
     candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
     num_request_features: int = 4  # categorical: the user, then contexts

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.core.operator import custom_op
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build
+from modules.models.baselines import DIN
+from modules.models.interformer import InterFormer
 from modules.models.ranking import RankingModel
 from tests.modules.factories import random_batch, random_spec
-from train.build import model_fields
 from train.commands.export import export_arch, operator_modules
-from train.config.schema import DINConfig, InterFormerConfig, ModelConfig
 
 
 @custom_op("gemsmith_tests::twice")
@@ -45,16 +46,16 @@ def test_a_program_comes_with_the_modules_of_its_operators() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (DINConfig(dim=8, attention_hidden=[8], hidden=[16]), "DIN reads sizes from its data.* so do DIN"),
+        (DIN.Config(dim=8, attention_hidden=[8], hidden=[16]), "DIN reads sizes from its data.* so do DIN"),
         (
-            InterFormerConfig(dim=8, num_layers=1, feed_forward="moe"),
+            InterFormer.Config(dim=8, num_layers=1, feed_forward="moe"),
             "InterFormer reads sizes from its data.* routed experts on a CPU",
         ),
     ],
 )
 def test_a_model_that_reads_sizes_from_its_data_is_refused_by_name(config: ModelConfig, named: str) -> None:
     spec = dataclasses.replace(random_spec(num_events=1), max_candidates=10)
-    arch = build(config.name, spec, **model_fields(config))
+    arch = build(config, spec)
     model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), arch)
     with pytest.raises(ValueError, match=named):
         export_arch(model, random_batch(spec, (3,), (4,)), torch.float32, 10)

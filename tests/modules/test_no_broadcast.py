@@ -15,10 +15,10 @@ from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
 from modules.models import build
+from modules.models.baselines import DCNv2
+from modules.models.interformer import InterFormer
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_models import SMALL
-from train.build import model_fields
-from train.config.schema import DCNv2Config, InterFormerConfig
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
 WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
@@ -102,9 +102,9 @@ def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) ->
 def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     spec = random_spec()
-    config = InterFormerConfig(**SMALL | options)
+    config = InterFormer.Config(**SMALL | options)
     embedding = FeatureEmbedding(spec, SMALL["dim"], device="cpu")
-    model = build(config.name, spec, **model_fields(config) | {"moe": {}})
+    model = build(config, spec)
     assert found(model, random_batch(spec, CANDIDATES), embedding) == []
 
 
@@ -112,8 +112,8 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
 def test_copies_are_seen_where_a_model_makes_them() -> None:
     torch.manual_seed(0)
     spec, dim = random_spec(), 8
-    config = DCNv2Config(dim=dim, rank=4, hidden=[16])
-    model = build(config.name, spec, **model_fields(config))
+    config = DCNv2.Config(dim=dim, rank=4, hidden=[16])
+    model = build(config, spec)
     batch, embedding = random_batch(spec, CANDIDATES), FeatureEmbedding(spec, dim, device="cpu")
     # Two request tokens and four means of history fields.
     assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 6 * dim

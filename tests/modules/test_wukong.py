@@ -92,9 +92,7 @@ def test_no_machine_grows_with_the_number_of_tokens() -> None:
     for machine in ("optimised", "plain", "attentive"):
         for number in (4, 400):
             torch.manual_seed(0)
-            module = WukongLayer(
-                number, 16, num_fmb=2, num_lcb=2, rank=4, hidden=[8], dropout=0.0, machine=machine
-            )
+            module = WukongLayer(number, 16, num_fmb=2, num_lcb=2, rank=4, hidden=[8], dropout=0.0, machine=machine)
             seen: list[Tensor] = []
             source = module.fmb.dot if isinstance(module.fmb, PairMachine) else module.project
             assert source is not None

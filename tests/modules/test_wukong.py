@@ -96,7 +96,7 @@ def test_no_machine_grows_with_the_number_of_tokens() -> None:
             seen: list[Tensor] = []
             source = module.fmb.dot if isinstance(module.fmb, PairMachine) else module.project
             assert source is not None
-            source.register_forward_hook(lambda module, args, out: seen.append(out))
+            source.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
             out = module(norm(torch.randn(8, number, 16)))
             assert 0.05 < seen[0].std() < 2.0
             assert 0.9 < out.square().mean() < 1.1

@@ -23,6 +23,7 @@ from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.process import precision
 from train.process.distributed import World
 from train.speedup.graphs import use_graphs
 from train.speedup.regions import compile_regions
@@ -61,6 +62,7 @@ class Job:
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
+    precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, world.by_first)

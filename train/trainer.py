@@ -28,7 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
-from train.process import versions
+from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
@@ -50,6 +50,7 @@ class Trainer:
         self.config, self.world = config, world
         self.run_dir = _run_dir(config, world)
         setup_logging(self.run_dir, world.rank)
+        precision.settle(config.precision, world, self.run_dir)
         self.job = build(config, world)
         self.source, self.model = self.job.source, self.job.model
         self.num_requests = self.source.num_requests("train")
@@ -127,12 +128,11 @@ class Trainer:
 
     def _start(self) -> None:
         """Resume from the run directory's newest checkpoint, or take the weights of `checkpoint.load`."""
-        whole = checkpoint.checkpoints(self.run_dir / "checkpoints")
-        saved = checkpoint.of_first_rank(whole[-1] if whole else None, self.world)
+        saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
             checkpoint.check_config(saved, self.about["config"])
-            self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world)
+            self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)

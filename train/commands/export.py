@@ -39,6 +39,7 @@ from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
 from train.process.files import write_json
+from train.process.precision import compute_dtype
 
 TIMED_CANDIDATES = 1000
 """Of the example request: Inductor chooses kernels by timing them on it."""
@@ -108,7 +109,7 @@ def main(arguments: list[str]) -> Path:
     source = build_source(config.data)
     model = load_model(path, config, source, max_candidates, device)
     request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
-    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    dtype = compute_dtype(config.precision.name, device)
     program = export_arch(model, request, dtype, max_candidates)
     compiled = device.type == "cuda" and compiling == "true"
     if compiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
-from train.config.schema import Config, EventsConfig, ModelConfig
+from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
@@ -71,7 +70,7 @@ def build(config: Config, world: World) -> Job:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
-        arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
+        arch = build_arch(config.model, source.spec)
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
@@ -89,12 +88,3 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)
-
-
-def model_fields(model: ModelConfig) -> dict[str, object]:
-    """The arguments of the model's constructor."""
-    others = ("name", "table_dims")
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in others}
-    if "moe" in fields:
-        fields["moe"] = dataclasses.asdict(fields["moe"])
-    return fields | fields.pop("arguments", {})

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from modules.models.interformer import InterFormer
 from train.checkpoint import save as checkpoint
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, InterFormerConfig, register_schema
+from train.config.schema import Config, register_schema
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -47,6 +48,6 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
 
 def test_gdpa_experiment_is_the_baseline_with_other_blocks() -> None:
     baseline, ours = composed("synthetic_h200"), composed("synthetic_h200_gdpa")
-    assert isinstance(baseline.model, InterFormerConfig)
+    assert isinstance(baseline.model, InterFormer.Config)
     baseline.model.pffn = baseline.model.sequence_attention = "gdpa"
     assert ours == baseline

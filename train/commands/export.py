@@ -32,7 +32,6 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
-from train.build import model_fields
 from train.checkpoint import save as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
@@ -54,7 +53,7 @@ def load_model(path: Path, config: Config, source: Source, max_candidates: int, 
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model.name, spec, **model_fields(config.model))
+    arch = build_arch(config.model, spec)
     model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
     checkpoint.load_weights(path, model)
     return model.eval().to(device)

@@ -23,12 +23,11 @@ HOLD = "import pathlib, sys, time; from train.process import lock; lock.take(pat
 )
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     # A forked worker of the first run outlives it.
-    fork = "import os; os.fork(); print('forked', os.getpid(), flush=True); time.sleep(60)"
+    fork = "import os; worker = os.fork(); worker and print(worker, flush=True); time.sleep(60)"
     command = python("-c", f"{HOLD}; {fork}", str(tmp_path))
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
-        printed = [first.stdout.readline() for _ in range(3)]
-        (worker,) = {int(line.split()[1]) for line in printed if "forked" in line} - {first.pid}
+        worker = int([first.stdout.readline() for _ in range(2)][1])  # after "held"
         holder = rf"is in use by process {first.pid} on {re.escape(socket.gethostname())}, since .*runtime.run_dir"
         with pytest.raises(ValueError, match=holder):
             train_here(tmp_path, "runtime.steps=1", base=TINY_DLRM)

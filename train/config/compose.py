@@ -54,6 +54,11 @@ def validate(config: Config) -> None:
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
     model.check()
+    if optimizer.dense == "muon" and config.parallel.dense != "ddp":
+        raise ValueError(
+            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices on each rank; "
+            "use optimizer.dense=adamw or parallel.dense=ddp"
+        )
     if config.runtime.compile and config.parallel.expert_ranks:
         raise ValueError(
             f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "
@@ -79,6 +84,16 @@ def validate(config: Config) -> None:
         raise ValueError(
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
+        )
+    if optimizer.sparse_weight_decay and optimizer.sparse != "rowwise_adagrad":
+        raise ValueError(
+            f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
+            f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
+        )
+    if config.runtime.eval_every and config.runtime.evals_per_epoch > 1:
+        raise ValueError(
+            f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
+            f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"
         )
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
@@ -114,6 +129,11 @@ def graphs_refusal(config: Config) -> str | None:
         return (
             f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
             "runtime.cuda_graphs=false or parallel.recompute=[]"
+        )
+    if config.optimizer.dense == "muon":
+        return (
+            "optimizer.dense=muon: torch.optim.Muon cannot be captured; use runtime.cuda_graphs=false or "
+            "optimizer.dense=adamw"
         )
     return config.model.graphs_refusal()
 

@@ -40,6 +40,7 @@ from train.speedup.launching import LaunchWatch
 from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
+LEAST_RECORDS = 24  # of training in a run: few points would be no curve
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
@@ -61,9 +62,10 @@ class Trainer:
         self.progress = Progress()
         self.total_steps = self._last_step()
         self._check_schedule()
+        self.log_every = min(runtime.log_every, max(1, self.total_steps // LEAST_RECORDS))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
-            ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
+            ranking_model.embedding.assemble, world, window=self.log_every, locate=self.source.locate
         )
         graphs = runtime.cuda_graphs and world.device.type == "cuda"
         self.optimizer = Optimizer(
@@ -247,7 +249,7 @@ class Trainer:
         self.stall.passed(self.progress.step)
         self.tracer.step()
         self.tracker.advance()
-        if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
+        if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
     def _account(
@@ -290,7 +292,8 @@ class Trainer:
         values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
-        self.tracker.log(self.progress.step, "train", values)
+        shown = _every(self.progress.step, runtime.log_every) or self._finished()
+        self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
         self.metrics.reset()
         self.throughput.reset()

@@ -20,6 +20,7 @@ from train.data.batch import empty_batch, pad_events
 from train.data.sampling import sample_negatives
 from train.data.source import Source
 from train.process.preemption import SIGNALS, shield
+from train.process.quiet import quieten
 
 
 def build_loader(
@@ -68,10 +69,15 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=shield,
+        worker_init_fn=_begin,
         multiprocessing_context=_process_starter() if num_workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _begin(worker: int) -> None:
+    shield(worker)
+    quieten()
 
 
 def _process_starter() -> ForkServerContext:

@@ -115,6 +115,7 @@ class SyntheticConfig(DataConfig):
     event_types: list[str] = field(default_factory=lambda: ["click", "view"])
     mean_history: float = 20.0  # of the log-normal lengths, before truncation at max_history
     history_sigma: float = 1.0
+    history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
     candidates: int = option(1, least=1)  # per request; a mean when candidate_jitter is true
     candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
     num_request_features: int = 4  # categorical: the user, then contexts
@@ -204,6 +205,7 @@ class RuntimeConfig:
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = option(20, least=1)
     bad_batch: str = option("skip", choices=["skip", "stop"])  # what a batch with a non-finite loss or gradient does
+    skip_window: int = 20  # stop when most of this many newest batches were skipped: the run has diverged; 0: never
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
     compile: bool = False  # torch.compile the layers of the dense part one by one
     cuda_graphs: bool = False  # replay CUDA graphs of the dense part, or of its layers, for shapes that recur

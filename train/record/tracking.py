@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the console and `train.log`; every other rank logs warnings to `rank_N.log`, made when needed.
 
-    Our own packages put what everybody reads at INFO, and tables for a closer look at DEBUG, which only `train.log` has.
+    Our own packages put what everybody reads at INFO, and tables for a closer look at DEBUG, for `train.log` only.
     Libraries are heard from WARNING on, Python warnings included.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ class LaunchWatch:
             self._idle += self._event.query()
 
     def report(self, rates: Mapping[str, float]) -> None:
-        """To be called at the end of a window, with its rates of `Throughput`; windows of few steps are taken together."""
+        """To be called at the end of a window, with its rates of `Throughput`; short windows are taken together."""
         steps, idle = self._steps, self._idle
         if self._event is None or steps < LEAST_STEPS or not rates:
             return

@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from kernels.core import dispatch
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
@@ -75,7 +76,7 @@ def build(config: Config, world: World) -> Job:
         log.debug("features:\n%s", features)
     with torch.device(world.device):
         arch = build_arch(config.model, source.spec)
-    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
+    model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
@@ -102,3 +103,14 @@ def _kinds(plan: ShardingPlan) -> str:
     placed = [cast(EmbeddingModuleShardingPlan, collection).values() for collection in plan.plan.values()]
     kinds = Counter(f"{table.sharding_type}, {table.compute_kernel}" for tables in placed for table in tables)
     return "; ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
+    return FeatureEmbedding(
+        source.spec,
+        model.dim,
+        "meta",
+        model.table_dims,
+        table_std=model.table_std,
+        dropout=model.embedding_dropout,
+    )

@@ -203,6 +203,8 @@ class Trainer:
             start=progress.consumed,
             shuffle=True,
             negative_rate=data.negative_rate,
+            id_dropout=data.id_dropout,
+            history_dropout=data.history_dropout,
             pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -211,13 +213,15 @@ class Trainer:
         self.model.train()
         batches = _timed(iter(loader), (self.throughput, self.whole_run))
         while not self._finished():
+            begun = progress.consumed
             self._step(batches)
+            parts = [consumed * runtime.evals_per_epoch // self.num_requests for consumed in (begun, progress.consumed)]
             epoch_done = progress.consumed >= self.num_requests
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
             stopping = self.preemption.agreed()
-            validating = epoch_done or last or _every(progress.step, runtime.eval_every)
+            validating = epoch_done or last or parts[0] < parts[1] or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
                 if validating:
@@ -297,7 +301,7 @@ class Trainer:
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()
-        values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
+        values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
         shown = _every(self.progress.step, runtime.log_every) or self._finished()

@@ -56,7 +56,7 @@ def validate(config: Config) -> None:
     model.check()
     if optimizer.dense == "muon" and config.parallel.dense != "ddp":
         raise ValueError(
-            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices on each rank; "
+            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "
             "use optimizer.dense=adamw or parallel.dense=ddp"
         )
     if config.runtime.compile and config.parallel.expert_ranks:

@@ -101,8 +101,7 @@ def build(config: Config, world: World) -> Job:
     recompute(model, config.parallel.recompute, compiled=config.runtime.compile)
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
     log.info("tables: %s", _kinds(plan))
-    log.debug("sharding plan:
-%s", plan)
+    log.debug("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)
 
 

@@ -225,7 +225,7 @@ def test_hopper_matches_each_ad_by_itself(case: str) -> None:
     tree_of = GPU_TREES[case]
     shapes = [(sum(tree_of[1]), 64, 2, 128), *((sum(tree_of[2 + level]), 2, 128) for _ in "kv" for level in (0, 1))]
     compare(
-        lambda q, k0, k1, v0, v1: attend(q, [k0, k1], [v0, v1], tree_of, "gluon"),
+        lambda q, k0, k1, v0, v1: attend(q, [k0, k1], [v0, v1], tree_of, "hopper"),
         lambda q, k0, k1, v0, v1: oracle(q, [k0, k1], [v0, v1], tree_of),
         gpu_operands(*shapes),
     )

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import tokens
 from kernels.core import dispatch
+from kernels.core.constants import EPSILON
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import (
     activate,
@@ -29,7 +30,6 @@ from kernels.tokens import (
     rotate_qkv,
     unbind,
 )
-from kernels.tokens.norm import EPSILON
 from tests.kernels.core.devices import SHARED_LIMITS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)

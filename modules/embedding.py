@@ -24,7 +24,7 @@ class JaggedSequence:
 
     values: Tensor  # [sum T, width]
     offsets: Tensor  # [R + 1] int64
-    times: Tensor  # [sum T] int64 seconds
+    times: Tensor  # [sum T] int64 seconds, counted from the time of the request: an event an hour ago is at -3600
 
 
 @dataclass
@@ -169,7 +169,10 @@ class TokenAssembly(nn.Module):
             values[event.name] = torch.cat(fields, dim=-1)
             offsets[event.name] = nn.functional.pad(lengths[key].cumsum(0), (1, 0))
             key += len(event.fields)
-        times = batch.history_times.values().split([rows.shape[0] for rows in values.values()])
+        now = batch.request_time.repeat(len(self.spec.histories))
+        counts, times = batch.history_times.lengths(), batch.history_times.values()
+        times = times - torch.repeat_interleave(now, counts, output_size=times.shape[0])
+        times = times.split([rows.shape[0] for rows in values.values()])
         return {
             event: JaggedSequence(values[event], offsets[event], time)
             for event, time in zip(values, times, strict=True)

@@ -15,17 +15,18 @@ class MaskNet(nn.Module):
     Open in the paper and chosen here, after MaskNet (arXiv 2102.07619): fields are normalised one by one, the mask has
     no sigmoid and a hidden layer twice as wide as its input, MLP_lce is one linear layer. Only fields that describe the
     same event belong side by side; sequences of different events are merged along time (`modules.history`).
+    `out_dim` is `dim` unless given.
     """
 
-    def __init__(self, num_fields: int, dim: int) -> None:
+    def __init__(self, num_fields: int, dim: int, out_dim: int | None = None) -> None:
         super().__init__()
         width = num_fields * dim
         self.num_fields = num_fields
         self.mask = MLP(width, [2 * width], width)
-        self.output = nn.Linear(width, dim)
+        self.output = nn.Linear(width, dim if out_dim is None else out_dim)
 
     def forward(self, values: Tensor) -> Tensor:
-        """[N, num_fields * dim] -> [N, dim]."""
+        """[N, num_fields * dim] -> [N, out_dim]."""
         # Rows of tables are float32; under autocast everything computed from them here has autocast's dtype.
         fields = values.unflatten(1, (self.num_fields, -1))
         normed = rms_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.attention import jagged_attention
 from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.tokens import unbind
@@ -14,6 +15,7 @@ from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
 from modules.plain import is_plain
+from modules.rotary import Rotation, rotate
 
 
 class TargetAttention(nn.Module):
@@ -83,18 +85,29 @@ class TargetAttention(nn.Module):
 class SelfAndTargetAttention(nn.Module):
     """Self-attention of a request's sequence, and attention of its candidates to it, over the same keys and values.
 
-    Keys and values are projected once for both groups of queries. Each group has its own projection of queries; the
-    projections of both write into one tensor, and no position enters. `max_candidates` and `max_length` are constants
-    that no request exceeds.
+    Keys and values are projected once for both groups of queries; each group has its own projection of queries.
+    `max_candidates` and `max_length` are constants that no request exceeds. `window` limits a token of the sequence to
+    neighbours |i - j| <= window; candidates see the whole sequence. Without a window the queries of both groups are one
+    tensor, which one kernel reads.
     """
 
-    def __init__(self, dim: int, num_heads: int, num_queries: int, *, max_candidates: int, max_length: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_queries: int,
+        *,
+        max_candidates: int,
+        max_length: int,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
         self.num_heads = num_heads
         self.num_queries = num_queries
         self.max_candidates = max_candidates
         self.max_length = max_length
+        self.window = window
         self.query = nn.Linear(dim, dim, bias=False)
         self.target_query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
@@ -102,24 +115,53 @@ class SelfAndTargetAttention(nn.Module):
         self.target_output = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, queries: Tensor, candidate_offsets: Tensor | Sequence[Tensor], values: Tensor, offsets: Tensor
+        self,
+        queries: Tensor,
+        candidate_offsets: Tensor | Sequence[Tensor],
+        values: Tensor,
+        offsets: Tensor,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor]:
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
-        -> (values attended [N, dim], queries attended [C, num_queries, dim]). Trees as in `TargetAttention`."""
+        -> (values attended [N, dim], queries attended [C, num_queries, dim]). Trees as in `TargetAttention`.
+
+        `rotation` turns the sequence's queries and keys by their positions. Candidates are then at position 0 and of
+        age 0, which turns nothing.
+        """
         if not isinstance(candidate_offsets, Tensor):
             candidate_offsets = nested_offsets(*candidate_offsets)
         _check_queries(queries, self.num_queries)
         check_maximum(offsets, self.max_length, "max_length")
         check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
+        if rotation is not None:
+            key = rotate(key, *rotation)
+        attend = self._in_window if self.window is not None else self._in_one
+        own, target = attend(queries, candidate_offsets, values, offsets, key, value, rotation)
+        return self.output(own.flatten(1)), self.target_output(target.view(queries.shape))
+
+    def _in_one(
+        self,
+        queries: Tensor,
+        candidate_offsets: Tensor,
+        values: Tensor,
+        offsets: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, Tensor]:
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
-        if all(is_plain(layer, nn.Linear) for layer in layers):
-            projected = stacked_linear(groups, [layer.weight for layer in layers])
+        if rotation is not None:
+            own = rotate(self._heads(self.query(values)), *rotation)
+            projected = torch.cat([own, self._heads(self.target_query(groups[1]))])
+        elif all(is_plain(layer, nn.Linear) for layer in layers):
+            projected = self._heads(stacked_linear(groups, [layer.weight for layer in layers]))
         else:  # any other layer must be called
-            projected = torch.cat([layer(group) for layer, group in zip(layers, groups, strict=True)])
+            parts = [layer(group) for layer, group in zip(layers, groups, strict=True)]
+            projected = self._heads(torch.cat(parts))
         attended = joint_attention(
-            projected.unflatten(-1, (self.num_heads, self.head_dim)),
+            projected,
             key,
             value,
             [offsets, scaled_offsets(candidate_offsets, self.num_queries)],
@@ -128,13 +170,44 @@ class SelfAndTargetAttention(nn.Module):
             max_k=self.max_length,
             sizes=sizes,
         )
-        own, target = attended.flatten(1).split(sizes)
-        return self.output(own), self.target_output(target).view(queries.shape)
+        own, target = attended.split(sizes)
+        return own, target
+
+    def _in_window(
+        self,
+        queries: Tensor,
+        candidate_offsets: Tensor,
+        values: Tensor,
+        offsets: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, Tensor]:
+        own = self._heads(self.query(values))
+        if rotation is not None:
+            own = rotate(own, *rotation)
+        own = jagged_attention(
+            own, key, value, offsets, offsets, max_q=self.max_length, max_k=self.max_length, window=self.window
+        )
+        target = target_attention(
+            self._heads(self.target_query(queries)),
+            key,
+            value,
+            candidate_offsets,
+            offsets,
+            max_candidates=self.max_candidates,
+            max_k=self.max_length,
+        )
+        return own, target
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.num_heads, self.head_dim))
 
     def flops(
         self, num_candidates: float, num_tokens: float, sum_squared_lengths: float, candidate_token_pairs: float
     ) -> float:
-        """Forward FLOPs; see `TargetAttention.flops`."""
+        """Forward FLOPs; see `TargetAttention.flops`. `sum_squared_lengths` are the pairs of tokens that see each
+        other."""
         num_queries = num_candidates * self.num_queries
         pairs = sum_squared_lengths + self.num_queries * candidate_token_pairs
         target = num_queries * (linear_flops(self.target_query) + linear_flops(self.target_output))

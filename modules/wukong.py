@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kernels.core.offsets import scaled_offsets
+from kernels.jagged import jagged_dense_bmm
+from kernels.tokens import EPSILON
+from modules.beside import Beside
 from modules.broadcast import CandidateRows, request_part
-from modules.interaction import products_across
+from modules.interaction import DotInteraction, products_across
 from modules.lce import LCE
-from modules.mlp import MLP, linear_flops
+from modules.mlp import MLP, SharedLinear, linear_flops
 from modules.norms import rms_norm
+
+MACHINES = ("optimised", "plain", "attentive")
 
 
 class WukongLayer(nn.Module):
     """Norm([FMB(X) | LCB(X)] + Res(X)): [C, n, d] -> [C, num_fmb + num_lcb, d].
 
-    - FMB, the factorisation machine: the optimised form X (X^T Y) / sqrt(d) with Y [n, rank], normalised as one vector,
-      through an MLP with `hidden` layers to num_fmb tokens;
+    - FMB, the factorisation machine: products of tokens, normalised as one vector, through an MLP with `hidden` layers
+      to num_fmb tokens;
     - LCB: num_lcb linear mixtures of the tokens;
     - Res: the tokens themselves where the layer keeps their number, linear mixtures of them elsewhere.
 
+    `machine` says which products:
+
+    - "optimised": X (X^T Y) / sqrt(d) with Y [n, rank] learned;
+    - "plain": X X^T / sqrt(d), that is the products of all pairs of different tokens, each once;
+    - "attentive": as optimised, but each candidate has a Y of its own, see `AttentiveCompression`, which is made from
+      `num_compressed` mixtures of its tokens by an MLP with `attention_hidden` layers.
+
     Input tokens must be normalised, so that the factor keeps products at unit variance. The norms are RMSNorm without
-    affine, as everywhere here; LCB and mixtures have no bias. Y is initialised like a linear layer over n tokens: unit
-    variance, as in other implementations, would make products grow with n.
+    affine and take statistics in at least float32, as everywhere here; LCB and mixtures have no bias. Y is initialised
+    like a linear layer over n tokens: unit variance, as in other implementations, would make products grow with n.
 
     The first `num_request` of n = num_request + num_candidate tokens belong to the request, are the same for all its
     candidates, and are given once a request. Every product that mixes tokens (Y^T X, LCB, Res) then computes its part
@@ -45,11 +59,26 @@ class WukongLayer(nn.Module):
         dropout: float,
         num_request: int = 0,
         max_candidates: int = 1,
+        machine: str = "optimised",
+        num_compressed: int = 4,
+        attention_hidden: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        if machine not in MACHINES:
+            raise ValueError(f"machine must be one of {', '.join(MACHINES)}, got {machine!r}")
         num_tokens = num_candidate + num_request
-        self.project = LCE(num_candidate, rank, num_request)
-        self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
+        shared: dict[str, Any] = {"num_request": num_request, "max_candidates": max_candidates}
+        self.project: LCE | AttentiveCompression | None = None
+        self.fmb: MLP | PairMachine
+        if machine == "plain":
+            self.fmb = PairMachine(num_candidate, dim, hidden, num_fmb * dim, dropout, **shared)
+        elif machine == "attentive":
+            shared |= {"num_compressed": num_compressed, "hidden": attention_hidden, "dropout": dropout}
+            self.project = AttentiveCompression(num_candidate, dim, rank, **shared)
+        else:
+            self.project = LCE(num_candidate, rank, num_request)
+        if machine != "plain":
+            self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
         self.lcb = LCE(num_candidate, num_lcb, num_request)
         keeps = num_tokens == num_fmb + num_lcb
         self.residual = None if keeps else LCE(num_candidate, num_fmb + num_lcb, num_request)
@@ -62,13 +91,7 @@ class WukongLayer(nn.Module):
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
         given = request_part(self.num_request, request, rows, "tokens")
-        projected = self.project(candidate, request, rows)
-        products = torch.bmm(candidate, projected.mT)
-        if given is not None:
-            request, rows = given
-            across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
-            products = torch.cat([across.mT, products], dim=1)
-        machine = self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5)).unflatten(1, (-1, self.dim))
+        machine = self._machine(candidate, request, rows).unflatten(1, (-1, self.dim))
         mixed = torch.cat([machine, self.lcb(candidate, request, rows)], dim=1)
         if self.residual is not None:
             return rms_norm(mixed + self.residual(candidate, request, rows))
@@ -78,8 +101,192 @@ class WukongLayer(nn.Module):
         of_request, of_candidate = mixed.split([self.num_request, candidate.shape[1]], dim=1)
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
+    def _machine(self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
+        """[C, num_fmb * d]."""
+        if self.project is None:
+            return self.fmb(candidate, request, rows)
+        projected = self.project(candidate, request, rows)
+        products = torch.bmm(candidate, projected.mT)
+        if request is not None and rows is not None:
+            across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
+            products = torch.cat([across.mT, products], dim=1)
+        return self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5))
+
     def flops(self, num_candidates: float, num_requests: float) -> float:
-        mixtures = [self.project, self.lcb, *([] if self.residual is None else [self.residual])]
+        mixtures = [self.lcb, *([] if self.residual is None else [self.residual])]
         flops = sum(mixture.flops(num_candidates, num_requests, self.dim) for mixture in mixtures)
+        if isinstance(self.fmb, PairMachine):
+            return flops + self.fmb.flops(num_candidates, num_requests)
+        assert self.project is not None
         products = 2 * self.num_tokens * self.rank * self.dim
+        flops += self.project.flops(num_candidates, num_requests, self.dim)
         return flops + num_candidates * (products + linear_flops(self.fmb))
+
+
+class AttentiveCompression(nn.Module):
+    """Y^T X with a Y [n, num_out] of each candidate: [C, n, d] -> [C, num_out, d]. Tokens must be normalised.
+
+    Y = MLP(Norm(W X)) / sqrt(n), W X [num_compressed, d] flattened, after the attentive machine of Wukong, which makes
+    Y from a linear compression of the tokens. The factor keeps Y^T X from growing with n. Tokens of a request as in
+    `WukongLayer`; they come first in Y.
+    """
+
+    def __init__(
+        self,
+        num_candidate: int,
+        dim: int,
+        num_out: int,
+        *,
+        num_compressed: int,
+        hidden: Sequence[int],
+        dropout: float,
+        num_request: int = 0,
+        max_candidates: int = 1,
+    ) -> None:
+        super().__init__()
+        self.compress = LCE(num_candidate, num_compressed, num_request)
+        self.weights = MLP(num_compressed * dim, hidden, num_out * (num_request + num_candidate), dropout)
+        self.num_out = num_out
+        self.num_candidate = num_candidate
+        self.num_request = num_request
+        self.max_candidates = max_candidates
+
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        compressed = rms_norm(self.compress(candidate, request, rows)).flatten(1)
+        weights = self.weights(compressed) * (self.num_request + self.num_candidate) ** -0.5
+        of_request, own = weights.unflatten(1, (self.num_out, -1)).split([self.num_request, self.num_candidate], dim=2)
+        mixed = torch.bmm(own, candidate)
+        if request is None or rows is None:
+            return mixed
+        # The weights of all candidates of a request are rows of one product with its tokens.
+        offsets = scaled_offsets(rows.offsets, self.num_out)
+        shared = jagged_dense_bmm(of_request.flatten(0, 1), offsets, request, self.max_candidates * self.num_out)
+        return mixed + shared.view_as(mixed)
+
+    def flops(self, num_candidates: float, num_requests: float, dim: int) -> float:
+        products = 2 * self.num_out * (self.num_candidate + self.num_request) * dim
+        compression = self.compress.flops(num_candidates, num_requests, dim)
+        return compression + num_candidates * (products + linear_flops(self.weights))
+
+
+class PairMachine(nn.Module):
+    """MLP(Norm(pairs)) of the inner products of all pairs i < j of n tokens: [C, n, d] -> [C, out_dim].
+
+    The diagonal of X X^T is left out, because tokens are normalised. Products of a request's tokens with each other are
+    computed once a request, and so is their part of the MLP's first layer; the norm, over all pairs of a candidate, is
+    a factor of that layer's result.
+    """
+
+    def __init__(
+        self,
+        num_candidate: int,
+        dim: int,
+        hidden: Sequence[int],
+        out_dim: int,
+        dropout: float,
+        *,
+        num_request: int = 0,
+        max_candidates: int = 1,
+    ) -> None:
+        super().__init__()
+        self.dot = DotInteraction(num_candidate, scale=dim**-0.5)
+        self.shared_dot = DotInteraction(num_request, scale=dim**-0.5) if num_request > 1 else None
+        of_request = self.shared_dot.num_pairs if self.shared_dot is not None else 0
+        of_candidate = self.dot.num_pairs + num_candidate * num_request
+        if of_candidate == 0:
+            raise ValueError("machine='plain' multiplies pairs of tokens, and there is one token; use 'optimised'")
+        width, *widths = [*hidden, out_dim]
+        self.first = SharedLinear(of_candidate, of_request, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+        layers = [nn.SiLU(), nn.Dropout(dropout), MLP(width, widths[:-1], out_dim, dropout)] if hidden else []
+        self.rest = nn.Sequential(*layers)
+        self.num_pairs = of_candidate + of_request
+        self.num_request = num_request
+        self.max_candidates = max_candidates
+        self.dim = dim
+
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        pairs, shared = self.dot(candidate), None
+        if request is not None and rows is not None:
+            pairs = torch.cat([pairs, self.dot.across(candidate, request, rows, self.max_candidates)], dim=1)
+        squares = _sum_of_squares(pairs)
+        if self.shared_dot is not None and request is not None and rows is not None:
+            shared = self.shared_dot(request)
+            squares = rows.add(squares, _sum_of_squares(shared))
+        factor = (squares / self.num_pairs + EPSILON).rsqrt()
+        hidden = self.first(pairs, shared, rows)
+        return self.rest((hidden * factor + self.bias).to(hidden.dtype))
+
+    def flops(self, num_candidates: float, num_requests: float) -> float:
+        num_candidate = self.dot.num_tokens
+        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_candidate * self.num_request * self.dim)
+        if self.shared_dot is not None:
+            flops += num_requests * self.shared_dot.flops(self.dim)
+        return flops + self.first.flops(num_candidates, num_requests) + num_candidates * linear_flops(self.rest)
+
+
+class WukongExperts(nn.Module):
+    """Stacks of Wukong layers side by side, each on its share of the tokens: [C, n, d] -> [C, num_tokens, d].
+
+    The mixture of Wukong experts of Kunlun (arXiv 2602.10016): the share is fixed, there is no router. Expert i takes
+    every num_experts-th token from the i-th on, of the candidate's and of the request's each, so that tokens of one
+    kind are spread over all; its num_fmb + num_lcb tokens follow those of expert i - 1. Tokens of a request, and other
+    options, as in `WukongLayer`; each layer is followed by the next of its expert.
+    """
+
+    def __init__(
+        self,
+        num_candidate: int,
+        dim: int,
+        *,
+        num_experts: int,
+        num_layers: int,
+        num_fmb: int,
+        num_lcb: int,
+        num_request: int = 0,
+        max_candidates: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if num_experts > num_candidate:
+            raise ValueError(
+                f"num_experts={num_experts} share {num_candidate} tokens of a candidate, at least one each; use at "
+                f"most num_experts={num_candidate}"
+            )
+        made = num_fmb + num_lcb
+        options |= {"num_fmb": num_fmb, "num_lcb": num_lcb}
+
+        def expert(index: int) -> nn.ModuleList:
+            own, shared = (len(range(index, number, num_experts)) for number in (num_candidate, num_request))
+            first = WukongLayer(own, dim, num_request=shared, max_candidates=max_candidates, **options)
+            return nn.ModuleList([first, *(WukongLayer(made, dim, **options) for _ in range(num_layers - 1))])
+
+        experts = nn.ModuleList(expert(index) for index in range(num_experts))
+        self.experts = cast("Sequence[Sequence[WukongLayer]]", experts)
+        self.num_tokens = num_experts * made
+        self.num_request = num_request
+
+    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
+        request_part(self.num_request, request, rows, "tokens")
+        works, results = [], []
+        for index, (first, *rest) in enumerate(self.experts):
+            own = candidate[:, index :: len(self.experts)].contiguous()
+            shared = None
+            if request is not None and first.num_request:
+                shared = request[:, index :: len(self.experts)].contiguous()
+            with Beside(own, shared, lane=index) as work:
+                tokens = first(own, shared, rows if shared is not None else None)
+                for layer in rest:
+                    tokens = layer(tokens)
+            works.append(work)
+            results.append(tokens)
+        return torch.cat([work.join(tokens) for work, tokens in zip(works, results, strict=True)], dim=1)
+
+    def flops(self, num_candidates: float, num_requests: float) -> float:
+        return sum(layer.flops(num_candidates, num_requests) for expert in self.experts for layer in expert)
+
+
+def _sum_of_squares(pairs: Tensor) -> Tensor:
+    """[rows, pairs] -> [rows, 1], in at least float32."""
+    return pairs.to(torch.promote_types(pairs.dtype, torch.float32)).square().sum(1, keepdim=True)

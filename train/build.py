@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
-from train.config.schema import Config, EventsConfig, ModelConfig
+from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.process import precision
 from train.process.distributed import World
 from train.speedup.graphs import use_graphs
 from train.speedup.regions import compile_regions
@@ -62,6 +62,7 @@ class Job:
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
+    precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, world.by_first)
@@ -69,7 +70,7 @@ def build(config: Config, world: World) -> Job:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
-        arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
+        arch = build_arch(config.model, source.spec)
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
@@ -87,12 +88,3 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)
-
-
-def model_fields(model: ModelConfig) -> dict[str, object]:
-    """The arguments of the model's constructor."""
-    others = ("name", "table_dims")
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in others}
-    if "moe" in fields:
-        fields["moe"] = dataclasses.asdict(fields["moe"])
-    return fields | fields.pop("arguments", {})

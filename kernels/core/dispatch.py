@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.core.usual import HANDED_ON, usual_facts
+
 ENVIRONMENT_VARIABLE = "GEMSMITH_KERNELS"
 # What tensor cores multiply, for `needs_dtype`.
 HALF = (torch.float16, torch.bfloat16)
@@ -161,19 +163,28 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
     """Text that says which backend serves `op` for these facts and why each other one does not.
 
     Give a tensor as `like`, or `device`, `capability` (None on the CPU) and `dtype` as facts, also of a machine that
-    you do not have: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`. ValueError for
-    an unknown operator, and for one whose backends look at facts that are not given.
+    you do not have: `explain("grouped_mm", device="cuda", capability=(9, 0), ...)`. What is not given is taken to be
+    as usual (`kernels.core.usual`), which the text says. ValueError for an unknown operator, and for facts of
+    backends from elsewhere that have no usual value.
     """
     if like is not None:
         facts = _facts_of(like) | facts
+    if "device" in facts:
+        facts["device"] = str(facts["device"]).partition(":")[0]
     asked = [parameter for backend in _backends(op) for parameter in signature(backend.supports).parameters.values()]
     needed = [each.name for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
-    if missing := [name for name in dict.fromkeys(needed) if name not in facts]:
+    given = dict(facts)
+    names = dict.fromkeys(("device", "capability", "dtype", *needed, *HANDED_ON.get(op, ())))
+    missing = [name for name in names if name not in facts]
+    facts |= (assumed := usual_facts(facts, missing))
+    if missing := [name for name in missing if name not in facts]:
         raise ValueError(
             f"the backends of {op} also need {', '.join(missing)}: "
             f"explain({op!r}, like=tensor, {', '.join(f'{name}=...' for name in missing)})"
         )
-    lines = [f"{op} with " + ", ".join(f"{name}={value}" for name, value in facts.items())]
+    lines = [f"{op} with " + _listed(given)]
+    if assumed:
+        lines.append(f"  taken as usual: {_listed(assumed)}")
     try:
         chosen = _select(op, backend, facts)[0].name
     except ValueError as error:
@@ -186,6 +197,10 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
         verdict = f"no: {reason}" if reason else "chosen" if candidate.name == chosen else "can serve"
         lines.append(f"  {candidate.name:<13} {verdict}")
     return "\n".join(lines)
+
+
+def _listed(facts: dict[str, Hashable]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def needs_capability(device: str, capability: Hashable, *allowed: tuple[int, int]) -> str | None:

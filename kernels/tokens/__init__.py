@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.core import dispatch
+from kernels.core.constants import EPSILON
 from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, triton_floats
 from kernels.tokens import reference
 from kernels.tokens.parts import Unbind
 
-__all__ = ["activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
 
 # Values of a row, or of a head, that a program keeps in registers; `activate` keeps several copies of them.
 MAX_WIDTH = 8192

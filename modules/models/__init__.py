@@ -1,41 +1,101 @@
-"""Ranking models by name. Each takes (spec, dim, fields of its configuration) and maps tokens to logits [C, tasks]."""
+"""Ranking models by name: every class in a module of this package that has a `Config`, a subclass of `ModelConfig`.
+
+A model is made from (spec, config) and maps tokens to logits [C, tasks]. A file that is put here is found by itself; a
+YAML file in configs/model whose defaults list names its schema, `<name>_schema`, makes it `model=<name>`.
+"""
 
 from __future__ import annotations
 
+import pkgutil
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from modules.batch import FeatureSpec
+from modules.config import ModelConfig, check_options, option
 from modules.import_object import import_object
-from modules.models.baselines import DIN, DLRM, DCNv2
-from modules.models.interformer import InterFormer
-
-MODELS: dict[str, type[nn.Module]] = {"interformer": InterFormer, "din": DIN, "dcnv2": DCNv2, "dlrm": DLRM}
 
 
-def build(name: str, spec: FeatureSpec, **fields: Any) -> nn.Module:
-    """The model called `name`, or the class `module.Class`, for the data of `spec`; `fields` are its other arguments.
+@dataclass(kw_only=True)
+class CustomConfig(ModelConfig):
+    """A class from outside this repository."""
+
+    name: str = "custom"  # its dotted name, such as my_models.TwoTower
+    arguments: dict[str, Any] = option({})  # fields of its Config, or of its constructor besides spec, dim and dropout
+
+
+def _find() -> dict[str, type[nn.Module]]:
+    found: dict[str, type[nn.Module]] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            if (config := config_class(value)) and value.__module__.startswith(module.__name__):
+                name = vars(config)["name"]
+                if name in found:
+                    raise ValueError(f"two models are called {name}: {found[name]} and {value}")
+                found[name] = value
+    return found
+
+
+def config_class(model: Any) -> type[ModelConfig] | None:
+    """The `Config` of a class of models; None for anything else."""
+    config = vars(model).get("Config") if isinstance(model, type) and issubclass(model, nn.Module) else None
+    return config if isinstance(config, type) and issubclass(config, ModelConfig) else None
+
+
+MODELS = _find()
+CONFIGS = {name: config for name, model in MODELS.items() if (config := config_class(model))} | {"custom": CustomConfig}
+
+
+def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
+    """The model that `config` describes, for the data of `spec`.
 
     A model has `forward(tokens, batch) -> logits [C, tasks]`, `aux_loss() -> scalar tensor` and `flops_per_batch(
-    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`. ValueError for one that lacks one.
+    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`. ValueError for one that lacks one, and
+    for a value of `config` that is not allowed.
     """
-    if name not in MODELS and "." not in name:
+    if config.name not in MODELS and "." not in config.name:
         raise ValueError(
-            f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or a class of your own by model=custom "
+            f"unknown model {config.name!r}; choose one of {', '.join(MODELS)}, or a class of your own by model=custom "
             "model.name=my_models.TwoTower"
         )
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
-    if name in MODELS:
-        return MODELS[name](spec, **fields)
-    own = import_object(name, "model.name")
-    model = own(spec, **fields) if callable(own) else own
+    _check(config)
+    if config.name in MODELS:
+        return MODELS[config.name](spec, config)
+    assert isinstance(config, CustomConfig)
+    model = _build_own(config, spec)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model.name={name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}")
+        raise ValueError(
+            f"model.name={config.name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}"
+        )
     if lacking := [method for method in ("aux_loss", "flops_per_batch") if not hasattr(model, method)]:
         raise ValueError(
-            f"model.name={name} lacks {' and '.join(lacking)}; `Architecture` in modules/models/ranking.py says what a "
-            "model has"
+            f"model.name={config.name} lacks {' and '.join(lacking)}; `Architecture` in modules/models/ranking.py says "
+            "what a model has"
         )
     return model
+
+
+def _build_own(config: CustomConfig, spec: FeatureSpec) -> Any:
+    """What `config.name` makes of a `Config` of its own, or without one of the fields as arguments by name."""
+    own = import_object(config.name, "model.name")
+    if kind := config_class(own):
+        common = {name: value for name, value in vars(config).items() if name != "arguments"}
+        try:
+            options = kind(**common | config.arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"model.arguments={config.arguments} must be fields of {config.name}.Config: {error}"
+            ) from error
+        _check(options)
+        return own(spec, options)
+    return own(spec, dim=config.dim, dropout=config.dropout, **config.arguments) if callable(own) else own
+
+
+def _check(config: ModelConfig) -> None:
+    check_options(config, "model")
+    config.check()

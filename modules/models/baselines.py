@@ -7,6 +7,7 @@ All use SiLU, dropout in their MLPs, and a head of its own for each task.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from kernels.ikbo import expand_rows
 from kernels.jagged import jagged_dense_elementwise, jagged_index_select, jagged_linear, segment_mean, segment_sum
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
+from modules.config import ModelConfig, option
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction
 from modules.mlp import MLP, TaskHeads, linear_flops
@@ -90,14 +92,22 @@ class _Baseline(nn.Module):
 class DIN(_Baseline):
     """Deep Interest Network: an activation unit for each event type, then an MLP over all tokens."""
 
-    def __init__(
-        self, spec: FeatureSpec, dim: int, *, dropout: float, attention_hidden: Sequence[int], hidden: Sequence[int]
-    ) -> None:
+    @dataclass(kw_only=True)
+    class Config(ModelConfig):
+        name: str = "din"
+        attention_hidden: list[int] = option([64], least=1)
+        hidden: list[int] = option([128, 64], least=1)
+
+        def graphs_refusal(self) -> str | None:
+            return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
+        dim = config.dim
         self.events = spec.histories
-        units = nn.ModuleList(ActivationUnit(spec, event, dim, attention_hidden) for event in spec.histories)
+        units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
-        self.heads = TaskHeads(_num_tokens(spec) * dim, hidden, len(spec.tasks), dropout)
+        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, len(spec.tasks), config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -122,14 +132,19 @@ class DIN(_Baseline):
 class DCNv2(_Baseline):
     """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
 
-    def __init__(
-        self, spec: FeatureSpec, dim: int, *, dropout: float, num_cross_layers: int, rank: int, hidden: Sequence[int]
-    ) -> None:
+    @dataclass(kw_only=True)
+    class Config(ModelConfig):
+        name: str = "dcnv2"
+        num_cross_layers: int = 3
+        rank: int = 32
+        hidden: list[int] = option([128, 64], least=1)
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
-        width = _num_tokens(spec) * dim
-        self.cross = CrossNet(width, num_cross_layers, rank)
-        self.deep = MLP(width, hidden, dropout=dropout)
-        self.heads = TaskHeads(width + (hidden[-1] if hidden else width), [], len(spec.tasks))
+        width = _num_tokens(spec) * config.dim
+        self.cross = CrossNet(width, config.num_cross_layers, config.rank)
+        self.deep = MLP(width, config.hidden, dropout=config.dropout)
+        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], len(spec.tasks))
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -153,24 +168,23 @@ class DLRM(_Baseline):
     dense: Tensor
     sparse: Tensor
 
-    def __init__(
-        self,
-        spec: FeatureSpec,
-        dim: int,
-        *,
-        dropout: float,
-        bottom_hidden: Sequence[int],
-        top_hidden: Sequence[int],
-    ) -> None:
+    @dataclass(kw_only=True)
+    class Config(ModelConfig):
+        name: str = "dlrm"
+        bottom_hidden: list[int] = option([64], least=1)
+        top_hidden: list[int] = option([128, 64], least=1)
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
+        dim, dropout = config.dim, config.dropout
         num_tokens = _num_tokens(spec)
         dense = [spec.num_request_tokens - 1] * bool(spec.request_dense) + [num_tokens - 1] * bool(spec.candidate_dense)
         sparse = [index for index in range(num_tokens) if index not in dense]
         self.register_buffer("dense", torch.tensor(dense, dtype=torch.int64), persistent=False)
         self.register_buffer("sparse", torch.tensor(sparse, dtype=torch.int64), persistent=False)
-        self.bottom = MLP(len(dense) * dim, bottom_hidden, dim, dropout) if dense else None
+        self.bottom = MLP(len(dense) * dim, config.bottom_hidden, dim, dropout) if dense else None
         self.dot = DotInteraction(len(sparse) + bool(dense))
-        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), top_hidden, len(spec.tasks), dropout)
+        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, len(spec.tasks), dropout)
         self.dim = dim
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from modules.config import option
 from modules.moe.balancing import load_balancing_loss
 from modules.moe.dispatcher import Dispatcher
 from modules.moe.experts import Experts, SharedExperts
@@ -30,6 +32,20 @@ class MoE(nn.Module):
     Raises:
         ValueError: top_k outside 1..num_experts, unknown score, or a router that could get no gradient.
     """
+
+    @dataclass
+    class Config:
+        """The arguments after `dim`, as a configuration has them."""
+
+        num_experts: int = option(8, least=1)
+        top_k: int = option(2, least=1)
+        expert_dim: int = option(128, least=1)  # hidden width of one expert
+        score: str = option("softmax", choices=["softmax", "sigmoid"])
+        normalize_weights: bool = True  # divide the top-k mixing weights by their sum
+        num_shared_experts: int = 0  # experts that every token passes through
+        bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
+        aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
+        force_balance: bool = False  # for benchmarks: every expert gets the same load, whatever the router says
 
     def __init__(
         self,

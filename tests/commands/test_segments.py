@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf.errors import ConfigKeyError
 
+from modules.models.baselines import DLRM
 from train.commands import segments
 from train.config.schema import (
     CheckpointConfig,
     Config,
-    DLRMConfig,
     EventsConfig,
     MovieLensConfig,
     OptimizerConfig,
@@ -54,7 +54,7 @@ def run_dir(tmp_path: Path) -> Path:
     )
     write_predictions(tmp_path / "run", np.arange(200, ROWS), table["click"].to_numpy()[200:], 0.5)
     config = Config(
-        model=DLRMConfig(),
+        model=DLRM.Config(),
         data=data,
         precision=PrecisionConfig(name="fp32"),
         optimizer=OptimizerConfig(),

@@ -17,10 +17,10 @@ import torch
 from modules.batch import select_rows
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
+from modules.models.interformer import InterFormer
 from tests.launching import environment, python
 from tests.modules.test_batch import assert_same
-from train.build import model_fields
-from train.config.schema import InterFormerConfig, MovieLensConfig, SyntheticConfig
+from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
 from train.data.loader import build_loader
 from train.data.source import PreparedSource
@@ -226,7 +226,7 @@ def test_padding_makes_sizes_come_back_and_changes_no_logit(synthetic):
     (first, *_), added = padded, -(-512 // spec.histories[0].max_length)
     assert_same(select(first, 64), batch)
     assert first.candidate_offsets[64:].tolist() == [batch.num_candidates] * (added + 1)
-    arch = build_arch("interformer", spec, **model_fields(InterFormerConfig(dim=8, num_layers=1)))
+    arch = build_arch(InterFormer.Config(dim=8, num_layers=1), spec)
     embedding = FeatureEmbedding(spec, 8, device="cpu")
     with torch.no_grad():
         torch.testing.assert_close(arch(embedding(first), first), arch(embedding(batch), batch))

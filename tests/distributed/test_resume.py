@@ -119,5 +119,10 @@ def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
         train_here(tmp_path / "b", f"checkpoint.load='{tmp_path}/absent'")
     for file in checkpoint.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step_00000003 is damaged \(\w+Error: [^\n]*\); remove this folder"):
+    with pytest.raises(
+        ValueError, match=r"step_00000003 is damaged \(__0_0.distcp has 1,000 bytes, [\d,]+ were written"
+    ):
+        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'")
+    (checkpoint / "manifest.json").unlink()  # as of a run from before there were any
+    with pytest.raises(ValueError, match=r"step_00000003 is damaged \(\w+Error: [^\n]*\); use another checkpoint"):
         train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'")

@@ -10,13 +10,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
+from modules.models.baselines import DLRM
 from modules.models.ranking import RankingModel
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
 from train.config.schema import (
     CheckpointConfig,
     Config,
-    DLRMConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -56,7 +56,7 @@ class Step:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
         config = Config(
-            model=DLRMConfig(dim=DIM),
+            model=DLRM.Config(dim=DIM),
             data=SyntheticConfig(batch_size=6),
             precision=PrecisionConfig(name="fp32"),
             optimizer=optimizer,

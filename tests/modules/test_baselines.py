@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build
+from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.precision import apply_recipe
 from tests.modules.factories import random_batch, random_spec
-from train.build import model_fields
-from train.config.schema import DCNv2Config, DINConfig, DLRMConfig, ModelConfig
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class CandidateTokens:
 
 def build_model(config: ModelConfig, spec: FeatureSpec) -> tuple[FeatureEmbedding, Any]:
     torch.manual_seed(0)
-    return FeatureEmbedding(spec, config.dim, "cpu"), build(config.name, spec, **model_fields(config))
+    return FeatureEmbedding(spec, config.dim, "cpu"), build(config, spec)
 
 
 def tokens_by_hand(embedding: FeatureEmbedding, spec: FeatureSpec, batch: RequestBatch) -> list[CandidateTokens]:
@@ -84,7 +84,7 @@ def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], r
     spec = random_spec(num_events=1)
     # A field of the event that no candidate feature shares its table with is held against the mean token.
     spec = dataclasses.replace(spec, candidate=spec.candidate[:1])
-    embedding, din = build_model(DINConfig(dim=8, attention_hidden=hidden, hidden=[16]), spec)
+    embedding, din = build_model(DIN.Config(dim=8, attention_hidden=hidden, hidden=[16]), spec)
     batch, expected = random_batch(spec), []
     (unit,) = din.units
     if recipe != "none":
@@ -101,7 +101,7 @@ def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], r
 
 def test_dcnv2_is_a_cross_network_beside_an_mlp() -> None:
     spec = random_spec()
-    embedding, dcnv2 = build_model(DCNv2Config(dim=8, rank=4, hidden=[16]), spec)
+    embedding, dcnv2 = build_model(DCNv2.Config(dim=8, rank=4, hidden=[16]), spec)
     batch = random_batch(spec)
     x = torch.stack([tokens.all().flatten() for tokens in tokens_by_hand(embedding, spec, batch)])
     expected = dcnv2.heads(torch.cat([dcnv2.cross(x), dcnv2.deep(x)], 1))
@@ -110,7 +110,7 @@ def test_dcnv2_is_a_cross_network_beside_an_mlp() -> None:
 
 def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token() -> None:
     spec = random_spec()
-    embedding, dlrm = build_model(DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]), spec)
+    embedding, dlrm = build_model(DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]), spec)
     batch, expected = random_batch(spec), []
     for tokens in tokens_by_hand(embedding, spec, batch):
         dense = dlrm.bottom(torch.cat([tokens.request[-1], tokens.candidate[-1]]))

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+import kernels.attention
+import kernels.gdpa
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
@@ -22,9 +24,12 @@ from kernels.core import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
+from modules.models.baselines import DIN, DLRM, DCNv2
+from modules.models.interformer import InterFormer
+from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.wukong import Wukong
+from modules.moe import MoE
 from tests.modules.factories import random_batch, random_spec
-from train.build import model_fields
-from train.config.schema import DCNv2Config, DINConfig, DLRMConfig, InterFormerConfig, MoEConfig
 
 SMALL: dict[str, Any] = {
     "dim": 8,
@@ -34,15 +39,38 @@ SMALL: dict[str, Any] = {
     "dcn_rank": 4,
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
+WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
+KUNLUN: dict[str, Any] = {
+    "dim": 8,
+    "rank": 3,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "pffn_hidden": 8,
+    "num_seeds": 6,
+    "window": 3,
+}
 VARIANTS: dict[str, Any] = {
-    "interformer": InterFormerConfig(**SMALL),
-    "interformer-candidate": InterFormerConfig(**SMALL, sequence_context="candidate", feed_forward="dense"),
-    "interformer-moe": InterFormerConfig(**SMALL, feed_forward="moe", dhen_layers=2, num_layers=1),
-    "interformer-gdpa": InterFormerConfig(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
-    "interformer-wukong": InterFormerConfig(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
-    "din": DINConfig(dim=8, attention_hidden=[8], hidden=[16]),
-    "dcnv2": DCNv2Config(dim=8, rank=4, hidden=[16]),
-    "dlrm": DLRMConfig(dim=8, bottom_hidden=[8], top_hidden=[16]),
+    "interformer": InterFormer.Config(**SMALL),
+    "interformer-candidate": InterFormer.Config(**SMALL, sequence_context="candidate", feed_forward="dense"),
+    "interformer-moe": InterFormer.Config(
+        **SMALL, feed_forward="moe", moe=MoE.Config(**MOE), dhen_layers=2, num_layers=1
+    ),
+    "interformer-gdpa": InterFormer.Config(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
+    "interformer-wukong": InterFormer.Config(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
+    "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
+    "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
+    "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
+    "wukong": Wukong.Config(**WUKONG),
+    "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
+    "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
+    "kunlun": Kunlun.Config(**KUNLUN),
+    "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=1),
+    "kunlun-merged": Kunlun.Config(
+        **KUNLUN | {"window": 0}, event_stacks="merged", num_layers=3, pooling="pma", rotation="position"
+    ),
+    "kunlun-events": Kunlun.Config(
+        **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
+    ),
 }
 
 
@@ -53,11 +81,8 @@ class Ranking(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         config = dataclasses.replace(VARIANTS[variant], **changes)
-        fields: dict[str, Any] = model_fields(config)
-        if "moe" in fields:
-            fields["moe"] |= MOE
         self.embedding = FeatureEmbedding(spec, config.dim, device="cpu")
-        self.arch = build(config.name, spec, **fields)
+        self.arch = build(config, spec)
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.arch(self.embedding(batch), batch)
@@ -117,7 +142,8 @@ def test_odd_batches_run_forward_and_backward(variant, candidates, lengths):
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_models_without_dense_features_and_with_any_number_of_event_types(variant, num_events):
     spec = dataclasses.replace(random_spec(num_events, tasks=("click",)), request_dense=(), candidate_dense=())
-    assert Ranking(variant, spec)(random_batch(spec)).shape == (7, 1)
+    changes = {"events": {}} if variant == "kunlun-events" else {}  # it names a type
+    assert Ranking(variant, spec, **changes)(random_batch(spec)).shape == (7, 1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -220,8 +246,23 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monke
         if VARIANTS[variant].sequence_attention == "softmax":
             pairs += num_layers * rows * length**2
         attention = 4 * 8 * pairs
+    if "kunlun" in variant:
+        attention = attention_flops(model.arch, 3, 12)
     expected = model.arch.flops_per_batch(3, 12, sum_lengths=3 * 12, sum_squared_lengths=3 * 12 * 12)
     assert counter.get_total_flops() + attention == expected
+
+
+def attention_flops(arch: Kunlun, rows: int, candidates: int) -> int:
+    """Those of the softmaxes: 4 d for each pair of a query and a key, where every event type has 6 events."""
+    flops = 0
+    for stack in arch.stacks:
+        length = 6 * len(stack.events)
+        for layer in stack.layers:
+            seen = length if layer.window is None else min(length, 2 * layer.window + 1)
+            pairs = (layer.attention is not None) * rows * length * seen + layer.num_target * candidates * length
+            pairs += 0 if layer.pooling is None else rows * layer.pooling.seeds.shape[0] * length
+            flops += 4 * layer.dim * pairs
+    return flops
 
 
 HOST_READS = (
@@ -246,11 +287,12 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm"])
+@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun"])
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
     packages = (
         kernels.attention,
+        kernels.gdpa,
         kernels.jagged,
         kernels.jagged.reference,
         kernels.jagged.pointwise,
@@ -274,7 +316,7 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
 
 def test_aux_loss_is_the_sum_over_layers():
     spec = random_spec()
-    model = Ranking("interformer-moe", spec, num_layers=2, moe=MoEConfig(aux_loss_weight=0.1))
+    model = Ranking("interformer-moe", spec, num_layers=2, moe=MoE.Config(**MOE, aux_loss_weight=0.1))
     model(random_batch(spec))
     first, second = (layer.sequence.feed_forward.aux_loss for layer in model.arch.layers)
     assert first > 0.01
@@ -322,7 +364,7 @@ def test_specs_that_no_model_can_be_built_for_are_named():
     spec = random_spec()
     bare = dataclasses.replace(spec, candidate=(), candidate_dense=())
     with pytest.raises(ValueError, match="candidates have no feature"):
-        build("din", bare)
+        build(DIN.Config(), bare)
     dotted = dataclasses.replace(
         spec, tables={**spec.tables, "user.id": 3}, request=(SparseFeature("user", "user.id"),)
     )
@@ -331,5 +373,5 @@ def test_specs_that_no_model_can_be_built_for_are_named():
 
 
 def test_unknown_model_is_an_error():
-    with pytest.raises(ValueError, match="unknown model 'dcn'; choose one of interformer, din, dcnv2, dlrm"):
-        build("dcn", random_spec())
+    with pytest.raises(ValueError, match="unknown model 'dcn'; choose one of .*din, dcnv2, dlrm, .*interformer"):
+        build(DIN.Config(name="dcn"), random_spec())

@@ -26,8 +26,6 @@ from modules.models.interformer.model import _positions, _prepend
 from modules.norms import add_rms_norm, rms_norm
 from modules.rotary import rotation
 from tests.modules.factories import random_batch, random_spec
-from train.build import model_fields
-from train.config.schema import InterFormerConfig
 
 DIM = 8
 
@@ -40,13 +38,10 @@ def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, n
     return SequenceTokens(*add_rms_norm(values, None, places_of_ends(offsets, num_cls, num_recent)))
 
 
-def fields(**changes):
-    return model_fields(InterFormerConfig(dim=DIM, interaction_hidden=[8], head_hidden=[8], dcn_rank=4)) | changes
-
-
 def interformer(spec, **changes) -> InterFormer:
     torch.manual_seed(0)
-    return build("interformer", spec, **fields(**changes))
+    small = {"dim": DIM, "interaction_hidden": [8], "head_hidden": [8], "dcn_rank": 4}
+    return build(InterFormer.Config(**small, **changes), spec)
 
 
 @pytest.mark.parametrize("gate", ["identity", "sigmoid", "tanh"])
@@ -95,12 +90,7 @@ def test_sequence_summary_is_cls_then_recent_events_without_cls_then_pma():
     cross = SequenceSummary(
         4,
         0,
-        DIM,
-        num_heads=2,
-        num_cls=num_cls,
-        num_pma=1,
-        num_recent=num_recent,
-        gate="identity",
+        SequenceSummary.Config(dim=DIM, num_cls=num_cls, num_pma=1, num_recent=num_recent),
         max_candidates=2,
         max_length=7,
     ).double()
@@ -130,12 +120,7 @@ def test_first_layer_condition_splits_into_request_and_candidate():
     cross = SequenceSummary(
         3,
         2,
-        DIM,
-        num_heads=2,
-        num_cls=1,
-        num_pma=2,
-        num_recent=1,
-        gate="identity",
+        SequenceSummary.Config(dim=DIM, num_cls=1, num_pma=2, num_recent=1),
         max_candidates=2,
         max_length=3,
     ).double()
@@ -150,7 +135,7 @@ def test_first_layer_condition_splits_into_request_and_candidate():
 
 
 def test_summary_mixes_tokens_then_gates():
-    summary = Summary(3, 2, DIM, "identity").double()
+    summary = Summary(3, SequenceSummary.Config(dim=DIM, num_cls=2)).double()
     tokens = torch.randn(4, 3, DIM, dtype=torch.float64)
     torch.testing.assert_close(summary(tokens), summary.gating(summary.lce(tokens)))
 
@@ -165,19 +150,16 @@ def test_cls_tokens_come_first_and_have_no_position():
 
 @pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])
 def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(pffn, attention):
-    arch = SequenceArch(
-        2,
-        DIM,
-        num_heads=2,
-        max_length=4,
+    config = SequenceArch.Config(
+        dim=DIM,
+        num_cls=2,
         pffn=pffn,
         pffn_hidden=6,
-        attention=attention,
+        sequence_attention=attention,
         feed_forward="dense",
         feed_forward_dim=16,
-        moe={},
-        dropout=0.0,
-    ).double()
+    )
+    arch = SequenceArch(config, max_length=4).double()
     summary, values = torch.randn(2, 2, DIM).double(), torch.randn(6, DIM).double()
     offsets = offsets_of([4, 2])
     angles = rotation(torch.arange(6), DIM // 2)
@@ -233,13 +215,13 @@ def test_number_of_summary_tokens_is_the_papers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate": "relu"}, "gate must be one of identity, sigmoid, tanh, got 'relu'"),
-        ({"pffn": "gpda"}, "pffn must be one of linear, gdpa, got 'gpda'"),
-        ({"sequence_attention": "none"}, "sequence_attention must be one of softmax, gdpa"),
-        ({"feed_forward": "big"}, "feed_forward must be one of none, dense, moe"),
-        ({"sequence_context": "user"}, "sequence_context must be one of request, candidate"),
-        ({"num_pma": 0}, "num_pma must be at least 1, got 0"),
-        ({"num_heads": 3}, r"dim=8 must be a multiple of 2 \* num_heads=6"),
+        ({"gate": "relu"}, "model.gate=relu is not known; choose from identity, sigmoid, tanh"),
+        ({"pffn": "gpda"}, "model.pffn=gpda is not known; choose from linear, gdpa"),
+        ({"sequence_attention": "none"}, "model.sequence_attention=none is not known; choose from softmax, gdpa"),
+        ({"feed_forward": "big"}, "model.feed_forward=big is not known; choose from none, dense, moe"),
+        ({"sequence_context": "user"}, "model.sequence_context=user is not known; choose from request, candidate"),
+        ({"num_pma": 0}, "model.num_pma=0 must be at least 1"),
+        ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* model.num_heads=6"),
     ],
 )
 def test_wrong_fields_are_errors_that_name_the_key(changes, message):

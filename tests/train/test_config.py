@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+from copy import deepcopy
+from itertools import product
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
@@ -47,7 +52,22 @@ from train.config.schema import Config, EventsConfig, register_schema
             "checkpoint.load_optimizer=false",
         ),
         ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0] must be below 1, e.g. optimizer.betas=[0.9, 0.999]"),
+        ("optimizer.betas=[-0.9,0.999]", "optimizer.betas=[-0.9, 0.999] must be at least 0"),
+        ("+optimizer.task_weights.like=-1", "optimizer.task_weights.like=-1.0 must be at least 0, e.g. optimizer"),
+        ("+data.table_min_count.user=-3", "data.table_min_count.user=-3 must be at least 0"),
+        ("data=synthetic data.mean_history=0", "data.mean_history=0.0 must be above 0, e.g. data.mean_history=20"),
+        ("data=synthetic data.num_items=0", "data.num_items=0 must be above 0"),
+        ("data=synthetic data.zipf=1e9", "data.zipf=1000000000.0 must be at most 100, e.g. data.zipf=1.05"),
+        ("parallel.hbm_gib=0", "parallel.hbm_gib=0.0 must be above 0, e.g. parallel.hbm_gib=64"),
+        ("runtime.collective_timeout=1e12", "must be at most 1000000000, e.g. runtime.collective_timeout=600.0"),
+        ("runtime.seed=99999999999999999999", "runtime.seed=99999999999999999999 must be at most 9223372036854775807"),
+        ("data.num_workers=100000", "data.num_workers=100000 must be at most 1024, e.g. data.num_workers=1"),
     ],
+)
+@pytest.mark.reliability(
+    "a number of the configuration that its key cannot mean, also in a list or a mapping",
+    "refused before anything starts: the key, its limit, and a value that works",
 )
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
     register_schema()
@@ -55,6 +75,51 @@ def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> Non
         composed = compose("train", overrides=override.split())
     with pytest.raises(ValueError, match=re.escape(message)):
         to_config(composed)
+
+
+def float_keys(section: object, prefix: str = "") -> list[str]:
+    """Every key below a section that takes a real number."""
+    keys = []
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            keys += float_keys(value, f"{key}.")
+        elif field.type in ("float", "float | None", "list[float]"):
+            keys.append(key)
+        elif field.type == "dict[str, float]":
+            keys.append(f"{key}.name")
+    return keys
+
+
+def composed(*overrides: str) -> DictConfig:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        return compose("train", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
+@pytest.mark.reliability(
+    "NaN or infinity as any real number of the configuration, also in a list or a mapping",
+    "refused before anything starts, by the name of the key",
+)
+def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
+    good = composed(*data)
+    keys = float_keys(to_config(good))
+    assert {"optimizer.sparse_lr", "optimizer.betas", "optimizer.task_weights.name", "data.split"} <= set(keys)
+    for key, number in product(keys, (math.nan, math.inf, -math.inf)):
+        bad = deepcopy(good)
+        default = OmegaConf.select(bad, key)
+        OmegaConf.update(
+            bad, key, [number, *default[1:]] if isinstance(default, ListConfig) else number, force_add=True
+        )
+        with pytest.raises(ValueError, match=re.escape(key) + "=.* (must|is) .*e.g. "):
+            to_config(bad)
+
+
+def test_numbers_of_other_classes_and_columns_may_be_any() -> None:
+    to_config(composed("model=custom", "model.name=my.Model", "+model.arguments={cap: .inf, least: -1}"))
+    where = "+data.histories={low: {fields: [site_id], where: {site_id: [-1]}}}"
+    to_config(composed("data=avazu", "data.files=[a.csv]", "+data.missing_fill.x=-1", "data.user=device_id", where))
 
 
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from modules.models.interformer import InterFormer
 from train.checkpoint import save as checkpoint
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, InterFormerConfig, register_schema
+from train.config.schema import Config, register_schema
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -28,7 +29,7 @@ def composed(experiment: str) -> Config:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_composes_and_resumes_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     current = dataclasses.asdict(composed(name))
-    (tmp_path / "meta.json").write_text(json.dumps({"config": current}))
+    (tmp_path / "meta.json").write_text(json.dumps({"config": current, "progress": {}, "data_fingerprint": ""}))
     with caplog.at_level(logging.WARNING):
         checkpoint.check_config(tmp_path, current)
     assert not caplog.records
@@ -38,7 +39,7 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
     config = dataclasses.asdict(composed("synthetic_moe"))
     current = json.loads(json.dumps(config))
     del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
-    (tmp_path / "meta.json").write_text(json.dumps({"config": config}))
+    (tmp_path / "meta.json").write_text(json.dumps({"config": config, "progress": {}, "data_fingerprint": ""}))
     checkpoint.check_config(tmp_path, current)
     current["model"]["interaction"] = "wukong"
     with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
@@ -47,6 +48,6 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
 
 def test_gdpa_experiment_is_the_baseline_with_other_blocks() -> None:
     baseline, ours = composed("synthetic_h200"), composed("synthetic_h200_gdpa")
-    assert isinstance(baseline.model, InterFormerConfig)
+    assert isinstance(baseline.model, InterFormer.Config)
     baseline.model.pffn = baseline.model.sequence_attention = "gdpa"
     assert ours == baseline

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
-from train.build import model_fields
-from train.config.schema import InterFormerConfig, SyntheticConfig
+from modules.models.interformer import InterFormer
+from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
 from train.data.batch import pad_events
 from train.speedup import graphs
 from train.speedup.arguments import take_apart
 
 DATA = SyntheticConfig(max_history=6, mean_history=3, num_users=20, num_items=20, num_categories=5)
-MODEL = InterFormerConfig(dim=16, num_layers=1, interaction_hidden=[8], head_hidden=[8])
+MODEL = InterFormer.Config(dim=16, num_layers=1, interaction_hidden=[8], head_hidden=[8])
 
 
 class Rerun(graphs._Graphs):
@@ -51,7 +51,7 @@ def model(device: str) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
     torch.manual_seed(0)
     source = SyntheticSource(DATA)
     with torch.device(device):
-        arch = build_arch("interformer", source.spec, **model_fields(MODEL))
+        arch = build_arch(MODEL, source.spec)
     return source, FeatureEmbedding(source.spec, MODEL.dim, device=device).to(device), arch
 
 

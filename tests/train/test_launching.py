@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from train.config.schema import DataConfig, DINConfig, InterFormerConfig
+from modules.models.baselines import DIN
+from modules.models.interformer import InterFormer
+from train.config.schema import DataConfig
 from train.process.distributed import World
 from train.speedup.launching import LEAST_STEPS, LaunchWatch
 
@@ -29,7 +31,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
-def watch(model: object = InterFormerConfig(), device: str = "cuda", cuda_graphs: bool = False) -> LaunchWatch:
+def watch(model: object = InterFormer.Config(), device: str = "cuda", cuda_graphs: bool = False) -> LaunchWatch:
     runtime, data = SimpleNamespace(cuda_graphs=cuda_graphs), DataConfig(batch_size=2048)
     world = SimpleNamespace(device=torch.device(device), is_first=True)
     return LaunchWatch(cast(Any, SimpleNamespace(runtime=runtime, data=data, model=model)), cast(World, world))
@@ -55,7 +57,7 @@ def test_nothing_is_said_where_it_would_not_help(
 ) -> None:
     assert not said(watch(), caplog, steps=LEAST_STEPS - 1)
     assert not said(watch(), caplog, data_wait_share=0.5)
-    for other in (watch(device="cpu"), watch(cuda_graphs=True), watch(model=DINConfig())):
+    for other in (watch(device="cpu"), watch(cuda_graphs=True), watch(model=DIN.Config())):
         assert not said(other, caplog)
     monkeypatch.setattr(Event, "idle", False)
     assert not said(watch(), caplog)

@@ -12,6 +12,7 @@ import torch
 
 from modules import models
 from modules.embedding import FeatureEmbedding
+from modules.models import CustomConfig
 from modules.models.ranking import RankingModel
 from tests.launching import ROOT, TINY, train_here
 from tests.modules.factories import random_batch, random_spec
@@ -35,10 +36,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("num_events", [0, 2])
 def test_the_page_s_model_is_one(num_events: int, own: Path) -> None:
-    spec, fields = random_spec(num_events), {"dim": 8, "dropout": 0.0, "hidden": [128]}
-    model: Any = RankingModel(
-        FeatureEmbedding(spec, 8, device="cpu"), models.build("my_models.TwoTower", spec, **fields)
-    )
+    spec, config = random_spec(num_events), CustomConfig(name="my_models.TwoTower", dim=8)
+    model: Any = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), models.build(config, spec))
     batch = random_batch(spec)
     logits = model(batch)
     assert logits.shape == (batch.num_candidates, len(spec.tasks))
@@ -50,12 +49,34 @@ def test_the_page_s_model_is_one(num_events: int, own: Path) -> None:
 
 
 def test_what_is_no_model_is_refused_by_what_it_lacks(own: Path) -> None:
-    bare = "class Bare(nn.Module):\n    def __init__(self, spec):\n        super().__init__()\n"
+    bare = "class Bare(nn.Module):\n    def __init__(self, spec, dim, dropout):\n        super().__init__()\n"
     (own / "others.py").write_text(f"from torch import nn\n\n{bare}\nNUMBER = 3\n")
     with pytest.raises(ValueError, match=r"others\.NUMBER must make an nn\.Module.*it gives 3"):
-        models.build("others.NUMBER", random_spec(1))
+        models.build(CustomConfig(name="others.NUMBER"), random_spec(1))
     with pytest.raises(ValueError, match=r"others\.Bare lacks aux_loss and flops_per_batch; `Architecture` in"):
-        models.build("others.Bare", random_spec(1))
+        models.build(CustomConfig(name="others.Bare"), random_spec(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden": [0]}, r"model\.hidden=\[0\] must be at least 1, e\.g\. model\.hidden=\[1\]"),
+        ({"activation": "relu"}, r"model\.activation=relu is not known; choose from none, tanh"),
+        ({"width": 3}, r"fields of my_models\.TwoTower\.Config: .*'width'"),
+    ],
+)
+def test_wrong_options_of_one_s_own_model_are_refused(arguments: dict[str, Any], message: str, own: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        models.build(CustomConfig(name="my_models.TwoTower", arguments=arguments), random_spec(1))
+
+
+def test_a_class_without_a_config_gets_its_arguments_by_name(own: Path) -> None:
+    plain = ARCH.replace("spec, config)", "spec, dim, *, dropout, hidden)").replace("config.", "")
+    start, end = plain.index("    @dataclass"), plain.index("    def __init__")
+    (own / "plain.py").write_text((plain[:start] + plain[end:]).replace('activation == "tanh"', "True"))
+    config = CustomConfig(name="plain.TwoTower", dim=8, arguments={"hidden": [4]})
+    model: Any = models.build(config, random_spec(1))
+    assert model.candidate[0].out_features == 4
 
 
 def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> None:

@@ -16,9 +16,8 @@ from torch._dynamo.utils import counters
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
+from modules.models.interformer import InterFormer
 from tests.train.test_graphs import DATA, Rerun
-from train.build import model_fields
-from train.config.schema import InterFormerConfig
 from train.data import SyntheticSource
 from train.speedup import graphs, regions
 
@@ -41,8 +40,8 @@ def num_compiled() -> int:
 def model(num_layers: int = 2) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
     torch.manual_seed(0)
     source = SyntheticSource(DATA)
-    config = InterFormerConfig(dim=16, num_layers=num_layers, interaction_hidden=[8], head_hidden=[8])
-    arch = build_arch("interformer", source.spec, **model_fields(config))
+    config = InterFormer.Config(dim=16, num_layers=num_layers, interaction_hidden=[8], head_hidden=[8])
+    arch = build_arch(config, source.spec)
     return source, FeatureEmbedding(source.spec, 16, device="cpu").to("cpu"), arch
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of the whole training state, written with DCP into a temporary folder that is renamed when it is whole.
 
-A checkpoint folder `step_00000100` holds the sharded tensors (dense and table weights, both optimisers, random states)
-and `meta.json` (step, data position, configuration, plan, versions, tracker state). DCP re-shards on load, so another
-number of ranks can resume from it. Old checkpoints are deleted after a new one is whole.
+A checkpoint folder `step_00000100` holds the sharded tensors (dense and table weights, both optimisers, random states),
+`meta.json` (step, data position, configuration, plan, versions, tracker state) and `manifest.json` (checksums). DCP
+re-shards on load, so another number of ranks can resume from it. Old checkpoints are deleted after a new one is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from train.checkpoint import manifest, moments
+from train.checkpoint.manifest import DamagedError
+from train.checkpoint.read import read, read_metadata
 from train.config.compose import from_dict
 from train.optim.dense import Optimizer
 from train.process.distributed import World
@@ -50,6 +54,21 @@ class Progress:
     skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     tracker: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, saved: dict[str, Any]) -> Progress:
+        """What the `meta.json` of the checkpoint `path` says. Raises `DamagedError` for what no run has written."""
+        begun = vars(cls())
+        for name, value in saved.items():
+            if name not in begun:
+                raise DamagedError(path, f"{META} has the unknown progress.{name}={value!r}")
+            like = begun[name]  # all but best_ne have a value of their kind
+            if like is not None and (type(value) is not type(like) or (isinstance(value, int) and value < 0)):
+                raise DamagedError(path, f"{META} has progress.{name}={value!r}, expected one like {like!r}")
+        progress = cls(**saved)
+        values = progress.best_values.items()
+        progress.best_values = {name: math.nan if value is None else value for name, value in values}
+        return progress
 
     def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:
         """Micro-batches from here to the end of the last epoch."""
@@ -112,7 +131,7 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], path: Path, aside: Path) -> None:
         try:
-            dcp.save(state, checkpoint_id=aside, process_group=self.world.checkpoint_group)
+            _write_files(aside, state, self.world)
         except CheckpointException as error:  # a BaseException: torchrun's error file would not have it
             reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
             free = shutil.disk_usage(self.folder).free / 2**20
@@ -120,7 +139,7 @@ class Checkpointer:
                 f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
                 f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
             ) from error
-        # Rank 0 returns once all ranks have written, and the metadata too, so the folder is whole.
+        # Rank 0 returns once all ranks have written, metadata and manifest too, so the folder is whole.
         if self.world.is_first:
             shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
@@ -150,11 +169,45 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_????????") if (path / META).exists())
 
 
+def newest_intact(folder: Path, world: World) -> Path | None:
+    """The newest checkpoint whose files are as they were written, None if there is no checkpoint.
+
+    Newer ones that are damaged are warned of and renamed, so that they count as checkpoints no more. Raises
+    `DamagedError` if all are.
+    """
+    damaged: dict[Path, DamagedError] = {}
+    whole = world.broadcast(checkpoints(folder))  # a node of a shared file system may see a new folder later
+    for path in reversed(whole):
+        try:
+            manifest.verify(path, world)
+        except DamagedError as error:
+            damaged[path] = error
+            continue
+        for newer, fault in damaged.items():
+            aside = world.by_first(partial(_set_aside, newer))
+            log.warning("%s. The run goes on from %s; the damaged one is now %s", fault, path.name, aside.name)
+        return path
+    for fault in damaged.values():
+        raise fault
+    return None
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that the newest one names as best on validation, None without one."""
-    newest = checkpoints(folder)[-1:]
-    paths = [folder / f"step_{read_meta(path)['progress']['best_step']:08d}" for path in newest]
-    return next((path for path in paths if path.exists()), None)
+    """The checkpoint that the newest one (whose `meta.json` can be read) names as best on validation, None without."""
+    for newest in reversed(checkpoints(folder)):
+        try:
+            best = folder / f"step_{read_meta(newest)['progress']['best_step']:08d}"
+        except DamagedError as error:
+            log.warning("%s", error)
+            continue
+        return best if best.exists() else None
+    return None
 
 
 def named(run_dir: str, path: str) -> Path:
@@ -180,13 +233,25 @@ def of_first_rank(path: Path | None, world: World) -> Path | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """`meta.json` of a checkpoint. Raises ValueError when `path` is not a whole, readable checkpoint."""
+    """`meta.json` of a checkpoint. ValueError when `path` is no checkpoint, `DamagedError` when it is a damaged one."""
     try:
-        return json.loads((path / META).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        text = (path / META).read_text()
+    except OSError as error:
         raise ValueError(
             f"{path} is not a readable checkpoint ({error}); expected one such as RUN_DIR/checkpoints/step_00000100"
         ) from error
+    expected = manifest.read(path).get(META)
+    if expected is not None and (fault := manifest.fault_of(path / META, expected)):
+        raise DamagedError(path, fault)
+    try:
+        meta = json.loads(text)
+    except ValueError as error:
+        raise DamagedError(path, f"{META}: {error}") from error
+    kinds = {"config": dict, "progress": dict, "data_fingerprint": str}
+    for key, kind in kinds.items():
+        if not isinstance(meta, dict) or not isinstance(meta.get(key), kind):
+            raise DamagedError(path, f"{META} has no {key!r}")
+    return meta
 
 
 def check_data(path: Path, fingerprint: str) -> None:
@@ -218,12 +283,23 @@ def check_config(path: Path, current: dict[str, Any]) -> None:
             log.warning("resuming with %s.%s=%s (was %s)", group, key, value, before)
 
 
-def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | None, world: World) -> Progress:
+def load(
+    path: Path,
+    model: DistributedModelParallel,
+    optimizer: Optimizer | None,
+    world: World,
+    *,
+    verified: bool = False,
+) -> Progress:
     """Read all tensors in place, without an `optimizer` the weights to evaluate; returns where the saved run stood.
 
-    Raises ValueError when the checkpoint cannot be read or is another model's.
+    `verified`: its checksums have just been compared. Raises ValueError when the checkpoint is another model's, and
+    `DamagedError` when it cannot be read.
     """
+    if not verified:
+        manifest.verify(path, world)
     meta = read_meta(path)
+    progress = Progress.of(path, meta["progress"])
     state = model_state(model)
     if optimizer is not None:
         state |= optimizer_state(model, optimizer.state_dict())
@@ -232,44 +308,22 @@ def load(path: Path, model: DistributedModelParallel, optimizer: Optimizer | Non
     check_keys(path, state, saved)
     if optimizer is None:
         state = _averages(state, saved)
-    read(path, state, model, world)
-    progress = Progress(**meta["progress"])
-    progress.best_values = {name: math.nan if value is None else value for name, value in progress.best_values.items()}
+    take(path, state, model, world)
     if "rng" in state:
         _restore_rng(state["rng"][str(world.rank)])
     return progress
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Names and sizes of a checkpoint's tensors. ValueError when it cannot be read."""
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise _damaged(path, error) from error
-
-
-def read(
+def take(
     path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, planner: LoadPlanner | None = None
 ) -> None:
     """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables."""
-    try:
-        dcp.load(state, checkpoint_id=path, planner=planner, process_group=world.checkpoint_group)
-    except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
-        raise _damaged(path, error) from error
+    plain = moments.read_converted(path, state, read_metadata(path))
+    read(path, plain, planner=planner, group=world.checkpoint_group)
     model.load_state_dict(model.state_dict() | state["model"])
     if "tables" in state:
         tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
         model.fused_optimizer.load_state_dict({"state": tables})
-
-
-def _damaged(path: Path, error: BaseException) -> ValueError:
-    # DCP's own exception has the tracebacks of all ranks for a text.
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    reason = next((failure for failure, _ in failures), error)
-    return ValueError(
-        f"{path} is damaged ({type(reason).__name__}: {reason}); remove this folder, and the run goes on from the "
-        "checkpoint before it"
-    )
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -278,21 +332,31 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises ValueError when the checkpoint cannot be read or is another model's.
     """
     state = {"model": model.state_dict()}
-    try:
-        saved = dcp.FileSystemReader(path).read_metadata()
-        check_keys(path, state, saved)
-        dcp.load(_averages(state, saved), checkpoint_id=path, no_dist=True)
-    except CheckpointException as error:
-        raise _damaged(path, error) from error
+    manifest.verify_alone(path)
+    saved = read_metadata(path)
+    check_keys(path, state, saved)
+    read(path, _averages(state, saved), alone=True)
     model.load_state_dict(state["model"])
 
 
 def save_weights(path: Path, model: DistributedModelParallel, world: World, about: dict[str, Any]) -> None:
     """Write a checkpoint of only the weights, for runs that start from the same ones (`checkpoint.load`)."""
-    dcp.save(model_state(model), checkpoint_id=path, process_group=world.checkpoint_group)
-    if world.is_first:
+
+    def begin() -> None:
+        path.mkdir(parents=True, exist_ok=True)
         write_json(path / META, {"progress": vars(Progress()), **about})
+
+    world.by_first(begin)
+    _write_files(path, model_state(model), world)
     world.barrier()
+
+
+def _write_files(path: Path, state: dict[str, Any], world: World) -> None:
+    """Write the tensors and, last, the manifest of a folder that has its `meta.json`."""
+    writer = dcp.FileSystemWriter(path)
+    writer.fs = files = manifest.SummedFiles()
+    dcp.save(state, storage_writer=writer, process_group=world.checkpoint_group)
+    manifest.write(path, files, (META,), world)
 
 
 def model_state(model: DistributedModelParallel) -> dict[str, Any]:

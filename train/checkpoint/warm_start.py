@@ -7,11 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from train.checkpoint import manifest
 from train.checkpoint import save as checkpoint
+from train.checkpoint.read import Planner, read_metadata
 from train.config.schema import CheckpointConfig, OptimizerConfig
 from train.data.source import Source
 from train.optim.dense import Optimizer
@@ -33,7 +34,8 @@ def load(
     path = Path(start.load)
     if (path / "checkpoints").is_dir():
         path = checkpoint.named(str(path), "")
-    meta, saved, state = checkpoint.read_meta(path), checkpoint.read_metadata(path), checkpoint.model_state(model)
+    manifest.verify(path, world)
+    meta, saved, state = checkpoint.read_meta(path), read_metadata(path), checkpoint.model_state(model)
     extends = source.extends is not None and source.extends == meta["data_fingerprint"]
     if start.load_partial:
         same_data = extends or source.fingerprint == meta["data_fingerprint"]
@@ -45,7 +47,7 @@ def load(
     if start.load_optimizer:
         _check_moments(path, meta["config"]["optimizer"], optimizer.config)
         state |= checkpoint.optimizer_state(model, optimizer.moments())
-    checkpoint.read(path, state, model, world, _Prefixes() if extends else None)
+    checkpoint.take(path, state, model, world, _Prefixes() if extends else None)
     if start.load_optimizer:
         optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
     if optimizer.average is not None:
@@ -85,7 +87,7 @@ def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) ->
             )
 
 
-class _Prefixes(DefaultLoadPlanner):
+class _Prefixes(Planner):
     """Reads a saved tensor into the first rows of a longer one, whose other rows stay as they are."""
 
     def set_up_planner(

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
-from train.build import build, model_fields
+from train.build import build
 from train.checkpoint import save as checkpoint
 from train.commands import compare_report
 from train.config.compose import to_config
@@ -219,7 +219,7 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
         if not source.num_requests("test"):
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):
-            arch = build_arch(config.model.name, source.spec, **model_fields(config.model))
+            arch = build_arch(config.model, source.spec)
             model = RankingModel(
                 FeatureEmbedding(source.spec, config.model.dim, table_dims=config.model.table_dims), arch
             )

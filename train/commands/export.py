@@ -32,7 +32,6 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
-from train.build import model_fields
 from train.checkpoint import save as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
@@ -40,6 +39,7 @@ from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
 from train.process.files import write_json
+from train.process.precision import compute_dtype
 
 TIMED_CANDIDATES = 1000
 """Of the example request: Inductor chooses kernels by timing them on it."""
@@ -53,7 +53,7 @@ def load_model(path: Path, config: Config, source: Source, max_candidates: int, 
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model.name, spec, **model_fields(config.model))
+    arch = build_arch(config.model, spec)
     model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
     checkpoint.load_weights(path, model)
     return model.eval().to(device)
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> Path:
     source = build_source(config.data)
     model = load_model(path, config, source, max_candidates, device)
     request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
-    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    dtype = compute_dtype(config.precision.name, device)
     program = export_arch(model, request, dtype, max_candidates)
     compiled = device.type == "cuda" and compiling == "true"
     if compiled:

@@ -4,7 +4,7 @@ Times the architecture, without embedding tables, on synthetic batches of the sa
 of them to a request: forward, and a training step of forward and backward, with the peak memory of each. On a GPU each
 is timed once more as a CUDA graph: the time of the kernels without launches by the host. It is compared with the same
 architecture on the same candidates with a copy of the request each; the copies are made outside the timing, and the
-logits of both are compared first. Overrides go to `model.*` (InterFormerConfig) and `data.*` (SyntheticConfig). Writes
+logits of both are compared first. Overrides go to `model.*` (InterFormer.Config) and `data.*` (SyntheticConfig). Writes
 `ratio.json` and `ratio.png`.
 """
 
@@ -28,9 +28,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models import build as build_arch
-from train.build import model_fields
+from modules.models.interformer import InterFormer
 from train.config.overrides import split_options
-from train.config.schema import InterFormerConfig, SyntheticConfig
+from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
 from train.process import versions
 from train.process.files import write_json
@@ -39,7 +39,7 @@ from train.record.plots import plot_ratios
 ROUNDS = 10
 
 
-def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ratio: int) -> list[dict[str, Any]]:
+def measure(model: InterFormer.Config, data: SyntheticConfig, candidates: int, ratio: int) -> list[dict[str, Any]]:
     """A row for each arm: milliseconds and peak MiB of a forward and of a training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = dataclasses.replace(data, candidates=ratio, max_candidates=ratio, num_requests=max(candidates // ratio, 2))
@@ -51,7 +51,7 @@ def measure(model: InterFormerConfig, data: SyntheticConfig, candidates: int, ra
         torch.manual_seed(0)
         spec = dataclasses.replace(source.spec, max_candidates=ratio if arm == "operators" else 1)
         with torch.device(device):
-            arch = build_arch(model.name, spec, **model_fields(model))
+            arch = build_arch(model, spec)
         with torch.no_grad():
             tokens = embedding(shown)
             logits.append(_forward(arch, tokens, shown))
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     if any(ratio < 1 or candidates < ratio or candidates % ratio for ratio in ratios):
         raise ValueError(f"candidates={candidates} must be a multiple of each of ratios={ratios}, e.g. candidates=2048")
     config = OmegaConf.structured(
-        {"model": InterFormerConfig(dim=128, num_layers=3), "data": SyntheticConfig(max_history=500, mean_history=250)}
+        {"model": InterFormer.Config(dim=128, num_layers=3), "data": SyntheticConfig(max_history=500, mean_history=250)}
     )
     merged = OmegaConf.to_object(OmegaConf.merge(config, OmegaConf.from_dotlist(overrides)))
     assert isinstance(merged, dict)

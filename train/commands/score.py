@@ -42,6 +42,7 @@ from train.data import build_source
 from train.data.source import spec_from_dict
 from train.process import versions
 from train.process.files import write_json
+from train.process.precision import compute_dtype
 from train.speedup.replay import Replay
 
 ROUNDS = 20
@@ -246,7 +247,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     most = scorer.max_candidates
     models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
     models[1].embedding = models[0].embedding  # one copy of the tables
-    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    dtype = compute_dtype(config.precision.name, scorer.device)
     rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))

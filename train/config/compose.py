@@ -8,35 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from train.config.schema import MODELS, SOURCES, Config, CustomConfig, DINConfig, InterFormerConfig
-
-CHOICES = {
-    "model.gate": ("identity", "sigmoid", "tanh"),
-    "model.interaction": ("dhen", "wukong"),
-    "model.pffn": ("linear", "gdpa"),
-    "model.sequence_attention": ("softmax", "gdpa"),
-    "model.feed_forward": ("none", "dense", "moe"),
-    "model.sequence_context": ("request", "candidate"),
-    "model.moe.score": ("softmax", "sigmoid"),
-    "data.id_map": ("vocabulary", "hash"),
-    "data.bad_rows": ("raise", "skip"),
-    "precision.name": ("fp32", "bf16", "mxfp8", "mxfp8_g128"),
-    "optimizer.sparse": ("rowwise_adagrad", "adam", "sgd"),
-    "parallel.comm_precision": ("fp32", "bf16"),
-    "parallel.sharding_types": ("table_wise", "row_wise", "column_wise"),  # to TorchRec an empty list means any kind
-    "tracking.wandb": ("auto", "online", "offline", "disabled"),
-    "tracking.progress": ("auto", "always", "never"),
-    "runtime.device": ("auto", "cpu", "cuda"),
-    "runtime.bad_batch": ("skip", "stop"),
-}
-AT_LEAST_ONE = (
-    "model.dim", "model.num_layers", "model.num_heads", "model.num_cls", "model.num_pma", "model.num_recent",
-    "model.dhen_layers", "model.wukong_layers", "model.wukong_fmb", "model.wukong_lcb", "model.wukong_rank",
-    "model.pffn_hidden", "model.interaction_hidden", "model.head_hidden", "model.attention_hidden", "model.hidden",
-    "model.bottom_hidden", "model.top_hidden", "data.batch_size", "data.prefetch", "data.max_history",
-    "data.max_candidates", "data.num_users", "data.num_categories", "data.candidates", "optimizer.accumulate",
-    "checkpoint.keep", "tracking.top_k", "runtime.epochs", "runtime.log_every", "runtime.collective_timeout",
-)  # fmt: skip
+from modules.config import check_options
+from modules.models import CONFIGS, CustomConfig
+from train.config.numbers import check_numbers
+from train.config.schema import SOURCES, Config
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -54,8 +29,8 @@ def to_config(composed: DictConfig) -> Config:
 def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     """A configuration read back from a checkpoint, with `key=value` overrides of existing keys."""
     schema = OmegaConf.structured(Config)
-    models, sources = ({node.name: node for node in nodes} for nodes in (MODELS, SOURCES))
-    schema.model = OmegaConf.structured(models.get(saved["model"]["name"], CustomConfig))
+    sources = {node.name: node for node in SOURCES}
+    schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
     composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
     assert isinstance(composed, DictConfig)
@@ -64,24 +39,13 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
 
 def validate(config: Config) -> None:
     """Rules across fields. Raises ValueError naming the key and a value that works."""
-    for key, allowed in CHOICES.items():
-        values = value if isinstance(value := _get(config, key), list) else [value]
-        if not values or not set(values) <= {None, *allowed}:
-            raise ValueError(f"{key}={value} is not known; choose from {', '.join(allowed)}")
     if not 0 < config.data.negative_rate <= 1:
         raise ValueError(
             f"data.negative_rate={config.data.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
             "data.negative_rate=0.1"
         )
-    sections = vars(config) | ({"model.moe": config.model.moe} if isinstance(config.model, InterFormerConfig) else {})
-    for group, section in sections.items():
-        for name, value in vars(section).items():
-            key = f"{group}.{name}"
-            least = 1 if key in AT_LEAST_ONE else 0
-            numbers = value if isinstance(value, list) and key in AT_LEAST_ONE else [value]
-            if min((each for each in numbers if isinstance(each, int | float)), default=least) < least:
-                example = [least] * len(numbers) if isinstance(value, list) else least
-                raise ValueError(f"{key}={value} must be at least {least}, e.g. {key}={example}")
+    for group, section in vars(config).items():
+        check_options(section, group)
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
     for table, width in model.table_dims.items():
         if width < 4 or width % 4:
@@ -89,17 +53,7 @@ def validate(config: Config) -> None:
                 f"model.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at once, "
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
-    if isinstance(model, InterFormerConfig):
-        if model.dim % (2 * model.num_heads):
-            pairs = 2 * model.num_heads
-            raise ValueError(
-                f"model.dim={model.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
-                f"pairs), e.g. model.dim={pairs * max(1, model.dim // pairs)}"
-            )
-        if model.feed_forward == "moe" and not 1 <= model.moe.top_k <= model.moe.num_experts:
-            raise ValueError(
-                f"model.moe.top_k={model.moe.top_k} must lie in 1..model.moe.num_experts={model.moe.num_experts}"
-            )
+    model.check()
     if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
     if precision.name.startswith("mxfp8") and not precision.quantize:
@@ -121,9 +75,6 @@ def validate(config: Config) -> None:
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
         )
-    for key, works in (("model.dropout", 0.1), ("parallel.reserve", 0.1), ("optimizer.ema_decay", 0.999)):
-        if _get(config, key) >= 1:
-            raise ValueError(f"{key}={_get(config, key)} must be below 1, e.g. {key}={works}")
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
             "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
@@ -133,31 +84,17 @@ def validate(config: Config) -> None:
         raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
     if optimizer.min_lr > 1:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
+    check_numbers(config)
 
 
 def graphs_refusal(config: Config) -> str | None:
     """Which key is incompatible with `runtime.cuda_graphs=true`, why, and what works; None if none is."""
-    model = config.model
     if config.data.negative_rate < 1:
         return (
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
         )
-    if isinstance(model, DINConfig):
-        return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"
-    if not isinstance(model, InterFormerConfig):
-        return None
-    if model.sequence_context == "candidate":
-        return (
-            "model.sequence_context=candidate: its sizes are read from the device; use runtime.cuda_graphs=false or "
-            "model.sequence_context=request"
-        )
-    if model.feed_forward == "moe" and model.moe.aux_loss_weight:
-        return (
-            f"model.moe.aux_loss_weight={model.moe.aux_loss_weight} gives that no gradient; use "
-            "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
-        )
-    return None
+    return config.model.graphs_refusal()
 
 
 def refuse_unknown(section: object, path: str = "") -> None:
@@ -177,10 +114,3 @@ def refuse_unknown(section: object, path: str = "") -> None:
             hint = f"did you mean {path}{close[0]}?" if close else f"there are {', '.join(sorted(known))}"
             raise ValueError(f"{path}{name} is no key of the configuration; {hint}")
         refuse_unknown(value, f"{path}{name}.")
-
-
-def _get(config: object, key: str) -> Any:
-    """Value at a dotted key, or None where this kind of model or data has no such key."""
-    for name in key.split("."):
-        config = getattr(config, name, None)
-    return config

@@ -1,6 +1,7 @@
-"""The configuration's schema: Hydra composes YAML into it, `train.config.schema.compose` checks what was composed.
+"""The configuration's schema: Hydra composes YAML into it, `train.config.compose` checks what was composed.
 
-Every field is documented beside it. A misspelt key anywhere is an error because these classes are the schema.
+Every field is documented beside it, and what it may be stands in it; models declare theirs beside their classes
+(`modules.models`). A misspelt key anywhere is an error because these classes are the schema.
 """
 
 from __future__ import annotations
@@ -11,105 +12,30 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-
-@dataclass
-class MoEConfig:
-    """Routed mixture of SwiGLU experts, a drop-in feed-forward."""
-
-    num_experts: int = 8
-    top_k: int = 2
-    expert_dim: int = 128  # hidden width of one expert
-    score: str = "softmax"  # softmax | sigmoid
-    normalize_weights: bool = True  # divide the top-k mixing weights by their sum
-    num_shared_experts: int = 0  # experts that every token passes through
-    bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
-    aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
-    force_balance: bool = False  # for benchmarks: every expert gets the same load, whatever the router says
-
-
-@dataclass
-class ModelConfig:
-    name: str = MISSING
-    dim: int = 32  # width of every token, and of embedding rows
-    table_dims: dict[str, int] = field(default_factory=dict)  # table -> another width of its rows, projected to dim
-    dropout: float = 0.0
-
-
-@dataclass
-class InterFormerConfig(ModelConfig):
-    name: str = "interformer"
-    num_layers: int = 2
-    num_heads: int = 2
-    num_cls: int = 4  # summary tokens of the non-sequence side; prepended to the sequence as CLS
-    num_pma: int = 2
-    num_recent: int = 2
-    interaction: str = "dhen"  # dhen: inner products and a cross layer | wukong: factorisation machines
-    dhen_layers: int = 1
-    dcn_rank: int = 32
-    wukong_layers: int = 2  # each squares the order of interactions
-    wukong_fmb: int = 4  # tokens that a layer's factorisation machine makes
-    wukong_lcb: int = 4  # tokens that its linear compression makes
-    wukong_rank: int = 8  # columns of Y in the machine's X (X^T Y)
-    interaction_hidden: list[int] = field(default_factory=lambda: [128])  # the MLP that restores n x d tokens
-    gate: str = "identity"  # identity | sigmoid | tanh: the outer function of Gating(Z) = gate(Z * MLP(Z))
-    pffn: str = "linear"  # linear (the paper's) | gdpa: a network of pffn_hidden units, its weights from the summary
-    pffn_hidden: int = 128
-    sequence_attention: str = "softmax"  # softmax | gdpa: an activation in its place
-    feed_forward: str = "none"  # none | dense | moe: feed-forward after the sequence attention
-    feed_forward_dim: int = 128
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    sequence_context: str = "request"  # request: sequence stays at R rows; candidate: the paper's form, C rows
-    head_hidden: list[int] = field(default_factory=lambda: [128, 64])
-
-
-@dataclass
-class DINConfig(ModelConfig):
-    name: str = "din"
-    attention_hidden: list[int] = field(default_factory=lambda: [64])
-    hidden: list[int] = field(default_factory=lambda: [128, 64])
-
-
-@dataclass
-class DCNv2Config(ModelConfig):
-    name: str = "dcnv2"
-    num_cross_layers: int = 3
-    rank: int = 32
-    hidden: list[int] = field(default_factory=lambda: [128, 64])
-
-
-@dataclass
-class DLRMConfig(ModelConfig):
-    name: str = "dlrm"
-    bottom_hidden: list[int] = field(default_factory=lambda: [64])
-    top_hidden: list[int] = field(default_factory=lambda: [128, 64])
-
-
-@dataclass
-class CustomConfig(ModelConfig):
-    """A class from outside this repository."""
-
-    name: str = "custom"  # its dotted name, such as my_models.TwoTower
-    arguments: dict[str, Any] = field(default_factory=dict)  # of its constructor, besides spec, dim and dropout
+from modules.config import ModelConfig, option
+from modules.models import CONFIGS
 
 
 @dataclass
 class DataConfig:
     name: str = MISSING
-    batch_size: int = 256  # requests a rank and step
+    batch_size: int = option(256, least=1)  # requests a rank and step
     eval_batch_size: int = 0  # the same of an evaluation; 0: batch_size
     num_workers: int = 1  # loader processes a rank; 0 loads in the training process
-    prefetch: int = 4  # batches that each worker prepares ahead
+    prefetch: int = option(4, least=1)  # batches that each worker prepares ahead
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
-    max_history: int = 50  # newest events kept of each event type
+    max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
-    max_candidates: int = 8  # of one request
-    id_map: str = "vocabulary"  # vocabulary: saved, built on the training split; hash: into hash_rows rows
+    max_candidates: int = option(8, least=1)  # of one request
+    # vocabulary: saved, built on the training split | hash: into hash_rows rows
+    id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
     hash_rows: int = 100_000
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
     oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids
-    bad_rows: str = "raise"  # raise | skip: what a malformed row does (skipped rows are counted and named)
+    # what a malformed row does (skipped rows are counted and named)
+    bad_rows: str = option("raise", choices=["raise", "skip"])
     max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out; more is an error
     negative_rate: float = 1.0  # fraction of the training candidates without a positive label that is trained on
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
@@ -183,13 +109,14 @@ class SyntheticConfig(DataConfig):
     seed: int = 0  # another seed is another population, not another order
     num_requests: int = 1_000_000  # of the training split
     eval_requests: int = 0  # of the valid and of the test split each; 0: a tenth of the training split's
-    num_users: int = 100_000
+    num_users: int = option(100_000, least=1)
     num_items: int = 100_000
-    num_categories: int = 100  # of items; memory of a batch holds requests x categories counts
+    num_categories: int = option(100, least=1)  # of items; memory of a batch holds requests x categories counts
     event_types: list[str] = field(default_factory=lambda: ["click", "view"])
     mean_history: float = 20.0  # of the log-normal lengths, before truncation at max_history
     history_sigma: float = 1.0
-    candidates: int = 1  # per request; a mean when candidate_jitter is true
+    history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
+    candidates: int = option(1, least=1)  # per request; a mean when candidate_jitter is true
     candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
     num_request_features: int = 4  # categorical: the user, then contexts
     num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
@@ -200,7 +127,8 @@ class SyntheticConfig(DataConfig):
 
 @dataclass
 class PrecisionConfig:
-    name: str = MISSING  # fp32 | bf16 | mxfp8 | mxfp8_g128
+    # auto: bf16 where the hardware multiplies it, else fp32
+    name: str = option(MISSING, choices=["auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"])
     quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
 
 
@@ -209,30 +137,37 @@ class OptimizerConfig:
     lr: float = 1e-3  # dense AdamW
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
-    sparse: str = "rowwise_adagrad"  # rowwise_adagrad | adam | sgd, fused into the backward of the tables
+    # fused into the backward of the tables
+    sparse: str = option("rowwise_adagrad", choices=["rowwise_adagrad", "adam", "sgd"])
     sparse_lr: float = 0.02
     warmup_steps: int = 20
     min_lr: float = 0.1  # at the end of the cosine, as a fraction of lr
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
-    accumulate: int = 1  # micro-batches to one dense step (the tables step at each)
-    ema_decay: float = 0.0  # of an average of the dense weights, which evaluations and exports take; 0: none
+    accumulate: int = option(1, least=1)  # micro-batches to one dense step (the tables step at each)
+    # of an average of the dense weights, which evaluations and exports take; 0: none
+    ema_decay: float = option(0.0, below=1, example=0.999)
     frozen: list[str] = field(default_factory=list)  # globs over names of modules and parameters that do not learn
     task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and for the best checkpoint; others 1
 
 
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+
+
 @dataclass
 class ParallelConfig:
-    sharding_types: list[str] = field(default_factory=lambda: ["table_wise", "row_wise", "column_wise"])  # or fewer
-    comm_precision: str = "fp32"  # fp32 | bf16: of looked-up rows and their gradients on the way between ranks
+    # To TorchRec an empty list would mean any kind.
+    sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
+    # of looked-up rows and their gradients on the way between ranks
+    comm_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
     host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
-    reserve: float = 0.15  # fraction of GPU memory left to the dense part and activations
+    reserve: float = option(0.15, below=1, example=0.1)  # fraction of GPU memory left to the dense part and activations
 
 
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only with validations
-    keep: int = 2  # newest checkpoints kept; the best on validation is kept, too
+    keep: int = option(2, least=1)  # newest checkpoints kept; the best on validation is kept, too
     load: str | None = None  # start from the weights of this checkpoint, or of a run's best one (no resumption)
     load_optimizer: bool = False  # with `load`: also the moments of its optimisers
     load_partial: bool = False  # with `load`: only what has the same name and size; the log lists what is left out
@@ -241,7 +176,9 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    wandb: str = "auto"  # auto: online with a key, else offline | online | offline | disabled
+    wandb: str = option(
+        "auto", choices=["auto", "online", "offline", "disabled"]
+    )  # auto: online with a key, else offline
     project: str = "gemsmith"
     entity: str | None = None
     name: str | None = None  # of the W&B run; default: that of the run directory
@@ -250,27 +187,32 @@ class TrackingConfig:
     tags: list[str] = field(default_factory=list)
     tensorboard: bool = True
     metrics: list[str] = field(default_factory=list)  # functions of your own for evaluations: [my_metrics.brier]
-    top_k: list[int] = field(default_factory=list)  # of NDCG and recall within a request, in evaluations: [5, 10]
-    progress: str = "auto"  # bar on rank 0: auto (when stderr is a terminal) | always | never
+    top_k: list[int] = option([], least=1)  # of NDCG and recall within a request, in evaluations: [5, 10]
+    progress: str = option(
+        "auto", choices=["auto", "always", "never"]
+    )  # bar on rank 0; auto: when stderr is a terminal
 
 
 @dataclass
 class RuntimeConfig:
     run_dir: str = ""  # named once by the launcher (RUN_DIR), else by rank 0; starting again with it resumes
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = option("auto", choices=["auto", "cpu", "cuda"])
     seed: int = 0
-    epochs: int = 1
+    epochs: int = option(1, least=1)
     steps: int = 0  # stop after this many steps; 0: the epochs decide
     eval_every: int = 0  # steps between validations; 0: at the end of each epoch
     eval_steps: int = 0  # batches of a validation; 0: all
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
-    log_every: int = 20
-    bad_batch: str = "skip"  # skip | stop: what a batch with a non-finite loss or gradient does
+    log_every: int = option(20, least=1)
+    bad_batch: str = option("skip", choices=["skip", "stop"])  # what a batch with a non-finite loss or gradient does
+    skip_window: int = 20  # stop when most of this many newest batches were skipped: the run has diverged; 0: never
     kernels: str = ""  # force kernel backends, e.g. "reference" or "jagged_attention=reference"
     compile: bool = False  # torch.compile the layers of the dense part one by one
     cuda_graphs: bool = False  # replay CUDA graphs of the dense part, or of its layers, for shapes that recur
     deterministic: bool = False  # ask torch for deterministic algorithms, and warn where it has none
-    collective_timeout: float = 600.0  # seconds that ranks wait for the slowest one before the run ends
+    collective_timeout: float = option(
+        600.0, least=1
+    )  # seconds that ranks wait for the slowest one before the run ends
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
     profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never
 
@@ -287,7 +229,6 @@ class Config:
     runtime: RuntimeConfig = MISSING
 
 
-MODELS = (InterFormerConfig, DINConfig, DCNv2Config, DLRMConfig, CustomConfig)
 SOURCES = (MovieLensConfig, EventsConfig, SyntheticConfig)
 
 
@@ -295,8 +236,8 @@ def register_schema() -> None:
     """Make the schema known to Hydra; YAML files name theirs as `<group>/<name>_schema` in their defaults list."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
-    for model in MODELS:
-        store.store(group="model", name=f"{model.name}_schema", node=model)
+    for name, model in CONFIGS.items():
+        store.store(group="model", name=f"{name}_schema", node=model)
     for source in SOURCES:
         store.store(group="data", name=f"{source.name}_schema", node=source)
     for group, node in {

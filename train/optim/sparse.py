@@ -105,7 +105,8 @@ def _plan(
     if world.size == 1 and "table_wise" in types:
         types = ["table_wise"]  # a single rank holds whole tables, and all plans cost the same
     elif config.optimizer.sparse == "rowwise_adagrad" and "row_wise" in types:
-        # Row-wise Adagrad has a moment for each row of each shard: split by columns, it would fit no other plan.
+        # Row-wise Adagrad has a moment for each row of each shard: split by columns, a run on other ranks, whose shards
+        # are others, would only resume by converted moments.
         types = [kind for kind in types if kind != "column_wise"]
     # By default the planner assumes one id a feature, so that histories cost nothing, and does not split rows of up to
     # 128 columns.

@@ -7,7 +7,8 @@ width of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows
+from modules.config import TokenConfig, option
 from modules.gdpa import GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
@@ -27,10 +29,15 @@ from modules.rotary import Rotation
 from modules.wukong import WukongLayer
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
-INTERACTIONS = ("dhen", "wukong")
-PFFNS = ("linear", "gdpa")
-ATTENTIONS = ("softmax", "gdpa")
-FEED_FORWARDS = ("none", "dense", "moe")
+
+
+@dataclass
+class ArchConfig(TokenConfig):
+    """What several arches share."""
+
+    num_heads: int = option(2, least=1)
+    num_cls: int = option(4, least=1)  # summary tokens of the non-sequence side; prepended to the sequence as CLS
+    gate: str = option("identity", choices=GATES)  # the outer function of Gating(Z) = gate(Z * MLP(Z))
 
 
 class Gating(nn.Module):
@@ -54,14 +61,14 @@ class Gating(nn.Module):
 
 
 class Summary(nn.Module):
-    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_summary, d]. X is not normalised, to keep magnitudes."""
+    """X_sum = Gating(LCE(X)): [rows, n, d] -> [rows, num_cls, d]. X is not normalised, to keep magnitudes."""
 
-    def __init__(self, num_tokens: int, num_summary: int, dim: int, gate: str) -> None:
+    def __init__(self, num_tokens: int, config: ArchConfig) -> None:
         super().__init__()
-        self.lce = LCE(num_tokens, num_summary)
-        self.gating = Gating(dim, gate)
-        self.num_summary = num_summary
-        self.dim = dim
+        self.lce = LCE(num_tokens, config.num_cls)
+        self.gating = Gating(config.dim, config.gate)
+        self.num_summary = config.num_cls
+        self.dim = config.dim
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gating(self.lce(tokens))
@@ -96,28 +103,24 @@ class SequenceSummary(nn.Module):
     the sequence: its queries are seeds plus an LCE of the candidate's tokens.
     """
 
+    @dataclass
+    class Config(ArchConfig):
+        num_pma: int = option(2, least=1)
+        num_recent: int = option(2, least=1)
+
     def __init__(
-        self,
-        num_candidate: int,
-        num_request: int,
-        dim: int,
-        *,
-        num_heads: int,
-        num_cls: int,
-        num_pma: int,
-        num_recent: int,
-        gate: str,
-        max_candidates: int,
-        max_length: int,
+        self, num_candidate: int, num_request: int, config: Config, *, max_candidates: int, max_length: int
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.num_cls = num_cls
-        self.num_pma = num_pma
-        self.num_recent = num_recent
-        self.condition = LCE(num_candidate, num_pma, num_request)
-        self.pma = PMA(dim, num_heads, num_pma, max_candidates=max_candidates, max_length=max_length)
-        self.gating = Gating(dim, gate)
+        self.dim = config.dim
+        self.num_cls = config.num_cls
+        self.num_pma = config.num_pma
+        self.num_recent = config.num_recent
+        self.condition = LCE(num_candidate, config.num_pma, num_request)
+        self.pma = PMA(
+            config.dim, config.num_heads, config.num_pma, max_candidates=max_candidates, max_length=max_length
+        )
+        self.gating = Gating(config.dim, config.gate)
 
     def forward(
         self,
@@ -152,45 +155,50 @@ class InteractionArch(nn.Module):
     They enter the first layer of the stack as a request's tokens, before all others.
     """
 
+    @dataclass
+    class Config(TokenConfig):
+        interaction: str = option("dhen", choices=["dhen", "wukong"])  # inner products and a cross layer | machines
+        dhen_layers: int = option(1, least=1)
+        dcn_rank: int = 32
+        wukong_layers: int = option(2, least=1)  # each squares the order of interactions
+        wukong_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
+        wukong_lcb: int = option(4, least=1)  # tokens that its linear compression makes
+        wukong_rank: int = option(8, least=1)  # columns of Y in the machine's X (X^T Y)
+        interaction_hidden: list[int] = option([128], least=1)  # the MLP that restores n x d tokens
+
     def __init__(
         self,
         num_candidate: int,
         num_request: int,
         num_summary: int,
         num_request_summary: int,
-        dim: int,
+        config: Config,
         *,
         max_candidates: int,
-        interaction: str,
-        dhen_layers: int,
-        dcn_rank: int,
-        wukong_layers: int,
-        wukong_fmb: int,
-        wukong_lcb: int,
-        wukong_rank: int,
-        interaction_hidden: Sequence[int],
-        dropout: float,
     ) -> None:
         super().__init__()
+        dim, hidden, dropout = config.dim, config.interaction_hidden, config.dropout
         num_tokens = num_request + num_candidate
         mixed = num_tokens + num_summary
-        common: dict[str, Any] = {"hidden": interaction_hidden, "dropout": dropout}
+        common: dict[str, Any] = {"hidden": hidden, "dropout": dropout}
         num_given = num_request_summary + num_request  # of a request, to the first layer
         first: dict[str, Any] = {"num_request": num_given, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
-        for index in range(dhen_layers if interaction == "dhen" else wukong_layers):
+        for index in range(config.dhen_layers if config.interaction == "dhen" else config.wukong_layers):
             options = common | ({} if index else first)
             own = mixed if index else mixed - num_given
-            if interaction == "dhen":
-                layers.append(DHENLayer(own, dim, rank=dcn_rank, **options))
+            if config.interaction == "dhen":
+                layers.append(DHENLayer(own, dim, rank=config.dcn_rank, **options))
             else:
-                widths: dict[str, Any] = {"num_fmb": wukong_fmb, "num_lcb": wukong_lcb, "rank": wukong_rank}
-                layers.append(WukongLayer(own, dim, **widths, **options))
-                mixed = wukong_fmb + wukong_lcb
+                num_fmb, num_lcb = config.wukong_fmb, config.wukong_lcb
+                layers.append(
+                    WukongLayer(own, dim, num_fmb=num_fmb, num_lcb=num_lcb, rank=config.wukong_rank, **options)
+                )
+                mixed = num_fmb + num_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
-        self.interaction = interaction
-        self.add_module(interaction, nn.ModuleList(layers))
-        self.restore = MLP(mixed * dim, interaction_hidden, num_tokens * dim, dropout)
+        self.interaction = config.interaction
+        self.add_module(config.interaction, nn.ModuleList(layers))
+        self.restore = MLP(mixed * dim, hidden, num_tokens * dim, dropout)
         self.dropout = nn.Dropout(dropout)
         self.dim = dim
 
@@ -245,46 +253,45 @@ class LinearPersonalizedFFN(nn.Module):
 class SequenceArch(nn.Module):
     """S + PFFN(X_sum, S), then + self-attention, then + feed-forward when there is one; CLS tokens take part in all.
 
-    `pffn` and `attention` each are the paper's operator or GDPA, which gives the first an activation and replaces the
-    softmax of the second by one.
+    `pffn` and `sequence_attention` each are the paper's operator or GDPA, which gives the first an activation and
+    replaces the softmax of the second by one.
     """
 
-    def __init__(
-        self,
-        num_summary: int,
-        dim: int,
-        *,
-        num_heads: int,
-        max_length: int,
-        pffn: str,
-        pffn_hidden: int,
-        attention: str,
-        feed_forward: str,
-        feed_forward_dim: int,
-        moe: Mapping[str, Any],
-        dropout: float,
-    ) -> None:
+    @dataclass
+    class Config(ArchConfig):
+        pffn: str = option("linear", choices=["linear", "gdpa"])  # the paper's | a network of pffn_hidden units
+        pffn_hidden: int = option(128, least=1)
+        sequence_attention: str = option("softmax", choices=["softmax", "gdpa"])  # gdpa: an activation in its place
+        feed_forward: str = option("none", choices=["none", "dense", "moe"])  # after the sequence attention
+        feed_forward_dim: int = 128
+        moe: MoE.Config = field(default_factory=MoE.Config)
+
+    def __init__(self, config: Config, *, max_length: int) -> None:
         super().__init__()
+        dim, num_heads = config.dim, config.num_heads
         self.pffn: LinearPersonalizedFFN | PersonalizedFFN
-        if pffn == "linear":
-            self.pffn = LinearPersonalizedFFN(num_summary, dim, max_length)
+        if config.pffn == "linear":
+            self.pffn = LinearPersonalizedFFN(config.num_cls, dim, max_length)
         else:
-            self.pffn = PersonalizedFFN(dim, num_heads, num_summary, pffn_hidden, max_length=max_length, qk_norm=True)
+            self.pffn = PersonalizedFFN(
+                dim, num_heads, config.num_cls, config.pffn_hidden, max_length=max_length, qk_norm=True
+            )
         self.attention: JaggedSelfAttention | GDPASelfAttention
-        if attention == "softmax":
+        if config.sequence_attention == "softmax":
             self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
         else:
             self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, qk_norm=True)
         self.feed_forward: nn.Module | None = None
         self.feed_forward_flops = 0  # of one token
-        if feed_forward == "dense":
-            self.feed_forward = MLP(dim, [feed_forward_dim], dim)
+        if config.feed_forward == "dense":
+            self.feed_forward = MLP(dim, [config.feed_forward_dim], dim)
             self.feed_forward_flops = linear_flops(self.feed_forward)
-        elif feed_forward == "moe":
-            self.feed_forward = MoE(dim, **moe)
-            active = moe["top_k"] + moe["num_shared_experts"]
-            self.feed_forward_flops = 2 * dim * moe["num_experts"] + 6 * dim * moe["expert_dim"] * active
-        self.dropout = nn.Dropout(dropout)
+        elif config.feed_forward == "moe":
+            moe = config.moe
+            self.feed_forward = MoE(dim, **vars(moe))
+            active = moe.top_k + moe.num_shared_experts
+            self.feed_forward_flops = 2 * dim * moe.num_experts + 6 * dim * moe.expert_dim * active
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,

@@ -9,8 +9,9 @@ docs/interformer.md lists what the paper leaves open, what is done here, and why
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,11 @@ from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.beside import Beside
 from modules.broadcast import CandidateRows
+from modules.config import ModelConfig, option
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
 from modules.models.interformer.arches import (
-    ATTENTIONS,
-    FEED_FORWARDS,
-    GATES,
-    INTERACTIONS,
-    PFFNS,
     InteractionArch,
     SequenceArch,
     SequenceSummary,
@@ -38,8 +35,6 @@ from modules.models.interformer.arches import (
 from modules.moe import MoE
 from modules.norms import add_rms_norm
 from modules.rotary import rotation
-
-SEQUENCE_CONTEXTS = ("request", "candidate")
 
 
 class InterFormerLayer(nn.Module):
@@ -68,7 +63,7 @@ class InterFormerLayer(nn.Module):
 
 
 class InterFormer(nn.Module):
-    """Logits [C, tasks] from tokens; arguments are the fields of the model's configuration.
+    """Logits [C, tasks] from tokens.
 
     `sequence_context` says which tokens inform the sequence:
 
@@ -83,136 +78,83 @@ class InterFormer(nn.Module):
     candidate has its own.
     """
 
-    def __init__(
-        self,
-        spec: FeatureSpec,
-        dim: int,
-        *,
-        dropout: float,
-        num_layers: int,
-        num_heads: int,
-        num_cls: int,
-        num_pma: int,
-        num_recent: int,
-        interaction: str,
-        dhen_layers: int,
-        dcn_rank: int,
-        wukong_layers: int,
-        wukong_fmb: int,
-        wukong_lcb: int,
-        wukong_rank: int,
-        interaction_hidden: Sequence[int],
-        gate: str,
-        pffn: str,
-        pffn_hidden: int,
-        sequence_attention: str,
-        feed_forward: str,
-        feed_forward_dim: int,
-        moe: Mapping[str, Any],
-        sequence_context: str,
-        head_hidden: Sequence[int],
-    ) -> None:
-        super().__init__()
-        counts = {
-            "num_layers": num_layers,
-            "num_cls": num_cls,
-            "num_pma": num_pma,
-            "num_recent": num_recent,
-            "dhen_layers": dhen_layers,
-            "wukong_layers": wukong_layers,
-            "wukong_fmb": wukong_fmb,
-            "wukong_lcb": wukong_lcb,
-            "wukong_rank": wukong_rank,
-            "pffn_hidden": pffn_hidden,
-        }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        _check("gate", gate, GATES)
-        _check("interaction", interaction, INTERACTIONS)
-        _check("pffn", pffn, PFFNS)
-        _check("sequence_attention", sequence_attention, ATTENTIONS)
-        _check("feed_forward", feed_forward, FEED_FORWARDS)
-        _check("sequence_context", sequence_context, SEQUENCE_CONTEXTS)
+    @dataclass(kw_only=True)
+    class Config(ModelConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
+        name: str = "interformer"
+        num_layers: int = option(2, least=1)
+        # request: the sequence stays at R rows | candidate: the paper's form, C rows
+        sequence_context: str = option("request", choices=["request", "candidate"])
+        head_hidden: list[int] = option([128, 64], least=1)
 
-        self.head_dim = dim // num_heads
-        self.num_cls, self.num_recent = num_cls, num_recent
-        self.per_candidate = sequence_context == "candidate"
+        def check(self) -> None:
+            if self.dim % (2 * self.num_heads):
+                pairs = 2 * self.num_heads
+                raise ValueError(
+                    f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
+                    f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
+                )
+            if self.feed_forward == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
+                raise ValueError(
+                    f"model.moe.top_k={self.moe.top_k} must lie in 1..model.moe.num_experts={self.moe.num_experts}"
+                )
+
+        def graphs_refusal(self) -> str | None:
+            if self.sequence_context == "candidate":
+                return (
+                    "model.sequence_context=candidate: its sizes are read from the device; use "
+                    "runtime.cuda_graphs=false or model.sequence_context=request"
+                )
+            if self.feed_forward == "moe" and self.moe.aux_loss_weight:
+                return (
+                    f"model.moe.aux_loss_weight={self.moe.aux_loss_weight} gives that no gradient; use "
+                    "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
+                )
+            return None
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        self.num_cls, self.num_recent = config.num_cls, config.num_recent
+        self.per_candidate = config.sequence_context == "candidate"
         num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
         num_tokens = num_request + num_candidate
-        num_summary = num_cls + num_pma + num_recent
-        max_length = num_cls + spec.max_events
+        of_request = config.num_cls + config.num_recent
+        max_candidates = 1 if self.per_candidate else spec.max_candidates
+        max_length = config.num_cls + spec.max_events
         self.num_positions = spec.max_events + 1  # those of events count from 1
 
-        def summary(num_tokens: int) -> Summary:
-            return Summary(num_tokens, num_cls, dim, gate)
-
         def cross(num_candidate: int, num_request: int = 0) -> SequenceSummary:
-            return SequenceSummary(
-                num_candidate,
-                num_request,
-                dim,
-                num_heads=num_heads,
-                num_cls=num_cls,
-                num_pma=num_pma,
-                num_recent=num_recent,
-                gate=gate,
-                max_candidates=1 if self.per_candidate else spec.max_candidates,
-                max_length=max_length,
-            )
+            limits = {"max_candidates": max_candidates, "max_length": max_length}
+            return SequenceSummary(num_candidate, num_request, config, **limits)
 
-        def meeting(num_candidate: int, num_request: int = 0) -> InteractionArch:
-            return InteractionArch(
-                num_candidate,
-                num_request,
-                num_summary,
-                num_cls + num_recent,
-                dim,
-                max_candidates=1 if self.per_candidate else spec.max_candidates,
-                interaction=interaction,
-                dhen_layers=dhen_layers,
-                dcn_rank=dcn_rank,
-                wukong_layers=wukong_layers,
-                wukong_fmb=wukong_fmb,
-                wukong_lcb=wukong_lcb,
-                wukong_rank=wukong_rank,
-                interaction_hidden=interaction_hidden,
-                dropout=dropout,
-            )
-
-        def sequence() -> SequenceArch:
-            return SequenceArch(
-                num_cls,
-                dim,
-                num_heads=num_heads,
-                max_length=max_length,
-                pffn=pffn,
-                pffn_hidden=pffn_hidden,
-                attention=sequence_attention,
-                feed_forward=feed_forward,
-                feed_forward_dim=feed_forward_dim,
-                moe=moe,
-                dropout=dropout,
+        def layer(num_summarised: int, num_candidate: int, num_request: int = 0) -> InterFormerLayer:
+            summary = Summary(num_summarised, config)
+            return InterFormerLayer(
+                summary,
+                cross(num_candidate, num_request),
+                InteractionArch(
+                    num_candidate,
+                    num_request,
+                    of_request + config.num_pma,
+                    of_request,
+                    config,
+                    max_candidates=max_candidates,
+                ),
+                SequenceArch(config, max_length=max_length),
             )
 
         # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
-        first = summary(num_tokens if self.per_candidate else num_request)
-        later = num_tokens if self.per_candidate else num_request + num_cls
-        layers = [
-            InterFormerLayer(first, cross(num_candidate, num_request), meeting(num_candidate, num_request), sequence())
-        ]
-        layers += [
-            InterFormerLayer(summary(later), cross(num_tokens), meeting(num_tokens), sequence())
-            for _ in range(num_layers - 1)
-        ]
+        layers = [layer(num_tokens if self.per_candidate else num_request, num_candidate, num_request)]
+        later = num_tokens if self.per_candidate else num_request + config.num_cls
+        layers += [layer(later, num_tokens) for _ in range(config.num_layers - 1)]
 
-        self.history = HistoryEncoder(spec, dim)
+        self.history = HistoryEncoder(spec, config.dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
         self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
-        self.head_summary = summary(num_tokens)
+        self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(num_tokens)
-        of_request = (num_cls + num_recent) * dim
-        self.heads = TaskHeads((num_cls + num_pma) * dim, head_hidden, len(spec.tasks), dropout, of_request)
+        own, shared = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
+        self.heads = TaskHeads(own, config.head_hidden, len(spec.tasks), config.dropout, shared)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -273,11 +215,6 @@ class InterFormer(nn.Module):
         flops += self.head_summary.flops(num_candidates)
         flops += self.head_cross.flops(num_candidates, rows, num_tokens)
         return flops + self.heads.flops(num_candidates, rows)
-
-
-def _check(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -171,7 +172,29 @@ def test_explain_answers_for_a_machine_that_is_not_here(op: str) -> None:
     assert "no: needs sm_90, the device has capability (10, 0)" in later
     refused = dispatch.explain(op, "hopper", like=CPU, width=2)
     assert "refused: backend 'hopper' of double" in refused
-    with pytest.raises(ValueError, match=r"backends of double also need width: .*, width=\.\.\."):
+    assert "taken as usual: width=128" in dispatch.explain(op, like=CPU)
+
+
+def test_explain_needs_a_device_and_a_dtype_at_most() -> None:
+    """Its documented call raised ValueError for nine further facts."""
+    for family in ("attention", "gdpa", "ikbo", "jagged", "moe", "mxfp8", "tokens"):
+        importlib.import_module(f"kernels.{family}")
+    assert len(dispatch.operators()) > 30
+    for name in dispatch.operators():
+        for device in ("cpu", torch.device("cuda", 0)):
+            lines = dispatch.explain(name, device=device, dtype=torch.bfloat16).splitlines()
+            assert sum(line.endswith(" chosen") for line in lines) == 1, name
+        assert dispatch.explain(name).startswith(name)
+    text = dispatch.explain("jagged_attention", device="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    assert "head_dim=64" in text.splitlines()[1]
+
+
+def test_a_fact_without_a_usual_value_is_asked_for(op: str) -> None:
+    def needs_flavour(*, flavour: str, **facts: object) -> None:
+        return None
+
+    dispatch.register(op, "flavoured", supports=needs_flavour, priority=30)(lambda: None)
+    with pytest.raises(ValueError, match=r"backends of double also need flavour: .*, flavour=\.\.\."):
         dispatch.explain(op, like=CPU)
 
 

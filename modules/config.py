@@ -1,0 +1,98 @@
+"""Options of a configuration: each stands once, as the field of a dataclass, with what is allowed beside it.
+
+Every model has a dataclass `Config` inside its class, a subclass of `ModelConfig`; its parts may have theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def option(
+    default: Any,
+    *,
+    choices: Iterable[str] = (),
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    example: Any = None,
+) -> Any:
+    """A field of a dataclass whose value is checked by `check_options`.
+
+    A list or dict as the default is copied for each instance; the limits hold for each element of a list. `example` is
+    a value that works, for the error; where there is none, the limit is. A number without `least` must be at least 0.
+    """
+    limits = {"choices": tuple(choices), "least": least, "most": most, "below": below, "example": example}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=limits)
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def check_options(config: Any, path: str) -> None:
+    """ValueError, naming the key below `path` and a value that works, for the first value that is not allowed.
+
+    Dataclasses inside `config`, also in lists and mappings, are checked, too.
+    """
+    for field in dataclasses.fields(config):
+        key, value, limits = f"{path}.{field.name}", getattr(config, field.name), field.metadata
+        for name, part in _dataclasses(value):
+            check_options(part, key + name)
+        if choices := limits.get("choices"):
+            _check_choice(key, value, choices)
+        else:
+            _check_range(key, value, limits)
+
+
+def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
+    """(rest of its key, dataclass) for each that `value` is or holds."""
+    if dataclasses.is_dataclass(value):
+        return [("", value)]
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
+
+
+def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    values = value if isinstance(value, list) else [value]
+    if not values or not set(values) <= {None, *choices}:
+        raise ValueError(f"{key}={value} is not known; choose from {', '.join(choices)}")
+
+
+def _check_range(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    numbers = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
+    least = 0 if limits.get("least") is None and not isinstance(value, list) else limits.get("least")
+    rules: tuple[tuple[str, float | None, Callable[[float, float], bool]], ...] = (
+        ("at least", least, operator.ge),
+        ("at most", limits.get("most"), operator.le),
+        ("below", limits.get("below"), operator.lt),
+    )
+    for words, limit, holds in rules:
+        if limit is not None and not all(holds(number, limit) for number in numbers):
+            works = limit if limits.get("example") is None else limits["example"]
+            works = [works] * len(numbers) if isinstance(value, list) else works
+            raise ValueError(f"{key}={value} must be {words} {limit}, e.g. {key}={works}")
+
+
+@dataclasses.dataclass
+class TokenConfig:
+    """What all parts of a model share."""
+
+    dim: int = option(32, least=1)  # width of every token, and of embedding rows
+    dropout: float = option(0.0, below=1, example=0.1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelConfig(TokenConfig):
+    """What all models share: the schema of the configuration's group `model`."""
+
+    name: str
+    table_dims: dict[str, int] = option({})  # table -> another width of its rows, projected to dim
+
+    def check(self) -> None:
+        """Rules across fields. ValueError that names the key below `model` and a value that works."""
+
+    def graphs_refusal(self) -> str | None:
+        """Which key cannot work with CUDA graphs, why, and what works; None if all can."""
+        return None

@@ -1,0 +1,231 @@
+"""The sequence of an event type in Kunlun: transformer blocks, each followed by the pooling of what they made.
+
+Shapes: R requests, C candidates, N events of the type, d the width of a token in the model, d_e that of an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from modules.batch import EventType
+from modules.broadcast import CandidateRows
+from modules.embedding import JaggedSequence
+from modules.gdpa import GDPABlock, PersonalizedFFN
+from modules.history import merge_by_time
+from modules.jagged_attention import JaggedSelfAttention, head_dim
+from modules.masknet import MaskNet
+from modules.mlp import linear_flops
+from modules.models.interformer.arches import LinearPersonalizedFFN
+from modules.models.kunlun.config import KunlunConfig
+from modules.norms import rms_norm
+from modules.rotary import Rotation, from_end, rotation, time_rotation
+from modules.seed_pooling import SeedPooling
+from modules.target_attention import SelfAndTargetAttention, TargetAttention
+
+
+class EventTokens(NamedTuple):
+    """An event type between two layers."""
+
+    values: Tensor  # [N, d_e]
+    offsets: Tensor  # [R + 1]
+    rotation: Rotation | None
+    summary: Tensor | None  # [R, num_tokens, d], normalised; None before the first layer that pools
+    target: Tensor | None  # [C, num_target, d], normalised; None before the first layer with target attention
+
+    def tensors(self) -> list[Tensor]:
+        parts = [self.values, self.offsets, *(self.rotation or ()), self.summary, self.target]
+        return [part for part in parts if part is not None]
+
+
+class Work(NamedTuple):
+    """What a layer of an event type does."""
+
+    pffn: bool
+    attention: bool
+    pooling: bool
+
+
+def work_of(index: int, config: KunlunConfig) -> Work:
+    """Under CompSkip even layers run the PFFN and the pooling, odd layers the attentions.
+
+    The last layer always pools; otherwise nothing would read what its attention has made.
+    """
+    if not config.comp_skip:
+        return Work(True, True, True)
+    even = index % 2 == 0
+    return Work(pffn=even, attention=not even, pooling=even or index == config.num_layers - 1)
+
+
+class EventLayer(nn.Module):
+    """A transformer block on the events of a type, and the pooling after it; `work` says which parts there are.
+
+        S = S + RMSNorm(GDPA(LN(S); X_sum) + LN(S))                    pffn
+        S, T = S + SWA(Norm(S)), TargetAttention(candidates, Norm(S))  attention
+        H = HSP(Norm(S))                                               pooling
+
+    What a layer does not compute it passes on: H and T stay in the graph, and layers that read them add to their
+    gradients. `width` is d, that of the model; `config` that of the event type.
+    """
+
+    def __init__(self, config: KunlunConfig, work: Work, width: int, max_length: int, max_candidates: int) -> None:
+        super().__init__()
+        dim, num_heads = config.dim, config.num_heads
+        self.width = width
+        self.dim = dim
+        self.max_length = max_length
+        self.window = config.window or None
+        self.pffn: nn.Module | None = None
+        if work.pffn:
+            self.context = _projection(width, dim)
+            self.pffn = _pffn(config, max_length)
+        self.attention: nn.Module | None = None
+        self.target: TargetAttention | None = None
+        self.num_target = config.num_target if work.attention else 0
+        limits: dict[str, Any] = {"max_candidates": max_candidates, "max_length": max_length}
+        if work.attention and self.num_target and config.shared_kv:
+            self.attention = SelfAndTargetAttention(dim, num_heads, self.num_target, window=self.window, **limits)
+        elif work.attention:
+            self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length, window=self.window)
+            if self.num_target:
+                self.target = TargetAttention(dim, num_heads, self.num_target, **limits)
+        if self.num_target:
+            self.seeds = nn.Parameter(torch.empty(self.num_target, dim))
+            self.target_input, self.target_output = _projection(width, dim), _projection(dim, width)
+        self.pooling = _pooling(config, width, max_length) if work.pooling else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.num_target:
+            nn.init.normal_(self.seeds)
+
+    def forward(
+        self, events: EventTokens, context: Tensor | None, queries: Tensor | None, rows: CandidateRows
+    ) -> EventTokens:
+        """context [R, num_context, d] of the request for the PFFN, queries [C, num_target, d] of the candidates for the
+        attention to them; None where the layer has no such part."""
+        values, offsets, angles, summary, target = events
+        if self.pffn is not None and context is not None:
+            values = self._feed_forward(values, offsets, self.context(context))
+        if self.attention is not None:
+            change, target = self._attend(rms_norm(values), offsets, angles, queries, rows)
+            values = values + self.dropout(change)
+        if self.pooling is not None:
+            summary = rms_norm(self.pooling(rms_norm(values), offsets))
+        return EventTokens(values, offsets, angles, summary, target)
+
+    def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+        if isinstance(self.pffn, GDPABlock):
+            return self.pffn(values, offsets, context)
+        assert self.pffn is not None
+        return values + self.dropout(self.pffn(rms_norm(values), offsets, context))
+
+    def _attend(
+        self, normed: Tensor, offsets: Tensor, angles: Rotation | None, queries: Tensor | None, rows: CandidateRows
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.attention is not None
+        if queries is None:
+            return self.attention(normed, offsets, angles), None
+        queries = self.seeds + self.target_input(queries)
+        if self.target is None:
+            change, target = self.attention(queries, rows.offsets, normed, offsets, angles)
+        else:
+            change = self.attention(normed, offsets, angles)
+            target = self.target(queries, rows.offsets, normed, offsets)
+        return change, rms_norm(self.target_output(target))
+
+    def flops(self, num_candidates: float, num_requests: float, num_events: float, squared: float) -> float:
+        """Forward FLOPs; `squared` is the sum of squared lengths of the type's sequences."""
+        flops = 0.0
+        if self.pffn is not None:
+            inner = self.pffn.attention if isinstance(self.pffn, GDPABlock) else self.pffn
+            assert isinstance(inner, PersonalizedFFN | LinearPersonalizedFFN)
+            num_context = inner.mix.shape[1] if isinstance(inner, PersonalizedFFN) else inner.output.in_features
+            flops += inner.flops(num_requests, num_events) + num_requests * num_context * linear_flops(self.context)
+        pairs = squared if self.window is None else min(squared, num_events * (2 * self.window + 1))
+        seen = num_candidates * num_events / max(num_requests, 1)
+        if isinstance(self.attention, SelfAndTargetAttention):
+            flops += self.attention.flops(num_candidates, num_events, pairs, seen)
+        elif isinstance(self.attention, JaggedSelfAttention):
+            flops += self.attention.flops(num_events, pairs)
+        if self.target is not None:
+            flops += self.target.flops(num_candidates, num_events, seen)
+        if self.num_target:
+            around = linear_flops(self.target_input) + linear_flops(self.target_output)
+            flops += num_candidates * self.num_target * around
+        return flops + (0 if self.pooling is None else self.pooling.flops(num_requests, num_events))
+
+
+class EventStack(nn.Module):
+    """The layers of one event type, or of several whose events are merged by time, with what makes their tokens."""
+
+    def __init__(self, events: Sequence[EventType], config: KunlunConfig, width: int, max_candidates: int) -> None:
+        super().__init__()
+        self.events = list(events)
+        self.config = config
+        self.head_dim = head_dim(config.dim, config.num_heads)
+        max_length = sum(event.max_length for event in events)
+        masks = nn.ModuleList(MaskNet(len(event.fields), width, config.dim) for event in events)
+        self.masks = cast("Sequence[MaskNet]", masks)
+        works = [work_of(index, config) for index in range(config.num_layers)]
+        layers = nn.ModuleList(EventLayer(config, work, width, max_length, max_candidates) for work in works)
+        self.layers = cast("Sequence[EventLayer]", layers)
+
+    def begin(self, histories: Sequence[JaggedSequence]) -> EventTokens:
+        """Tokens of the events of each type, with their rotation: by how many are younger, and by their age."""
+        pairs = zip(self.masks, histories, strict=True)
+        merged = merge_by_time([JaggedSequence(mask(each.values), each.offsets, each.times) for mask, each in pairs])
+        return EventTokens(merged.values, merged.offsets, self._rotation(merged), None, None)
+
+    def _rotation(self, sequence: JaggedSequence) -> Rotation | None:
+        if self.config.rotation == "none":
+            return None
+        positions = from_end(sequence.offsets, sequence.values.shape[0])
+        if self.config.rotation == "position":
+            return rotation(positions, self.head_dim)
+        return time_rotation(positions, -sequence.times, self.head_dim, self.config.time_scale)
+
+    def flops(self, num_candidates: float, num_requests: float, num_events: float, squared: float) -> float:
+        """Forward FLOPs. Events of merged types are taken to occur in proportion to their `max_length`."""
+        capacity = sum(event.max_length for event in self.events)
+        shares = zip(self.events, self.masks, strict=True)
+        flops = sum(mask.flops(num_events * event.max_length / capacity) for event, mask in shares)
+        layers = (layer.flops(num_candidates, num_requests, num_events, squared) for layer in self.layers)
+        return flops + sum(layers)
+
+
+def _projection(width: int, out: int) -> nn.Module:
+    """Nothing where the widths agree."""
+    return nn.Identity() if width == out else nn.Linear(width, out, bias=False)
+
+
+def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
+    if config.pffn == "linear":
+        return LinearPersonalizedFFN(config.num_context, config.dim, max_length)
+    pffn = PersonalizedFFN(
+        config.dim,
+        config.num_heads,
+        config.num_context,
+        config.pffn_hidden,
+        max_length=max_length,
+        qk_norm=True,
+        score_scale=(config.dim // config.num_heads) ** -0.5,
+    )
+    return GDPABlock(pffn)
+
+
+def _pooling(config: KunlunConfig, width: int, max_length: int) -> SeedPooling:
+    hsp = config.pooling == "hsp"
+    return SeedPooling(
+        config.dim,
+        config.num_heads,
+        num_seeds=config.num_seeds if hsp else config.num_tokens,
+        num_tokens=config.num_tokens,
+        terms=config.kron_terms if hsp else 0,
+        max_length=max_length,
+        out_dim=width,
+    )

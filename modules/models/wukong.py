@@ -1,0 +1,87 @@
+"""Wukong (arXiv 2403.02545) as a model: a stack of its layers over all tokens, then the heads. docs/wukong.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.jagged import segment_mean
+from modules.batch import FeatureSpec, RequestBatch
+from modules.broadcast import CandidateRows
+from modules.config import ModelConfig, option
+from modules.embedding import Tokens
+from modules.mlp import TaskHeads
+from modules.norms import rms_norm
+from modules.wukong import MACHINES, WukongLayer
+
+
+class Wukong(nn.Module):
+    """Logits [C, tasks] from tokens.
+
+    It does not model sequences: each history field is one more request token, the mean of its events. The first layer
+    takes the request's tokens at the request's rows, see `WukongLayer`.
+    """
+
+    @dataclass(kw_only=True)
+    class Config(ModelConfig):
+        name: str = "wukong"
+        num_layers: int = option(3, least=1)  # each squares the order of interactions
+        num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
+        num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
+        machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
+        rank: int = option(8, least=1)  # columns of Y
+        hidden: list[int] = option([128], least=1)  # of the machine's MLP
+        num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
+        attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
+        head_hidden: list[int] = option([128, 64], least=1)
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
+        super().__init__()
+        num_request = spec.num_request_tokens + sum(len(event.fields) for event in spec.histories)
+        made = config.num_fmb + config.num_lcb
+
+        def layer(num_candidate: int, num_request: int = 0) -> WukongLayer:
+            return WukongLayer(
+                num_candidate,
+                config.dim,
+                num_fmb=config.num_fmb,
+                num_lcb=config.num_lcb,
+                rank=config.rank,
+                hidden=config.hidden,
+                dropout=config.dropout,
+                num_request=num_request,
+                max_candidates=spec.max_candidates,
+                machine=config.machine,
+                num_compressed=config.num_compressed,
+                attention_hidden=config.attention_hidden,
+            )
+
+        layers = nn.ModuleList([layer(spec.num_candidate_tokens, num_request)])
+        layers.extend(layer(made) for _ in range(config.num_layers - 1))
+        self.layers = cast("Sequence[WukongLayer]", layers)
+        self.heads = TaskHeads(made * config.dim, config.head_hidden, len(spec.tasks), config.dropout)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        dim = tokens.request.shape[2]
+        means = [segment_mean(history.values, history.offsets) for history in tokens.histories.values()]
+        request = torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)
+        first, *rest = self.layers
+        x = first(rms_norm(tokens.candidate), rms_norm(request), CandidateRows.of(batch))
+        for layer in rest:
+            x = layer(x)
+        return self.heads(x.flatten(1))
+
+    def aux_loss(self) -> Tensor:
+        return next(self.parameters()).new_zeros(())
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products; histories are only averaged."""
+        flops = sum(layer.flops(num_candidates, num_requests) for layer in self.layers)
+        return flops + self.heads.flops(num_candidates, num_requests)

@@ -1,0 +1,216 @@
+"""Checkpoints that are damaged or made by somebody else: none runs code, none is taken for what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from tests.launching import TINY_DLRM, train_here, train_ranks
+from train.checkpoint import manifest
+from train.checkpoint.manifest import DamagedError
+from train.checkpoint.read import read_metadata
+from train.checkpoint.save import Progress, best_checkpoint, read_meta
+from train.evaluate import main as evaluate
+from train.record.tracking import read_metrics
+
+OPTIONS = ("checkpoint.every=2", "checkpoint.keep=9", "runtime.steps=6")
+NEWEST, BEFORE = "checkpoints/step_00000006", "checkpoints/step_00000004"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train_here(run_dir, *OPTIONS, base=TINY_DLRM)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def shard(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("*.distcp"))
+
+
+def flip(file: Path) -> None:
+    """One bit amid the bytes of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+class Runs:
+    """Its pickle makes a folder."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.reliability(
+    "a checkpoint made by somebody else, with code in its index",
+    "`checkpoint.load` and `train.evaluate` refuse it, naming what it would have called; nothing runs",
+)
+def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
+    made, checkpoint = tmp_path / "made", run_dir / NEWEST
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(made)))
+    (checkpoint / "manifest.json").unlink()  # a forger's would agree
+    refusal = r"step_00000006 is damaged \(UnpicklingError: .metadata names posix.mkdir, which no checkpoint does\)"
+    with pytest.raises(ValueError, match=refusal):
+        train_here(tmp_path / "new", f"checkpoint.load='{checkpoint}'", base=TINY_DLRM)
+    with pytest.raises(ValueError, match=refusal):
+        evaluate([f"checkpoint={checkpoint}", f"out={tmp_path / 'out'}"])
+    assert not made.exists()
+
+
+@pytest.mark.reliability(
+    "a checkpoint whose index says that a tensor is a pickled object, or lies in another folder",
+    "refused; nothing runs, and no other file is read",
+)
+def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_path: Path) -> None:
+    made, checkpoint = tmp_path / "made", run_dir / NEWEST
+    index = read_metadata(checkpoint)
+    key, info = next((key, info) for key, info in index.storage_data.items() if key.fqn.startswith("dense."))
+    whole = pickle.dumps(index)
+    payload = pickle.dumps(Runs(made))
+    (checkpoint / "manifest.json").unlink()
+    index.state_dict_metadata[key.fqn] = BytesStorageMetadata()
+    index.storage_data[MetadataIndex(key.fqn)] = info
+    info.relative_path, info.offset, info.length = "__0_9.distcp", 0, len(payload)
+    (checkpoint / "__0_9.distcp").write_bytes(payload)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DamagedError, match="is damaged .* a file holds something else than tensors") as refused:
+        train_here(run_dir, *OPTIONS, base=TINY_DLRM)
+    assert "weights_only" not in str(refused.value)  # torch's advice to unpickle it after all
+    assert not made.exists()
+    index = pickle.loads(whole)
+    next(iter(index.storage_data.values())).relative_path = "../step_00000004/__0_0.distcp"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DamagedError, match="names a file of another folder"):
+        read_metadata(checkpoint)
+
+
+@pytest.mark.parametrize("what", ["flip", "older", "cut", "lost", "meta", "index", "manifest"])
+@pytest.mark.reliability(
+    "a file of the newest checkpoint has a flipped bit, is cut short, is lost, or is that of an older step",
+    "a warning names the file; the run goes on from the checkpoint before, and the damaged one is set aside",
+)
+def test_the_newest_whole_checkpoint_serves(what: str, run_dir: Path) -> None:
+    newest = run_dir / NEWEST
+    file = {"meta": newest / "meta.json", "index": newest / ".metadata", "manifest": newest / "manifest.json"}.get(
+        what, shard(newest)
+    )
+    if what == "older":
+        shutil.copy(shard(run_dir / BEFORE), file)
+    elif what == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif what == "lost":
+        file.unlink()
+    elif what == "manifest":
+        file.write_bytes(file.read_bytes()[:20])
+    else:
+        flip(file)
+    train_here(run_dir, *OPTIONS, base=TINY_DLRM)
+    log = (run_dir / "train.log").read_text()
+    assert f"{newest} is damaged ({'the checksum of ' if what in ('flip', 'older', 'meta', 'index') else ''}" in log
+    assert file.name in log.partition("is damaged")[2].partition("\n")[0]
+    assert "goes on from step_00000004; the damaged one is now step_00000006.damaged" in log
+    assert f"resumed from {run_dir / BEFORE}" in log
+    steps = [record.step for record in read_metrics(run_dir / "metrics.jsonl") if record.split == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    manifest.verify_alone(newest)  # written anew
+
+
+@pytest.mark.reliability(
+    "every checkpoint of a run is damaged", "the run is refused and does not begin anew; nothing is renamed"
+)
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run_dir: Path) -> None:
+    before = sorted((run_dir / "checkpoints").iterdir())
+    for checkpoint in before:
+        flip(shard(checkpoint))
+    with pytest.raises(DamagedError, match="step_00000006 is damaged .the checksum of __0_0.distcp is not"):
+        train_here(run_dir, *OPTIONS, base=TINY_DLRM)
+    assert sorted((run_dir / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.reliability(
+    "a damaged checkpoint is evaluated, or a new run starts from it", "refused: the file that is damaged"
+)
+def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) -> None:
+    flip(shard(run_dir / NEWEST))
+    with pytest.raises(DamagedError, match="__0_0.distcp"):
+        evaluate([f"checkpoint={run_dir / NEWEST}", f"out={tmp_path / 'out'}"])
+    with pytest.raises(DamagedError, match="__0_0.distcp"):
+        train_here(tmp_path / "new", f"checkpoint.load='{run_dir / NEWEST}'", base=TINY_DLRM)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "meta.json has no 'config'"),
+        ("[]", "meta.json has no 'config'"),
+        ("{", "meta.json: Expecting"),
+        ('{"config": {}, "progress": 7, "data_fingerprint": ""}', "meta.json has no 'progress'"),
+    ],
+)
+@pytest.mark.reliability("a checkpoint's `meta.json` is `{}`, `[]` or no JSON", "refused: the file and what it lacks")
+def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(DamagedError, match=message):
+        read_meta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("progress", "message"),
+    [
+        ({"pace": 3}, r"meta.json has the unknown progress.pace=3"),
+        ({"step": -7}, r"meta.json has progress.step=-7, expected one like 0"),
+        ({"step": "7"}, r"meta.json has progress.step='7', expected one like 0"),
+        ({"best_values": []}, r"meta.json has progress.best_values=\[\], expected one like {}"),
+    ],
+)
+@pytest.mark.reliability(
+    "a checkpoint's `meta.json` has an unknown key, or a step of -7", "refused: the file, the key and its value"
+)
+def test_progress_that_no_run_made_is_named(progress: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match=message):
+        Progress.of(tmp_path, progress)
+
+
+def test_a_checkpoint_from_before_there_were_manifests_resumes(run_dir: Path) -> None:
+    (run_dir / NEWEST / "manifest.json").unlink()
+    train_here(run_dir, *OPTIONS[:2], "runtime.steps=7", base=TINY_DLRM)
+    assert f"resumed from {run_dir / NEWEST}" in (run_dir / "train.log").read_text()
+
+
+def test_the_best_checkpoint_is_found_beside_a_damaged_one(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(run_dir / NEWEST / "meta.json")
+    meta = json.loads((run_dir / BEFORE / "meta.json").read_text())
+    meta["progress"]["best_step"] = 2
+    (run_dir / BEFORE / "meta.json").write_text(json.dumps(meta))
+    (run_dir / BEFORE / "manifest.json").unlink()
+    assert best_checkpoint(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_00000002"
+    assert "the checksum of meta.json" in caplog.text
+
+
+def test_ranks_sum_what_they_write_and_verify_together(tmp_path: Path) -> None:
+    train_ranks(2, tmp_path, "checkpoint.every=2", "checkpoint.keep=9", "runtime.steps=4", base=TINY_DLRM)
+    newest = tmp_path / "checkpoints" / "step_00000004"
+    assert set(manifest.read(newest)) == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.json"}
+    assert set(manifest.read(newest)) | {"manifest.json"} == {file.name for file in newest.iterdir()}
+    flip(newest / "__1_0.distcp")
+    train_ranks(2, tmp_path, "checkpoint.every=2", "checkpoint.keep=9", "runtime.steps=4", base=TINY_DLRM)
+    log = (tmp_path / "train.log").read_text()
+    assert "the checksum of __1_0.distcp" in log
+    assert f"resumed from {tmp_path}/checkpoints/step_00000002" in log

@@ -1,0 +1,351 @@
+"""Kunlun against its equations written out on padded tensors, and each ablation and per-type key by what it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from modules.batch import RequestBatch
+from modules.embedding import FeatureEmbedding, Tokens
+from modules.models import build
+from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
+from modules.models.kunlun.stack import EventLayer, EventStack, work_of
+from modules.wukong import WukongExperts, WukongLayer
+from tests.modules.factories import random_batch, random_spec
+
+DIM = 8
+SMALL: dict[str, Any] = {
+    "dim": DIM,
+    "rank": 3,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "pffn_hidden": 6,
+    "num_seeds": 5,
+    "num_tokens": 3,
+    "window": 2,
+    "time_scale": 30.0,
+}
+
+
+def kunlun(**changes: Any) -> tuple[Kunlun, FeatureEmbedding]:
+    torch.manual_seed(0)
+    spec = random_spec()
+    return Kunlun(spec, KunlunConfig(**SMALL | changes)), FeatureEmbedding(spec, DIM, "cpu")
+
+
+def norm(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def heads(x: Tensor, number: int) -> Tensor:
+    """[..., L, d] -> [..., H, L, d / H]."""
+    return x.unflatten(-1, (number, -1)).transpose(-3, -2)
+
+
+def turned(x: Tensor, angle: Tensor) -> Tensor:
+    """x [..., H, L, d / H] turned by angles [..., L, d / H / 2]."""
+    first, second = x.chunk(2, -1)
+    cos, sin = angle.cos()[..., None, :, :], angle.sin()[..., None, :, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """[..., H, Q, e] over keys where `seen` [..., Q, L]; zeros where a query sees none -> [..., Q, d]."""
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[..., None, :, :], float("-inf"))
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights @ v).transpose(-3, -2).flatten(-2)
+
+
+class Padded:
+    """Every equation of docs/kunlun.md on tensors [C, longest, d], a copy of a request's for each candidate."""
+
+    def __init__(self, model: Kunlun, tokens: Tokens, batch: RequestBatch) -> None:
+        self.model = model
+        self.owner = batch.owner
+        self.x = norm(tokens.candidate)
+        self.request = norm(tokens.request)[self.owner]
+        self.tokens, self.batch = tokens, batch
+
+    def logits(self) -> Tensor:
+        stacks = self.model.stacks
+        sequences = [self.begin(stack) for stack in stacks]
+        summaries: list[Tensor | None] = [None] * len(stacks)
+        targets: list[Tensor | None] = [None] * len(stacks)
+        x = torch.cat([self.request, self.x], 1)
+        for index, layer in enumerate(self.model.layers):
+            known = [each for each in summaries if each is not None]
+            mixed = torch.cat([self.request, *known], 1)
+            context = None if layer.context is None else norm(layer.context.candidate.weight @ mixed)
+            asked = None if layer.queries is None else norm(weight_of(layer.queries) @ x)
+            at = 0
+            for number, stack in enumerate(stacks):
+                if index >= len(stack.layers):
+                    continue
+                block = stack.layers[index]
+                queries = None
+                if block.num_target:
+                    assert asked is not None
+                    queries = asked[:, at : at + block.num_target]
+                    at += block.num_target
+                sequences[number], target, summary = self.block(block, sequences[number], context, queries)
+                targets[number] = targets[number] if target is None else target
+                summaries[number] = summaries[number] if summary is None else summary
+            own = [norm(weight_of(layer.summary) @ x), *(each for each in targets if each is not None)]
+            shared = [each for each in summaries if each is not None]
+            x = self.experts(layer.experts, torch.cat(own, 1), torch.cat(shared, 1))
+        return self.model.heads(x.flatten(1))
+
+    def begin(self, stack: EventStack) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [C, L, d_e], which of them exist [C, L], angles [C, L, d_h / 2]."""
+        (event,) = stack.events
+        history = self.tokens.histories[event.name]
+        rows = [slice(*history.offsets[row : row + 2].tolist()) for row in self.owner.tolist()]
+        longest, half = event.max_length, stack.head_dim // 2
+        values = torch.zeros(len(rows), longest, stack.config.dim)
+        exists, angles = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), longest, half)
+        masked = stack.masks[0](history.values)
+        of_time = half // 2 if stack.config.rotation == "time" else 0
+        for index, row in enumerate(rows):
+            count = row.stop - row.start
+            values[index, :count], exists[index, :count] = masked[row], True
+            age = -history.times[row].float()
+            place = torch.arange(count, 0, -1)
+            of_place = half - of_time
+            frequency = 10_000.0 ** (-torch.arange(of_place) / of_place)
+            angles[index, :count, :of_place] = place[:, None] * frequency
+            frequency = 100.0 ** (-torch.arange(of_time) / max(1, of_time))
+            angles[index, :count, of_place:] = torch.log(1 + age / stack.config.time_scale)[:, None] * frequency
+        return values, exists, angles
+
+    def block(
+        self,
+        block: EventLayer,
+        sequence: tuple[Tensor, Tensor, Tensor],
+        context: Tensor | None,
+        queries: Tensor | None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+        s, exists, angles = sequence
+        target = summary = None
+        if block.pffn is not None:
+            assert context is not None
+            s = self.pffn(block, s, block.context(context))
+        if block.attention is not None:
+            attention, number, normed = block.attention, block.attention.num_heads, norm(s)
+            index = torch.arange(s.shape[1])
+            window = s.shape[1] if block.window is None else block.window
+            seen = ((index[:, None] - index).abs() <= window) & exists[:, None, :]
+            if block.num_target and block.target is None:
+                q, kv = attention.query(normed), attention.key_value(normed)
+                k, v = kv.chunk(2, -1)
+                across, target_query, target_output = (k, v), attention.target_query, attention.target_output
+            else:
+                q, k, v = attention.query_key_value(normed).chunk(3, -1)
+                if block.target is not None:
+                    across = block.target.key_value(normed).chunk(2, -1)
+                    target_query, target_output = block.target.query, block.target.output
+            q, k = turned(heads(q, number), angles), turned(heads(k, number), angles)
+            change = attention.output(softmax_attention(q, k, heads(v, number), seen))
+            if queries is not None:
+                asked = heads(target_query(block.seeds + block.target_input(queries)), number)
+                keys = k if block.target is None else heads(across[0], number)
+                everything = exists[:, None, :].expand(-1, queries.shape[1], -1)
+                attended = softmax_attention(asked, keys, heads(across[1], number), everything)
+                target = norm(block.target_output(target_output(attended)))
+            s = s + change
+        if block.pooling is not None:
+            pooling, number = block.pooling, block.pooling.num_heads
+            k, v = pooling.key_value(norm(s)).chunk(2, -1)
+            q = heads(pooling.query(norm(pooling.seeds)), number).expand(len(s), -1, -1, -1)
+            seen = exists[:, None, :].expand(-1, len(pooling.seeds), -1)
+            seeds = softmax_attention(q, heads(k, number), heads(v, number), seen)
+            summary = norm(pooling.compress(seeds))
+        return (s, exists, angles), target, summary
+
+    def pffn(self, block: EventLayer, s: Tensor, context: Tensor) -> Tensor:
+        """q + RMSNorm(GDPA(LN(q)) + LN(q)), GDPA a network of each head with keys and values mixed from the context."""
+        pffn = block.pffn.attention
+        number, normed = pffn.num_heads, layer_norm(s)
+        q = norm(heads(normed, number))
+        k, v = norm(heads(pffn.mix[0::2] @ context, number)), heads(pffn.mix[1::2] @ context, number)
+        weights = torch.nn.functional.gelu(q @ k.mT * pffn.score_scale)
+        attended = (weights @ v).transpose(-3, -2).flatten(-2)
+        return s + norm(attended + normed)
+
+    def experts(self, experts: WukongExperts, own: Tensor, shared: Tensor) -> Tensor:
+        made = []
+        for index, (first, *rest) in enumerate(experts.experts):
+            number = len(experts.experts)
+            tokens = torch.cat([shared[:, index::number], own[:, index::number]], 1)
+            for layer in (first, *rest):
+                tokens = self.wukong(layer, tokens)
+            made.append(tokens)
+        return torch.cat(made, 1)
+
+    def wukong(self, layer: WukongLayer, x: Tensor) -> Tensor:
+        products = x @ (weight_of(layer.project) @ x).mT
+        machine = layer.fmb(norm(products.flatten(1) * DIM**-0.5)).unflatten(1, (-1, DIM))
+        mixed = torch.cat([machine, weight_of(layer.lcb) @ x], 1)
+        return norm(mixed + (x if layer.residual is None else weight_of(layer.residual) @ x))
+
+
+def weight_of(lce: Any) -> Tensor:
+    """[num_out, request tokens then candidate tokens]."""
+    parts = [lce.candidate.weight] if lce.request is None else [lce.request.weight, lce.candidate.weight]
+    return torch.cat(parts, 1)
+
+
+OWN = {"event1": EventConfig(dim=16, num_heads=4, num_tokens=2, num_seeds=3, window=1, pffn_hidden=4)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"comp_skip": False, "num_experts": 1, "expert_layers": 2},
+        {"shared_kv": False, "rotation": "position", "window": 0, "num_layers": 3},
+        {"events": OWN, "num_layers": 3, "num_experts": 3},
+        {"events": {"event0": EventConfig(num_layers=2)}, "num_layers": 4, "pooling": "pma"},
+    ],
+    ids=["defaults", "all in each layer", "apart", "own widths", "own depth"],
+)
+def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None:
+    model, embedding = kunlun(**changes)
+    batch = random_batch(random_spec(), (2, 0, 1, 3, 1))
+    tokens = embedding(batch)
+    expected = Padded(model, tokens, batch).logits()
+    # Float32 sums in another order, on logits near 1.
+    torch.testing.assert_close(model(tokens, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_comp_skip_alternates_and_the_last_layer_pools() -> None:
+    config = KunlunConfig(**SMALL, num_layers=4)
+    works = [work_of(index, config) for index in range(4)]
+    assert [work.pffn for work in works] == [True, False, True, False]
+    assert [work.attention for work in works] == [False, True, False, True]
+    assert [work.pooling for work in works] == [True, False, True, True]
+    every = dataclasses.replace(config, comp_skip=False)
+    assert all(all(work_of(index, every)) for index in range(4))
+
+
+def test_the_kept_summary_carries_gradients_of_the_layer_that_reuses_it() -> None:
+    model, embedding = kunlun(num_layers=3)
+    batch = random_batch(random_spec())
+    seen: list[Tensor] = []
+    for layer in model.stacks[0].layers:
+        layer.register_forward_hook(lambda module, args, out: seen.append(out.summary))
+    logits = model(embedding(batch), batch)
+    first, second, third = seen
+    assert second is first
+    assert third is not first
+    # Layer 1 does not pool: its interaction reads what layer 0 has made, and so does the context of layer 2.
+    read = torch.autograd.grad(logits.sum(), first)[0]
+    assert read.abs().sum() > 0
+
+
+def test_layers_of_another_event_type_do_not_see_this_one() -> None:
+    model, embedding = kunlun(comp_skip=False, num_layers=1)
+    batch = random_batch(random_spec(), lengths=[4] * 5)
+    outputs = []
+    model.stacks[0].layers[0].register_forward_hook(lambda module, args, out: outputs.append(out.values))
+    model(embedding(batch), batch)
+    model(embedding(with_other_ids(batch, "event1.item")), batch)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
+def with_other_ids(batch: RequestBatch, key: str) -> RequestBatch:
+    ids = batch.histories.values().clone()
+    index = batch.histories.keys().index(key)
+    counts = batch.histories.length_per_key()
+    start = sum(counts[:index])
+    ids[start : start + counts[index]] = (ids[start : start + counts[index]] + 1) % 30
+    histories = KeyedJaggedTensor(batch.histories.keys(), ids, lengths=batch.histories.lengths())
+    return dataclasses.replace(batch, histories=histories)
+
+
+def test_ages_count_and_time_of_day_does_not() -> None:
+    model, embedding = kunlun()
+    batch = random_batch(random_spec(), lengths=[5] * 5)
+    before = model(embedding(batch), batch)
+    shift = 86_400
+    times = batch.history_times
+    later = KeyedJaggedTensor(times.keys(), times.values() + shift, lengths=times.lengths())
+    moved = dataclasses.replace(batch, history_times=later, request_time=batch.request_time + shift)
+    torch.testing.assert_close(model(embedding(moved), moved), before, rtol=0, atol=0)
+    older = dataclasses.replace(batch, request_time=batch.request_time + shift)
+    assert (model(embedding(older), older) - before).abs().max() > 1e-5
+    still, _ = kunlun(rotation="position")
+    old, new = (still(embedding(each), each) for each in (batch, older))
+    torch.testing.assert_close(old, new, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone", "there"),
+    [
+        ({"pffn": "linear"}, "pffn.attention.mix", "pffn.output.weight"),
+        ({"pooling": "pma"}, "compress.mix", "pooling.compress.weight"),
+        ({"shared_kv": False}, "attention.key_value", "target.key_value"),
+        ({"num_target": 0}, "target_query", "attention.query_key_value"),
+        ({"event_stacks": "merged"}, "stacks.1", "stacks.0.masks.1"),
+        ({"num_experts": 1}, "experts.1", "experts.0"),
+    ],
+)
+def test_an_ablation_is_one_key_that_takes_its_part_out(changes: dict[str, Any], gone: str, there: str) -> None:
+    whole, without = (" ".join(dict(kunlun(**each)[0].named_parameters())) for each in ({}, changes))
+    assert gone in whole
+    assert gone not in without
+    assert there in without
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": 0}, {"rotation": "none"}, {"kron_terms": 1}, {"comp_skip": False}], ids=str
+)
+def test_an_ablation_changes_what_is_computed(changes: dict[str, Any]) -> None:
+    batch = random_batch(random_spec(), lengths=[6] * 5)
+    logits = []
+    for each in ({}, changes):
+        model, embedding = kunlun(**each)
+        logits.append(model(embedding(batch), batch))
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+
+
+def test_comp_skip_and_windows_save_what_flops_say() -> None:
+    whole, skipping, narrow = (
+        kunlun(**each)[0].flops_per_batch(2, 4, 2000.0, 2_000_000.0)
+        for each in ({"comp_skip": False, "window": 0}, {"window": 0}, {"comp_skip": False})
+    )
+    assert skipping < 0.7 * whole
+    assert narrow < whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pffn": "none"}, "model.pffn=none is not known; choose from gdpa, linear"),
+        ({"rotation": "rope"}, "model.rotation=rope is not known; choose from time, position, none"),
+        ({"kron_terms": 0}, "model.kron_terms=0 must be at least 1"),
+        ({"events": {"event0": EventConfig(window=-1)}}, "model.events.event0.window=-1 must be at least 0"),
+        (
+            {"events": {"buy": EventConfig()}},
+            "model.events names 'buy'; the event types of the data are event0, event1",
+        ),
+        ({"events": OWN, "event_stacks": "merged"}, "use model.event_stacks=own"),
+        ({"events": {"event0": EventConfig(num_layers=5)}}, "event0.num_layers=5 must be at most model.num_layers=2"),
+        ({"num_layers": 1}, "model.num_layers=1 must be at least 2, or use model.comp_skip=false"),
+        ({"num_experts": 20}, "num_experts=20 share .* tokens of a candidate"),
+        ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),
+        ({"events": {"event1": EventConfig(dim=12, num_heads=4)}}, "model.events.event1.dim=12 must be a multiple"),
+        ({"time_scale": 0.0}, "model.time_scale=0.0 must be above 0 seconds"),
+    ],
+)
+def test_wrong_fields_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(KunlunConfig(**SMALL | changes), random_spec())

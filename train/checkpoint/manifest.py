@@ -1,0 +1,166 @@
+"""Checksums of a checkpoint's files: taken while they are written, compared before anything is read from them.
+
+`manifest.json` has the size and the CRC-32 of every file. It tells accidents (a flipped bit, a file that was cut short,
+a file of another step), not forgeries. Each rank sums what it writes, on its way to the file, and compares its share of
+the files when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from train.process.distributed import World
+from train.process.files import write_json
+
+log = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+PIECE = 1 << 24
+"""Bytes that are read at a time."""
+READERS = 4
+"""Files that a rank reads at the same time."""
+
+Sums = dict[str, dict[str, int]]
+"""File name -> {"bytes": ..., "crc32": ...}."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint whose files are not what was written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} is damaged ({reason}); use another checkpoint of the run")
+
+
+class SummedFiles(FileSystem):
+    """The file system that DCP writes to, with `sums` of the files that were written to it."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _Summed(stream)
+            yield summed
+        self.sums[Path(path).name] = summed.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _Summed(io.IOBase):
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.sum = {"bytes": 0, "crc32": 0}
+
+    def write(self, data: Any) -> int:
+        self.sum["crc32"] = zlib.crc32(data, self.sum["crc32"])
+        written = self._stream.write(data)
+        self.sum["bytes"] += written
+        return written
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def write(path: Path, files: SummedFiles, others: Iterable[str], world: World) -> None:
+    """Write the manifest of a checkpoint from what each rank has summed, and of `others` that the first one wrote."""
+    gathered: list[Sums] | None = [{}] * world.size if world.is_first else None
+    dist.gather_object(files.sums, gathered, dst=0, group=world.checkpoint_group)
+    if gathered is not None:
+        sums = {name: each for rank in gathered for name, each in rank.items()}
+        write_json(path / MANIFEST, {"files": sums | {name: _summed(path / name) for name in others}})
+
+
+def verify(path: Path, world: World) -> None:
+    """Raise `DamagedError`, on all ranks, unless the files are those of the manifest. Each rank reads a share of them.
+
+    A checkpoint from before there were manifests passes.
+    """
+    sums, fault = world.broadcast(_attempt(path) if world.is_first else ({}, None))
+    if not sums and fault is None:
+        log.info("%s has no %s, by which its files could be verified", path, MANIFEST)
+    if fault is None:
+        names = sorted(sums, key=lambda name: -sums[name]["bytes"])[world.rank :: world.size]
+        found: list[list[str]] = [[]] * world.size
+        dist.all_gather_object(found, faults(path, {name: sums[name] for name in names}), group=world.host_group)
+        fault = next((each for rank in found for each in rank), None)
+    if fault is not None:
+        raise DamagedError(path, fault)
+
+
+def verify_alone(path: Path) -> None:
+    """The same, by one process."""
+    for fault in faults(path, read(path)):
+        raise DamagedError(path, fault)
+
+
+def faults(path: Path, sums: Sums) -> list[str]:
+    """What is wrong with the files of a checkpoint, each in a few words."""
+    with ThreadPoolExecutor(READERS) as readers:
+        checked = readers.map(lambda name: fault_of(path / name, sums[name]), sums)
+        return [fault for fault in checked if fault is not None]
+
+
+def fault_of(file: Path, expected: dict[str, int]) -> str | None:
+    """In a few words why a file is not what was written, None if it is."""
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{file.name} has {size:,} bytes, {expected['bytes']:,} were written"
+        if _summed(file)["crc32"] != expected["crc32"]:
+            return f"the checksum of {file.name} is not the one that was written"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return None
+
+
+def read(path: Path) -> Sums:
+    """What the manifest of a checkpoint says; empty for a checkpoint without one. Raises `DamagedError`."""
+    try:
+        sums = json.loads((path / MANIFEST).read_text())["files"]
+        if all(Path(name).name == name and set(each) == {"bytes", "crc32"} for name, each in sums.items()):
+            return sums
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(path, f"{MANIFEST}: {error!r}") from error
+    raise DamagedError(path, f"{MANIFEST} names no files of a checkpoint")
+
+
+def _attempt(path: Path) -> tuple[Sums, str | None]:
+    try:
+        return read(path), None
+    except DamagedError as error:
+        return {}, str(error).partition("(")[2].rpartition(")")[0]
+
+
+def _summed(file: Path) -> dict[str, int]:
+    crc, size = 0, 0
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(PIECE):
+            crc, size = zlib.crc32(piece, crc), size + len(piece)
+    return {"bytes": size, "crc32": crc}

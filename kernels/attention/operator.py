@@ -38,7 +38,7 @@ def attention_operator(
     features: bool = True,
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = contiguous_gradients,
 ) -> Callable[..., Tensor]:
-    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above.
+    """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above.
 
     Without `features` it takes neither `block_size` nor `bias`, which saves the host a third of the arguments.
     `gradients` makes the tensors that the backward kernel writes to.

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.bias import Bias, position_index, time_bucket
+from kernels.core import dispatch
 from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.hopper import forward
-from kernels.attention.hopper.backward import attention_backward
+from kernels.attention.hopper import backward, forward
 from kernels.core.operator import custom_op
 from kernels.ikbo.triton.groups import joined_groups
 
@@ -69,7 +68,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, _ = joined_groups(q_offsets, k_offsets, max_q, max_k)
     lengths = sum(max_q), max_k
-    return attention_backward(
+    return backward.attention_backward(
         grad, q, k, v, out, lse, queries, k_offsets.contiguous(), *lengths, scale, False, _UNLIMITED
     )
 

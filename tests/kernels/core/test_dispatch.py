@@ -111,8 +111,8 @@ def test_explicit_request_that_cannot_serve_raises_with_reason_and_alternatives(
     ("spec", "message"),
     [
         ("dubble=even", "unknown operator 'dubble'; known: double"),
-        ("double=evn", "no backend 'evn' of operator 'double'; known: even, hopper, reference"),
-        ("evn", "no backend 'evn' of any operator; known: even, hopper, reference"),
+        ("double=evn", "no backend 'evn' of operator 'double'; known: even, hopper, last, reference"),
+        ("evn", "no backend 'evn' of any operator; known: even, hopper, last, reference"),
     ],
 )
 def test_misspelt_specs_name_what_is_known(op: str, spec: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_a_fact_without_a_usual_value_is_asked_for(op: str) -> None:
     def needs_flavour(*, flavour: str, **facts: object) -> None:
         return None
 
-    dispatch.register(op, "flavoured", supports=needs_flavour, priority=30)(lambda: None)
+    dispatch.prefer(op, Backend("flavoured", lambda: None, needs_flavour))
     with pytest.raises(ValueError, match=r"backends of double also need flavour: .*, flavour=\.\.\."):
         dispatch.explain(op, like=CPU)
 

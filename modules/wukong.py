@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
-from kernels.tokens.norm import EPSILON
+from kernels.tokens import EPSILON
 from modules.beside import Beside
 from modules.broadcast import CandidateRows, request_part
 from modules.interaction import DotInteraction, products_across

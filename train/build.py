@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from kernels.core import dispatch
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
@@ -71,7 +72,7 @@ def build(config: Config, world: World) -> Job:
         log.info("data: %s\n%s", config.data.name, summarise(source, dated))
     with torch.device(world.device):
         arch = build_arch(config.model, source.spec)
-    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
+    model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
@@ -88,3 +89,14 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source))
     log.info("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)
+
+
+def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
+    return FeatureEmbedding(
+        source.spec,
+        model.dim,
+        "meta",
+        model.table_dims,
+        table_std=model.table_std,
+        dropout=model.embedding_dropout,
+    )

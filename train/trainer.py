@@ -28,6 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
+from train.process import lock as lock_of_run
 from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
@@ -63,7 +64,11 @@ class Trainer:
         self._check_schedule()
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
-            ranking_model.embedding.assemble, world, window=runtime.log_every, locate=self.source.locate
+            ranking_model.embedding.assemble,
+            world,
+            window=runtime.log_every,
+            locate=self.source.locate,
+            remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
         graphs = runtime.cuda_graphs and world.device.type == "cuda"
         self.optimizer = Optimizer(
@@ -87,7 +92,9 @@ class Trainer:
         self.launches = LaunchWatch(config, world)
         self.loss_sum = torch.zeros((), device=world.device)
         self.good_steps = torch.zeros((), device=world.device)  # counted in loss_sum
+        self.bad: list[str] = []  # batches since the last log line that were skipped
         self.logged_step = 0  # the last step that has been logged
+        self.saved_step = 0  # the last step that has been saved
         self.skipped_steps = torch.zeros((), device=world.device)  # of the whole run
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
@@ -124,6 +131,7 @@ class Trainer:
                 split: results[split] for split in ("valid", "test") if results and split in results
             }
             self.tracker.finish(shown, status=0 if results else 1)
+            lock_of_run.release(self.run_dir)
         return results
 
     def _start(self) -> None:
@@ -142,7 +150,7 @@ class Trainer:
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
             warm_start.load(self.config.checkpoint, self.model, self.optimizer, self.world, self.source)
-        self.logged_step = self.progress.step
+        self.logged_step = self.saved_step = self.progress.step
         if self.world.is_first:
             write_json(self.run_dir / "config.json", self.about)
             self.source.keep_mapping(self.run_dir)
@@ -193,6 +201,8 @@ class Trainer:
             start=progress.consumed,
             shuffle=True,
             negative_rate=data.negative_rate,
+            id_dropout=data.id_dropout,
+            history_dropout=data.history_dropout,
             pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -201,16 +211,19 @@ class Trainer:
         self.model.train()
         batches = _timed(iter(loader), (self.throughput, self.whole_run))
         while not self._finished():
+            begun = progress.consumed
             self._step(batches)
+            parts = [consumed * runtime.evals_per_epoch // self.num_requests for consumed in (begun, progress.consumed)]
             epoch_done = progress.consumed >= self.num_requests
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
-            stopping = self.preemption.agreed(progress.step)
-            if epoch_done or last or _every(progress.step, runtime.eval_every):
-                self._validate()
-                self._save()
-            elif stopping or _every(progress.step, self.config.checkpoint.every):
+            stopping = self.preemption.agreed()
+            validating = epoch_done or last or parts[0] < parts[1] or _every(progress.step, runtime.eval_every)
+            saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
+            if saving and (last or self._trusted()):
+                if validating:
+                    self._validate()
                 self._save()
             if stopping and not self._finished():
                 self._stop()
@@ -226,7 +239,7 @@ class Trainer:
             "told to stop (status %d): step %d is saved, and the run goes on from it when it is started again with "
             "runtime.run_dir=%s",
             STATUS,
-            self.progress.step,
+            self.saved_step,
             self.run_dir,
         )
         self.tracker.finish(status=STATUS)
@@ -279,15 +292,14 @@ class Trainer:
         """The only place in the loop that waits for the device."""
         runtime = self.config.runtime
         self.checkpoints.check()
-        bad = self.guard.report()
-        for line in bad:
-            log.warning("%s; %s", line, "skipped" if runtime.bad_batch == "skip" else "stopping")
+        self._report_bad()
+        bad, self.bad = self.bad, []
         throughput = self.throughput.compute(self.forward_flops)
         self.launches.report(throughput)
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()
-        values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
+        values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
         self.tracker.log(self.progress.step, "train", values)
@@ -300,6 +312,43 @@ class Trainer:
                 f"{bad[0]}. All weights and tables are finite; training went on until this log line "
                 "(runtime.log_every). To go on in such a case, use runtime.bad_batch=skip."
             )
+        self._refuse_divergence()
+
+    def _report_bad(self) -> None:
+        """Log each bad batch since the last report. Waits for the device."""
+        for line in self.guard.report():
+            log.warning("%s; %s", line, "skipped" if self.config.runtime.bad_batch == "skip" else "stopping")
+            self.bad.append(line)
+
+    def _refuse_divergence(self) -> None:
+        """RuntimeError when most of a whole window of batches, or of those of a shorter run, were skipped."""
+        window, skipped = self.guard.skipped.maxlen, sum(self.guard.skipped)
+        judged = len(self.guard.skipped)
+        if not (judged == window or self._finished()) or 2 * skipped <= judged:
+            return
+        self.checkpoints.wait()  # before all ranks and the process groups stop
+        saved = f"step {self.saved_step} is saved" if self.saved_step else "nothing is saved"
+        raise RuntimeError(
+            f"the run has diverged: {skipped} of the {judged} batches up to step {self.progress.step} had a non-finite "
+            f"loss or gradient and were skipped; {saved}. Try a lower optimizer.lr or optimizer.sparse_lr, or "
+            "optimizer.clip_norm=1, in another runtime.run_dir, where checkpoint.load may begin with saved weights; "
+            "runtime.skip_window=0 lets such runs go on"
+        )
+
+    def _trusted(self) -> bool:
+        """Whether most batches since the last checkpoint were taken: another would only push out one from before."""
+        self._report_bad()
+        self._refuse_divergence()
+        recent = list(self.guard.skipped)[-(self.progress.step - self.saved_step) :]
+        if 2 * sum(recent) <= len(recent):
+            return True
+        log.warning(
+            "step %s is not saved: %s of the last %s batches were skipped, and its weights may have diverged",
+            self.progress.step,
+            sum(recent),
+            len(recent),
+        )
+        return False
 
     def _window_loss(self) -> float:
         mean = self.loss_sum / self.good_steps  # NaN when every batch was skipped
@@ -336,6 +385,7 @@ class Trainer:
         self.progress.tracker = self.tracker.state_dict()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
+        self.saved_step = self.progress.step
 
     def _results(self, seconds: float) -> dict[str, Any]:
         """Test metrics of the best checkpoint, plots, and `results.json`."""
@@ -387,7 +437,10 @@ def _every(step: int, interval: int) -> bool:
 
 
 def _run_dir(config: Config, world: World) -> Path:
-    """`runtime.run_dir`, or a new one named by rank 0, since processes that start a second apart must agree."""
+    """`runtime.run_dir`, or a new one named by rank 0, since processes that start a second apart must agree.
+
+    ValueError when another run is in it.
+    """
 
     def make() -> Path:
         if not config.runtime.run_dir:
@@ -396,4 +449,9 @@ def _run_dir(config: Config, world: World) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    return world.by_first(lambda: make().absolute())
+    def lock() -> Path:
+        path = make().absolute()
+        lock_of_run.take(path)
+        return path
+
+    return world.by_first(lock)

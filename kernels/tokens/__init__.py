@@ -14,9 +14,10 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.tokens import activation as _activation
 from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
+from kernels.tokens.norm import EPSILON
 from kernels.tokens.parts import Unbind
 
-__all__ = ["activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
 
 
 def activate(

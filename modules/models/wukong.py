@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,76 +12,58 @@ from torch import Tensor, nn
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
+from modules.config import ModelConfig, option
 from modules.embedding import Tokens
 from modules.mlp import TaskHeads
 from modules.norms import rms_norm
-from modules.wukong import WukongLayer
-
-
-@dataclass
-class WukongConfig:
-    dim: int = 32  # width of every token
-    dropout: float = 0.0
-    num_layers: int = 3  # each squares the order of interactions
-    num_fmb: int = 8  # tokens that a layer's factorisation machine makes
-    num_lcb: int = 8  # tokens that its linear compression makes
-    machine: str = "optimised"  # optimised: X (X^T Y) | plain: X X^T | attentive: optimised, with a Y of each candidate
-    rank: int = 8  # columns of Y
-    hidden: list[int] = field(default_factory=lambda: [128])  # of the machine's MLP
-    num_compressed: int = 4  # attentive: mixtures of tokens that Y is made from
-    attention_hidden: list[int] = field(default_factory=lambda: [64])  # attentive: of the MLP that makes Y
-    head_hidden: list[int] = field(default_factory=lambda: [128, 64])
+from modules.wukong import MACHINES, WukongLayer
 
 
 class Wukong(nn.Module):
-    """Logits [C, tasks] from tokens; arguments are the fields of `WukongConfig`.
+    """Logits [C, tasks] from tokens.
 
     It does not model sequences: each history field is one more request token, the mean of its events. The first layer
     takes the request's tokens at the request's rows, see `WukongLayer`.
     """
 
-    def __init__(
-        self,
-        spec: FeatureSpec,
-        dim: int,
-        *,
-        dropout: float,
-        num_layers: int,
-        num_fmb: int,
-        num_lcb: int,
-        machine: str,
-        rank: int,
-        hidden: Sequence[int],
-        num_compressed: int,
-        attention_hidden: Sequence[int],
-        head_hidden: Sequence[int],
-    ) -> None:
+    @dataclass(kw_only=True)
+    class Config(ModelConfig):
+        name: str = "wukong"
+        num_layers: int = option(3, least=1)  # each squares the order of interactions
+        num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
+        num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
+        machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
+        rank: int = option(8, least=1)  # columns of Y
+        hidden: list[int] = option([128], least=1)  # of the machine's MLP
+        num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
+        attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
+        head_hidden: list[int] = option([128, 64], least=1)
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
         num_request = spec.num_request_tokens + sum(len(event.fields) for event in spec.histories)
-        made = num_fmb + num_lcb
+        made = config.num_fmb + config.num_lcb
 
         def layer(num_candidate: int, num_request: int = 0) -> WukongLayer:
             return WukongLayer(
                 num_candidate,
-                dim,
-                num_fmb=num_fmb,
-                num_lcb=num_lcb,
-                rank=rank,
-                hidden=hidden,
-                dropout=dropout,
+                config.dim,
+                num_fmb=config.num_fmb,
+                num_lcb=config.num_lcb,
+                rank=config.rank,
+                hidden=config.hidden,
+                dropout=config.dropout,
                 num_request=num_request,
                 max_candidates=spec.max_candidates,
-                machine=machine,
-                num_compressed=num_compressed,
-                attention_hidden=attention_hidden,
+                machine=config.machine,
+                num_compressed=config.num_compressed,
+                attention_hidden=config.attention_hidden,
             )
 
         layers = nn.ModuleList([layer(spec.num_candidate_tokens, num_request)])
-        layers.extend(layer(made) for _ in range(num_layers - 1))
+        layers.extend(layer(made) for _ in range(config.num_layers - 1))
         self.layers = cast("Sequence[WukongLayer]", layers)
-        self.heads = TaskHeads(made * dim, head_hidden, len(spec.tasks), dropout)
+        self.heads = TaskHeads(made * config.dim, config.head_hidden, len(spec.tasks), config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""

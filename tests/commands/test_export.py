@@ -14,7 +14,10 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DIN
 from modules.models.interformer import InterFormer
+from modules.models.kunlun import Kunlun
 from modules.models.ranking import RankingModel
+from modules.models.scoring import scoring_inputs
+from modules.models.wukong import Wukong
 from tests.modules.factories import random_batch, random_spec
 from train.commands.export import export_arch, operator_modules
 
@@ -59,3 +62,23 @@ def test_a_model_that_reads_sizes_from_its_data_is_refused_by_name(config: Model
     model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), arch)
     with pytest.raises(ValueError, match=named):
         export_arch(model, random_batch(spec, (3,), (4,)), torch.float32, 10)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Kunlun.Config(dim=8, pffn_hidden=8, window=2, interaction_hidden=[16], head_hidden=[16]),
+        Kunlun.Config(dim=8, comp_skip=False, num_layers=1, shared_kv=False, machine="plain", event_stacks="merged"),
+        Wukong.Config(dim=8, num_layers=2, machine="attentive", hidden=[16], head_hidden=[16]),
+    ],
+    ids=["kunlun", "kunlun merged", "wukong"],
+)
+def test_kunlun_and_wukong_are_exported_for_any_request(config: ModelConfig) -> None:
+    spec = dataclasses.replace(random_spec(), max_candidates=10)
+    torch.manual_seed(0)
+    model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), build(config, spec)).eval()
+    program = export_arch(model, random_batch(spec, (3,), (4,)), torch.float32, 10).module()
+    for candidates, events in ((3, 4), (10, 6), (1, 2), (2, 0)):
+        batch = random_batch(spec, (candidates,), (events,), seed=1)
+        scored = program(*scoring_inputs(model.embedding(batch), batch.candidate_offsets))
+        torch.testing.assert_close(scored, model(batch), atol=1e-5, rtol=1e-4)

@@ -119,6 +119,19 @@ def test_history_lengths_are_log_normal():
     assert logs.std() == pytest.approx(0.5, abs=0.02)
 
 
+def test_event_types_may_have_histories_of_lengths_of_their_own():
+    scale = {"click": 1.0, "buy": 0.2}
+    options = {"mean_history": 51.0, "max_history": 50, "history_sigma": 0.0, "event_types": ["click", "view", "buy"]}
+    source = SyntheticSource(SyntheticConfig(**options, history_scale=scale))
+    assert [event.max_length for event in source.spec.histories] == [50, 50, 10]
+    lengths = source.batch("train", np.arange(3)).history_times.lengths()
+    assert lengths.tolist() == [50] * 6 + [10] * 3
+    with pytest.raises(ValueError, match="data.history_scale names 'like'; data.event_types are click, view, buy"):
+        SyntheticSource(SyntheticConfig(**options, history_scale={"like": 2.0}))
+    with pytest.raises(ValueError, match="must be positive numbers"):
+        SyntheticSource(SyntheticConfig(**options, history_scale={"buy": 0.0}))
+
+
 @pytest.mark.parametrize("exponent", [0.7, 1.0, 1.05, 1.5])
 def test_ids_follow_the_bounded_zipf_law(exponent):
     uniform = (np.arange(200_000) + 0.5) / 200_000

@@ -16,7 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.agent import main as agent
 from tests.launching import ROOT, TINY, environment, python, train_ranks
-from train.process.preemption import STATUS
+from tests.processes import run_ranks
+from train.config.schema import RuntimeConfig
+from train.process import distributed
+from train.process.preemption import PERIOD, STATUS, Preemption
 from train.record.tracking import read_metrics
 
 STEPS = 80
@@ -96,6 +99,41 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(ranks: int, tmp_pat
 )
 def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> None:
     stop(1, signal.SIGUSR1, tmp_path / "run", all_processes=True)
+
+
+def steps_until_all_know(seconds: float, told_at: int, folder: Path) -> None:
+    """Steps of one length; the second rank is told within one of them."""
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    preemption, step = Preemption(world), 0
+    with preemption:
+        while True:
+            step += 1
+            time.sleep(seconds)
+            if world.rank == 1 and step == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                told = time.monotonic()
+            if preemption.agreed():
+                break
+    late = f" {time.monotonic() - told}" if world.rank == 1 else ""
+    (folder / str(world.rank)).write_text(f"{step}{late}")
+    distributed.stop()
+
+
+@pytest.mark.parametrize(("seconds", "told_at"), [(1.1 * PERIOD, 3), (0.01, 150)])
+@pytest.mark.reliability(
+    "a signal to one rank, where a step takes long, or a hundredth of a second",
+    "all ranks stop at the same step: that of the signal where steps are long, within two seconds else",
+)
+def test_ranks_agree_to_stop_by_time(seconds: float, told_at: int, tmp_path: Path) -> None:
+    run_ranks(steps_until_all_know, 2, seconds, told_at, tmp_path)
+    (first,) = (tmp_path / "0").read_text().split()
+    second, late = (tmp_path / "1").read_text().split()
+    assert first == second
+    if seconds > PERIOD:
+        assert int(first) == told_at
+    else:
+        assert told_at + 8 < int(first)  # more steps than slow ones may take
+        assert float(late) < 2.5 * PERIOD
 
 
 @pytest.mark.reliability("SIGUSR1 to the launcher alone", "it reaches all ranks; a checkpoint, status 75")

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
+from torch import Tensor
 
+from modules.batch import RequestBatch
 from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
 from train.record.tracking import read_metrics
+from train.trainer import Trainer
 
 
 def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:
@@ -120,12 +123,36 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
 def test_a_bad_batch_is_skipped_and_counted_or_stops_the_run(tmp_path: Path) -> None:
     explode = ("optimizer.lr=1e38", "optimizer.warmup_steps=0", "optimizer.clip_norm=0", "precision=fp32")
     for steps in (3, 5):  # the second goes on where the first ended
-        train_here(tmp_path / "skipping", *explode, f"runtime.steps={steps}")
+        train_here(tmp_path / "skipping", *explode, "runtime.skip_window=0", f"runtime.steps={steps}")
         results = json.loads((tmp_path / "skipping" / "results.json").read_text())
         assert results["skipped_steps"] == steps - 1  # all but the one that blew the weights up
     with pytest.raises(RuntimeError, match="non-finite loss or gradient"):
         train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop", "checkpoint.every=1")
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").exists()  # was being written when the run was stopped
+
+
+@pytest.mark.parametrize(("window", "ended"), [(4, 6), (20, 20)])
+@pytest.mark.reliability(
+    "training diverges: batch after batch has a loss that is not finite",
+    "the run stops when most of `runtime.skip_window` batches were skipped, with an error and a status; the last "
+    "checkpoint from before stays",
+)
+def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
+    window: int, ended: int, tmp_path: Path
+) -> None:
+    class Diverging(Trainer):
+        def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
+            loss, rest = super()._forward(batch)
+            return loss * (torch.nan if self.progress.step >= 3 else 1), rest
+
+    options = (f"runtime.skip_window={window}", "checkpoint.every=1", "checkpoint.keep=1", "runtime.steps=30")
+    with pytest.raises(
+        RuntimeError, match=rf"has diverged: \d+ of the {window} batches .*; step 3 is saved. Try"
+    ) as told:
+        train_here(tmp_path, *options, base=TINY_DLRM, trainer=Diverging)
+    assert f"up to step {ended} " in str(told.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_a_run_whose_best_validation_had_no_gauc_resumes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
+from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
 from modules.models.kunlun.stack import EventLayer, EventStack, work_of
 from modules.wukong import WukongExperts, WukongLayer
@@ -328,18 +329,23 @@ def test_comp_skip_and_windows_save_what_flops_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pffn": "none"}, "pffn must be one of gdpa, linear, got 'none'"),
-        ({"rotation": "rope"}, "rotation must be one of time, position, none"),
-        ({"events": {"buy": EventConfig()}}, "events names 'buy'; the event types of the data are event0, event1"),
-        ({"events": OWN, "event_stacks": "merged"}, "with event_stacks=merged all types are in one stack"),
-        ({"events": {"event0": EventConfig(num_layers=5)}}, r"events.event0.num_layers=5 must lie in 1..num_layers=2"),
-        ({"num_layers": 1}, "num_layers=1 must be at least 2, or use comp_skip=false"),
+        ({"pffn": "none"}, "model.pffn=none is not known; choose from gdpa, linear"),
+        ({"rotation": "rope"}, "model.rotation=rope is not known; choose from time, position, none"),
+        ({"kron_terms": 0}, "model.kron_terms=0 must be at least 1"),
+        ({"events": {"event0": EventConfig(window=-1)}}, "model.events.event0.window=-1 must be at least 0"),
+        (
+            {"events": {"buy": EventConfig()}},
+            "model.events names 'buy'; the event types of the data are event0, event1",
+        ),
+        ({"events": OWN, "event_stacks": "merged"}, "use model.event_stacks=own"),
+        ({"events": {"event0": EventConfig(num_layers=5)}}, "event0.num_layers=5 must be at most model.num_layers=2"),
+        ({"num_layers": 1}, "model.num_layers=1 must be at least 2, or use model.comp_skip=false"),
         ({"num_experts": 20}, "num_experts=20 share .* tokens of a candidate"),
-        ({"num_heads": 3}, r"dim=8 must be a multiple of 2 \* num_heads=6"),
-        ({"time_scale": 0.0}, "time_scale must be above 0 seconds"),
-        ({"kron_terms": 0}, "kron_terms must be at least 1"),
+        ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),
+        ({"events": {"event1": EventConfig(dim=12, num_heads=4)}}, "model.events.event1.dim=12 must be a multiple"),
+        ({"time_scale": 0.0}, "model.time_scale=0.0 must be above 0 seconds"),
     ],
 )
 def test_wrong_fields_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kunlun(**changes)
+        build(KunlunConfig(**SMALL | changes), random_spec())

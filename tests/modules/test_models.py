@@ -26,6 +26,8 @@ from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.interformer import InterFormer
+from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.wukong import Wukong
 from modules.moe import MoE
 from tests.modules.factories import random_batch, random_spec
 
@@ -37,6 +39,16 @@ SMALL: dict[str, Any] = {
     "dcn_rank": 4,
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
+WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
+KUNLUN: dict[str, Any] = {
+    "dim": 8,
+    "rank": 3,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "pffn_hidden": 8,
+    "num_seeds": 6,
+    "window": 3,
+}
 VARIANTS: dict[str, Any] = {
     "interformer": InterFormer.Config(**SMALL),
     "interformer-candidate": InterFormer.Config(**SMALL, sequence_context="candidate", feed_forward="dense"),
@@ -48,6 +60,17 @@ VARIANTS: dict[str, Any] = {
     "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
     "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
+    "wukong": Wukong.Config(**WUKONG),
+    "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
+    "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
+    "kunlun": Kunlun.Config(**KUNLUN),
+    "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=1),
+    "kunlun-merged": Kunlun.Config(
+        **KUNLUN | {"window": 0}, event_stacks="merged", num_layers=3, pooling="pma", rotation="position"
+    ),
+    "kunlun-events": Kunlun.Config(
+        **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
+    ),
 }
 
 
@@ -119,7 +142,8 @@ def test_odd_batches_run_forward_and_backward(variant, candidates, lengths):
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_models_without_dense_features_and_with_any_number_of_event_types(variant, num_events):
     spec = dataclasses.replace(random_spec(num_events, tasks=("click",)), request_dense=(), candidate_dense=())
-    assert Ranking(variant, spec)(random_batch(spec)).shape == (7, 1)
+    changes = {"events": {}} if variant == "kunlun-events" else {}  # it names a type
+    assert Ranking(variant, spec, **changes)(random_batch(spec)).shape == (7, 1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -222,8 +246,23 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monke
         if VARIANTS[variant].sequence_attention == "softmax":
             pairs += num_layers * rows * length**2
         attention = 4 * 8 * pairs
+    if "kunlun" in variant:
+        attention = attention_flops(model.arch, 3, 12)
     expected = model.arch.flops_per_batch(3, 12, sum_lengths=3 * 12, sum_squared_lengths=3 * 12 * 12)
     assert counter.get_total_flops() + attention == expected
+
+
+def attention_flops(arch: Kunlun, rows: int, candidates: int) -> int:
+    """Those of the softmaxes: 4 d for each pair of a query and a key, where every event type has 6 events."""
+    flops = 0
+    for stack in arch.stacks:
+        length = 6 * len(stack.events)
+        for layer in stack.layers:
+            seen = length if layer.window is None else min(length, 2 * layer.window + 1)
+            pairs = (layer.attention is not None) * rows * length * seen + layer.num_target * candidates * length
+            pairs += 0 if layer.pooling is None else rows * layer.pooling.seeds.shape[0] * length
+            flops += 4 * layer.dim * pairs
+    return flops
 
 
 HOST_READS = (
@@ -248,7 +287,7 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm"])
+@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun"])
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
     packages = (

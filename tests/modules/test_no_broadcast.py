@@ -13,12 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from kernels.core import dispatch
 from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
 from modules.models.interformer import InterFormer
+from modules.models.kunlun import Kunlun
+from modules.models.wukong import Wukong
+from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec
-from tests.modules.test_models import SMALL
+from tests.modules.test_models import KUNLUN, SMALL
+from tests.modules.test_models import WUKONG as WUKONG_MODEL
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
 WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
@@ -106,6 +111,23 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
     embedding = FeatureEmbedding(spec, SMALL["dim"], device="cpu")
     model = build(config, spec)
     assert found(model, random_batch(spec, CANDIDATES), embedding) == []
+
+
+@pytest.mark.usefixtures("opaque")
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(Wukong.Config(**WUKONG_MODEL, machine=machine) for machine in MACHINES),
+        Kunlun.Config(**KUNLUN),
+        Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=3),
+    ],
+    ids=[*MACHINES, "kunlun", "kunlun all in each layer"],
+)
+def test_wukong_and_kunlun_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    spec = random_spec()
+    embedding = FeatureEmbedding(spec, config.dim, device="cpu")
+    assert found(build(config, spec), random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
 
 
 @pytest.mark.usefixtures("opaque")

@@ -75,6 +75,16 @@ def validate(config: Config) -> None:
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
         )
+    if optimizer.sparse_weight_decay and optimizer.sparse != "rowwise_adagrad":
+        raise ValueError(
+            f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
+            f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
+        )
+    if config.runtime.eval_every and config.runtime.evals_per_epoch > 1:
+        raise ValueError(
+            f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
+            f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"
+        )
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
             "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
@@ -93,6 +103,11 @@ def graphs_refusal(config: Config) -> str | None:
         return (
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
+    if config.optimizer.dense == "muon":
+        return (
+            "optimizer.dense=muon: torch.optim.Muon cannot be captured; use runtime.cuda_graphs=false or "
+            "optimizer.dense=adamw"
         )
     return config.model.graphs_refusal()
 

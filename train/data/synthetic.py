@@ -87,6 +87,13 @@ class SyntheticSource:
             raise ValueError(
                 f"data.num_items={cfg.num_items} must be at least twice data.num_categories={cfg.num_categories}"
             )
+        if unknown := sorted(cfg.history_scale.keys() - set(cfg.event_types)):
+            raise ValueError(
+                f"data.history_scale names {unknown[0]!r}; data.event_types are {', '.join(cfg.event_types)}, e.g. "
+                f"+data.history_scale.{cfg.event_types[0] if cfg.event_types else 'click'}=0.5"
+            )
+        if not all(scale > 0 and math.isfinite(scale) for scale in cfg.history_scale.values()):
+            raise ValueError(f"data.history_scale={cfg.history_scale} must be positive numbers, e.g. 0.5")
         self.cfg = cfg
         self.most_candidates = cfg.candidates * (2 if cfg.candidate_jitter else 1)
         item, category = SparseFeature("item", "item"), SparseFeature("category", "category")
@@ -101,7 +108,10 @@ class SyntheticSource:
             },
             request=tuple(SparseFeature(name, name) for name in ("user", *contexts)),
             candidate=(item, category, *(SparseFeature(name, name) for name in attributes)),
-            histories=tuple(EventType(name, (item, category), cfg.max_history) for name in cfg.event_types),
+            histories=tuple(
+                EventType(name, (item, category), max(1, int(cfg.max_history * cfg.history_scale.get(name, 1.0))))
+                for name in cfg.event_types
+            ),
             request_dense=tuple(_numbered("request_number", cfg.num_dense)),
             candidate_dense=tuple(_numbered("candidate_number", cfg.num_dense)),
             tasks=tuple(cfg.tasks),
@@ -197,7 +207,7 @@ class SyntheticSource:
         events, history_logits = [], np.zeros((len(owner), len(cfg.tasks)), np.float32)
         for index in range(len(cfg.event_types)):
             event_key = _mix(key, np.array([index], np.uint64))
-            history, matches = self._history(event_key, interests, time)
+            history, matches = self._history(event_key, spec.histories[index], interests, time)
             share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
             for task in range(len(cfg.tasks)):
                 history_logits[:, task] += (STRONG if task % len(cfg.event_types) == index else WEAK) * share
@@ -225,11 +235,14 @@ class SyntheticSource:
             label_uniform=_uniform(_bits(candidate, "label", len(cfg.tasks))),
         )
 
-    def _history(self, key: np.ndarray, interests: np.ndarray, time: np.ndarray) -> tuple[Events, np.ndarray]:
+    def _history(
+        self, key: np.ndarray, event: EventType, interests: np.ndarray, time: np.ndarray
+    ) -> tuple[Events, np.ndarray]:
         """(events of one type, how many of them each request has in each category [R, num_categories])."""
-        sigma, mean, num_categories = self.cfg.history_sigma, self.cfg.mean_history, self.cfg.num_categories
+        sigma, num_categories = self.cfg.history_sigma, self.cfg.num_categories
+        mean = self.cfg.mean_history * self.cfg.history_scale.get(event.name, 1.0)
         length = np.exp(np.log(mean) - sigma**2 / 2 + sigma * _normal(_bits(key, "length")))
-        lengths = np.minimum(length, self.cfg.max_history).astype(np.int64)
+        lengths = np.minimum(length, event.max_length).astype(np.int64)
         owner = np.repeat(np.arange(len(key)), lengths)
         age = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(owner)) - 1  # 0 is the newest
         bits = splitmix64(key[owner] + age.astype(np.uint64) * GOLDEN)

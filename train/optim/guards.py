@@ -24,13 +24,19 @@ from train.process.distributed import World
 class FiniteGuard:
     """Watches the input of a `TokenAssembly`; keeps one verdict a step on the device until `report` reads them."""
 
-    def __init__(self, assembly: nn.Module, world: World, window: int, locate: Callable[[int], str]) -> None:
-        """`window`: steps between reports at the most; `locate` names the file and row of a `RequestBatch.row`."""
+    def __init__(
+        self, assembly: nn.Module, world: World, window: int, locate: Callable[[int], str], remembered: int = 0
+    ) -> None:
+        """`window`: steps between reports at the most; `locate` names the file and row of a `RequestBatch.row`.
+
+        `remembered`: how many of the newest reported batches `skipped` tells of.
+        """
         self.world, self.locate = world, locate
         self.finite = torch.ones((), device=world.device)  # of this step: 1 where all gradients of all ranks are finite
         self.culprit = torch.zeros((), device=world.device)  # 1 where this rank's were not
         self.zero = torch.zeros((), device=world.device)  # made once: a new scalar would be a launch
         self.found_inf = torch.zeros((), device=world.device)  # verdict of the last batch, 1 = skipped
+        self.skipped: deque[bool] = deque(maxlen=remembered)
         self._verdicts: deque[tuple[int, Tensor, Tensor, Tensor]] = deque(maxlen=window)
         assembly.register_forward_pre_hook(self._gate)
 
@@ -68,6 +74,7 @@ class FiniteGuard:
         if not verdicts:
             return lines
         bad = torch.stack([found for _, found, _, _ in verdicts]).tolist()
+        self.skipped.extend(found > 0 for found in bad)
         for (step, _, guilty, rows), found in zip(verdicts, bad, strict=True):
             if not found:
                 continue

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -22,8 +23,10 @@ from train.process.distributed import World
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 75
 """Exit status of processes that stopped because they were told to (EX_TEMPFAIL of sysexits.h): start the run again."""
-INTERVAL = 4
-"""Steps between two agreements."""
+PERIOD = 1.0
+"""Seconds between two agreements. Schedulers wait 30 seconds or so before they kill."""
+MOST_STEPS = 1000
+"""Steps between two agreements at the most."""
 
 
 class Preempted(SystemExit):
@@ -40,10 +43,15 @@ class Preemption:
         self.world = world
         self._told = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._any_told = torch.zeros((), dtype=torch.int32)
+        self._shared = torch.zeros(2, dtype=torch.float64)  # was any rank told, and seconds a step of the slowest
         self._reduction: dist.Work | None = None
+        self._slow = False  # a step takes longer than a period
+        self._interval = 1  # steps from the last agreement to the next
+        self._since = 0  # steps since the last agreement
+        self._clock = time.monotonic()
 
     def __enter__(self) -> None:
+        self._clock = time.monotonic()
         self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(self, *ended_by: object) -> None:
@@ -53,23 +61,36 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._told = True
 
-    def agreed(self, step: int) -> bool:
-        """To be called after every step, by all ranks. True at most two intervals after a signal.
+    def agreed(self) -> bool:
+        """To be called after every step, by all ranks. True within two periods of a signal, or at the end of the step.
 
-        The value that is read was reduced over gloo during the last interval, so neither host nor device waits.
+        Agreements are a period apart, in steps of the slowest rank. The value that is read was reduced over gloo since
+        the last one, so neither host nor device waits; where a step takes longer than a period, ranks wait for it.
         """
         if self.world.size == 1:
             return self._told
-        if step % INTERVAL:
+        self._since += 1
+        if self._since < self._interval:
             return False
-        if self._reduction is not None:
-            self._reduction.wait()
-        stop = bool(self._any_told)
-        self._any_told.fill_(self._told)
+        stop = self._conclude()
+        now = time.monotonic()
+        self._shared[0], self._shared[1] = float(self._told), (now - self._clock) / self._since
         self._reduction = dist.all_reduce(
-            self._any_told, op=dist.ReduceOp.MAX, group=self.world.host_group, async_op=True
+            self._shared, op=dist.ReduceOp.MAX, group=self.world.host_group, async_op=True
         )
-        return stop
+        self._clock, self._since = now, 0
+        return stop or (self._interval == 1 and self._slow and self._conclude())
+
+    def _conclude(self) -> bool:
+        """Wait for the reduction that is under way: was any rank told? The same steps follow on all ranks."""
+        if self._reduction is None:
+            return False
+        self._reduction.wait()
+        self._reduction = None
+        told, seconds = self._shared.tolist()
+        self._slow = seconds >= PERIOD
+        self._interval = max(1, int(PERIOD / max(seconds, PERIOD / MOST_STEPS)))
+        return bool(told)
 
 
 def shield(worker: int) -> None:

@@ -17,7 +17,7 @@ from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.lce import LCE
 from modules.mlp import TaskHeads
-from modules.models.kunlun.config import KunlunConfig, check, of_event
+from modules.models.kunlun.config import KunlunConfig, check_events, of_event
 from modules.models.kunlun.stack import EventStack, EventTokens
 from modules.norms import rms_norm
 from modules.wukong import WukongExperts
@@ -93,9 +93,11 @@ class Kunlun(nn.Module):
     in target attention and in the interaction.
     """
 
+    Config = KunlunConfig
+
     def __init__(self, spec: FeatureSpec, config: KunlunConfig) -> None:
         super().__init__()
-        check(config, [event.name for event in spec.histories])
+        check_events(config, [event.name for event in spec.histories])
         groups: list[tuple[Sequence[EventType], KunlunConfig]]
         if config.event_stacks == "own":
             groups = [([event], of_event(config, event.name)) for event in spec.histories]

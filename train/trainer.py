@@ -28,6 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
+from train.parallel.layout import part_of
 from train.process import lock as lock_of_run
 from train.process import precision, versions
 from train.process.distributed import World
@@ -41,6 +42,7 @@ from train.speedup.launching import LaunchWatch
 from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
+LEAST_RECORDS = 24  # of training in a run: few points would be no curve
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
@@ -62,11 +64,12 @@ class Trainer:
         self.progress = Progress()
         self.total_steps = self._last_step()
         self._check_schedule()
+        self.log_every = min(runtime.log_every, max(1, self.total_steps // LEAST_RECORDS))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble,
             world,
-            window=runtime.log_every,
+            window=self.log_every,
             locate=self.source.locate,
             remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
@@ -260,7 +263,7 @@ class Trainer:
         self.stall.passed(self.progress.step)
         self.tracer.step()
         self.tracker.advance()
-        if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
+        if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
     def _account(
@@ -286,7 +289,8 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
-        return loss + self.job.arch.aux_loss(), (loss.detach(), logits.detach(), batch)
+        # Models without such a loss take its zero from a parameter, which may be sharded.
+        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -302,7 +306,8 @@ class Trainer:
         values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
-        self.tracker.log(self.progress.step, "train", values)
+        shown = _every(self.progress.step, runtime.log_every) or self._finished()
+        self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
         self.metrics.reset()
         self.throughput.reset()

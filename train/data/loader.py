@@ -21,6 +21,7 @@ from train.data.dropout import check_tables, drop_histories, drop_ids
 from train.data.sampling import sample_negatives
 from train.data.source import Source
 from train.process.preemption import SIGNALS, shield
+from train.process.quiet import quieten
 
 
 def build_loader(
@@ -72,10 +73,15 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=shield,
+        worker_init_fn=_begin,
         multiprocessing_context=_process_starter() if num_workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _begin(worker: int) -> None:
+    shield(worker)
+    quieten()
 
 
 def _process_starter() -> ForkServerContext:

@@ -47,7 +47,7 @@ $(STAMP): requirements/common.txt requirements/$(DEVICE).txt pyproject.toml
 	@touch $@
 
 quickstart: env
-	RUN_DIR=$(QUICKSTART) NPROC=$(if $(filter cpu,$(DEVICE)),2) PATH="$(CURDIR)/$(BIN):$$PATH" \
+	@RUN_DIR=$(QUICKSTART) NPROC=$(if $(filter cpu,$(DEVICE)),2) PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  launch/torchrun.sh +experiment=quickstart $(ARGS)
 	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
 

@@ -55,7 +55,12 @@ class FeatureEmbedding(nn.Module):
         dim: int,
         device: torch.device | str = "meta",
         table_dims: Mapping[str, int] | None = None,
+        *,
+        table_std: float | None = None,
+        dropout: float = 0.0,
     ) -> None:
+        """`table_std`: standard deviation of the initial rows, 1 / sqrt(their width) if None; `dropout`: of looked-up
+        elements."""
         super().__init__()
         table_dims = table_dims or {}
         if unknown := sorted(table_dims.keys() - spec.tables.keys()):
@@ -80,7 +85,7 @@ class FeatureEmbedding(nn.Module):
                 num_embeddings=spec.tables[table],
                 embedding_dim=width,
                 feature_names=names,
-                init_fn=partial(nn.init.normal_, std=1 / math.sqrt(width)),
+                init_fn=partial(nn.init.normal_, std=table_std or 1 / math.sqrt(width)),
             )
             widths.setdefault(width, []).append(config)
         collections = {
@@ -89,7 +94,7 @@ class FeatureEmbedding(nn.Module):
         self.collection = collections.pop(dim if dim in collections else next(iter(collections)))
         self.further = nn.ModuleDict({str(width): collection for width, collection in collections.items()})
         self.union = _Union()
-        self.assemble = TokenAssembly(spec, dim, table_dims)
+        self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     @property
     def collections(self) -> list[EmbeddingCollection]:
@@ -120,9 +125,12 @@ class TokenAssembly(nn.Module):
     optimiser applies them.
     """
 
-    def __init__(self, spec: FeatureSpec, dim: int, table_dims: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, spec: FeatureSpec, dim: int, table_dims: Mapping[str, int] | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.dropout = nn.Dropout(dropout)
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
@@ -157,7 +165,8 @@ class TokenAssembly(nn.Module):
 
     def _projected(self, rows: Tensor, table: str) -> Tensor:
         """Rows of a table, [N, its width] -> [N, dim]."""
-        return self.projections[table](rows).to(rows.dtype) if table in self.projections else rows
+        rows = self.projections[table](rows).to(rows.dtype) if table in self.projections else rows
+        return self.dropout(rows) if self.dropout.p else rows
 
     def _histories(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> dict[str, JaggedSequence]:
         if not self.spec.histories:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
@@ -10,8 +11,10 @@ from typing import cast
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from kernels.core import dispatch
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
@@ -23,6 +26,9 @@ from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.parallel.experts import share_experts
+from train.parallel.mesh import build_mesh
+from train.parallel.recompute import recompute
 from train.process import precision
 from train.process.distributed import World
 from train.speedup.graphs import use_graphs
@@ -68,23 +74,50 @@ def build(config: Config, world: World) -> Job:
     source = build_source(config.data, world.by_first)
     if world.is_first:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
-        log.info("data: %s\n%s", config.data.name, summarise(source, dated))
+        splits, features = summarise(source, dated)
+        log.info("data: %s\n%s", config.data.name, splits)
+        log.debug("features:\n%s", features)
     with torch.device(world.device):
         arch = build_arch(config.model, source.spec)
-    model = RankingModel(FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims), arch)
+    model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
-    log.info("precision: %s\n%s", DESCRIPTIONS[config.precision.name], table)
+    log.info("precision: %s", DESCRIPTIONS[config.precision.name])
+    # Of interest to everybody where layers differ in precision.
+    log.log(logging.INFO if config.precision.quantize else logging.DEBUG, "layers:\n%s", table)
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
     freeze(model, config.optimizer.frozen)
+    mesh = build_mesh(config.parallel, world, config.runtime.collective_timeout)
+    if mesh is not None and config.parallel.expert_ranks:
+        share_experts(model, config.parallel, mesh)
     if config.runtime.compile:
         compile_regions(arch)
     if config.runtime.cuda_graphs and world.device.type == "cuda":
         use_graphs(arch)
     elif config.runtime.cuda_graphs:
         log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")
-    sharded, plan = shard(model, config, world, ids_per_request(source))
-    log.info("sharding plan:\n%s", plan)
+    recompute(model, config.parallel.recompute, compiled=config.runtime.compile)
+    sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
+    log.info("tables: %s", _kinds(plan))
+    log.debug("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)
+
+
+def _kinds(plan: ShardingPlan) -> str:
+    """How many tables are sharded in which way."""
+    placed = [cast(EmbeddingModuleShardingPlan, collection).values() for collection in plan.plan.values()]
+    kinds = Counter(f"{table.sharding_type}, {table.compute_kernel}" for tables in placed for table in tables)
+    return "; ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
+    return FeatureEmbedding(
+        source.spec,
+        model.dim,
+        "meta",
+        model.table_dims,
+        table_std=model.table_std,
+        dropout=model.embedding_dropout,
+    )

@@ -28,6 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
+from train.parallel.layout import part_of
 from train.process import lock as lock_of_run
 from train.process import precision, versions
 from train.process.distributed import World
@@ -41,6 +42,7 @@ from train.speedup.launching import LaunchWatch
 from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
+LEAST_RECORDS = 24  # of training in a run: few points would be no curve
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
@@ -62,11 +64,12 @@ class Trainer:
         self.progress = Progress()
         self.total_steps = self._last_step()
         self._check_schedule()
+        self.log_every = min(runtime.log_every, max(1, self.total_steps // LEAST_RECORDS))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble,
             world,
-            window=runtime.log_every,
+            window=self.log_every,
             locate=self.source.locate,
             remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
@@ -201,6 +204,8 @@ class Trainer:
             start=progress.consumed,
             shuffle=True,
             negative_rate=data.negative_rate,
+            id_dropout=data.id_dropout,
+            history_dropout=data.history_dropout,
             pad_events=data.pad_events,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -209,13 +214,15 @@ class Trainer:
         self.model.train()
         batches = _timed(iter(loader), (self.throughput, self.whole_run))
         while not self._finished():
+            begun = progress.consumed
             self._step(batches)
+            parts = [consumed * runtime.evals_per_epoch // self.num_requests for consumed in (begun, progress.consumed)]
             epoch_done = progress.consumed >= self.num_requests
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
             stopping = self.preemption.agreed()
-            validating = epoch_done or last or _every(progress.step, runtime.eval_every)
+            validating = epoch_done or last or parts[0] < parts[1] or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
                 if validating:
@@ -256,7 +263,7 @@ class Trainer:
         self.stall.passed(self.progress.step)
         self.tracer.step()
         self.tracker.advance()
-        if _every(self.progress.step, self.config.runtime.log_every) or self._finished():
+        if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
     def _account(
@@ -282,7 +289,8 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
-        return loss + self.job.arch.aux_loss(), (loss.detach(), logits.detach(), batch)
+        # Models without such a loss take its zero from a parameter, which may be sharded.
+        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -295,10 +303,11 @@ class Trainer:
         values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
         values["skipped_steps"] = self.skipped_steps.item()
         values["peak_memory_bytes"] = self._peak_memory()
-        values["lr"] = float(self.optimizer.adam.param_groups[0]["lr"])
+        values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
-        self.tracker.log(self.progress.step, "train", values)
+        shown = _every(self.progress.step, runtime.log_every) or self._finished()
+        self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
         self.metrics.reset()
         self.throughput.reset()
@@ -400,7 +409,7 @@ class Trainer:
         }
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
-            results["valid"] = self.progress.best_values
+            results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne
         if self.source.num_requests("test"):
             results["test"], metrics = evaluate_split(self.job, "test", self.run_dir / "predictions" / "test")
             self.tracker.log(self.progress.step, "test", results["test"])

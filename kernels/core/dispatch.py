@@ -315,7 +315,8 @@ def _report(op: str, chosen: Backend, refusals: dict[str, str]) -> None:
     for name, reason in refusals.items():
         if (op, name, reason) not in _reported:
             _reported.add((op, name, reason))
-            _log.info("%s: %s serves, not %s: %s", op, chosen.name, name, reason)
+            level = logging.DEBUG if "are on cpu" in reason else logging.INFO  # nobody looks for kernels there
+            _log.log(level, "%s: %s serves, not %s: %s", op, chosen.name, name, reason)
 
 
 def autocast_dtype(operand: Tensor) -> torch.dtype:

@@ -85,7 +85,7 @@ def test_unknown_labels_are_in_no_loss_and_no_metric_of_their_task(tmp_path):
     assert batch.labels[:, 1].isnan().equal(unknown)
     assert source.missing()["buy"] == pytest.approx(1 - np.mean(table["click"][row]))
     assert source.label_rates()["buy"] == pytest.approx(np.nanmean(np.array(table["buy"])[row]))
-    assert f"missing in training rows: buy {100 * source.missing()['buy']:.3g} %" in summarise(source)
+    assert f"training rows without a label: buy {100 * source.missing()['buy']:.3g} %" in summarise(source)[0]
 
     logits = torch.randn(len(row), 2, requires_grad=True)
     ranking_loss(logits, batch.labels, batch.weights)[0].backward()

@@ -69,8 +69,10 @@ def test_a_source_with_rows_of_unknown_ids(tmp_path):
     known = theirs > 0
     assert (mine[known] == theirs[known] + 3).all()
     assert set(mine[~known & ~missing]) == {1, 2, 3}
-    share = [line.split()[-2] for line in summarise(source).splitlines() if line.startswith("item ")]
-    assert share == [line.split()[-2] for line in summarise(plain).splitlines() if line.startswith("item ")] != ["100%"]
+    share = [line.split()[-2] for line in summarise(source)[1].splitlines() if line.startswith("item ")]
+    assert (
+        share == [line.split()[-2] for line in summarise(plain)[1].splitlines() if line.startswith("item ")] != ["100%"]
+    )
 
 
 def test_a_run_on_other_files_keeps_them(tmp_path):

@@ -31,7 +31,7 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
             histories={"seen": HistoryConfig(["item"]), "search": HistoryConfig(["query"], files=["log.parquet"])},
         )
     )
-    lines = [line.split() for line in summarise(source).splitlines()]
+    lines = [line.split() for line in "\n".join(summarise(source)).splitlines()]
     assert ["train", "80", "2023-11-14T22:13:20", "2024-02-01T22:13:20"] in lines
     assert ["test", "10", "2024-02-12T22:13:20", "2024-02-21T22:13:20"] in lines
     assert ["positive", "training", "labels:", "click", "0.25"] in lines
@@ -43,11 +43,19 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
 
 
 def test_rows_without_a_time_have_no_dates():
-    lines = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)), dated=False).splitlines()
+    lines = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)), dated=False)[0].splitlines()
     assert lines[:2] == ["split      requests  (without a time)", "train         1,000"]
 
 
+def test_labels_and_numbers_that_rows_lack_are_told_apart(monkeypatch):
+    """All stood in one line, "missing in training rows", which read as if the rows themselves were missing."""
+    source = SyntheticSource(SyntheticConfig(num_requests=1000))
+    monkeypatch.setattr(source, "missing", lambda: {"like": 0.5, "price": 0.25, "age": 0.0})
+    lines = summarise(source)[0].splitlines()
+    assert lines[-2:] == ["training rows without a label: like 50 %", "training rows without a number: price 25 %"]
+
+
 def test_any_source_has_a_summary():
-    text = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)))
-    assert "train         1,000  2020-09-13" in text
-    assert "click.item" in text
+    splits, features = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)))
+    assert "train         1,000  2020-09-13" in splits
+    assert "click.item" in features

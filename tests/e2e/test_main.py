@@ -29,10 +29,17 @@ def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
-    run(
-        train(2, tmp_path / "run", "runtime.steps=4", "tracking.wandb=offline", "tracking.tensorboard=true"),
-        cwd=tmp_path,
-    )
+    options = ("runtime.steps=4", "runtime.log_every=20", "data.num_workers=1", "tracking.wandb=offline")
+    command = train(2, tmp_path / "run", *options, "tracking.tensorboard=true")
+    done = run([*command, "runtime.eval_every=2"], cwd=tmp_path)
+    printed = [line for line in (done.stdout + done.stderr).splitlines() if " WARNING " not in line]
+    assert len(printed) <= 30, "\n".join(printed)  # there were 150
+    assert not [line for line in printed if line.startswith(("wandb:", "W1"))]
+    details = (tmp_path / "run" / "train.log").read_text()
+    assert "arch.heads.trunks" in details  # of the layers
+    assert "shard offsets" in details
+    steps = [record.step for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record.split == "train"]
+    assert steps == [1, 2, 3, 4]  # a curve, also of a short run
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["step"] == 4
     assert 0 <= results["test"]["click/auc"] <= 1

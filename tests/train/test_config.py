@@ -22,10 +22,30 @@ from train.config.schema import Config, EventsConfig, register_schema
     [
         ("+model.table_dims.user=6", "model.table_dims.user=6 must be a multiple of 4, which the kernels of tables"),
         ("optimizer.ema_decay=1", "optimizer.ema_decay=1.0 must be below 1, e.g. optimizer.ema_decay=0.999"),
+        ("model.table_std=0", "model.table_std=0.0 must be above 0"),
+        ("+data.id_dropout.user=1", "data.id_dropout.user=1.0 must be below 1"),
+        ("data.history_dropout=1", "data.history_dropout=1.0 must be below 1, e.g. data.history_dropout=0.1"),
+        (
+            "optimizer.sparse=sgd optimizer.sparse_weight_decay=0.1",
+            "optimizer.sparse_weight_decay=0.1 goes with optimizer.sparse=rowwise_adagrad",
+        ),
+        ("optimizer.decay_share=0", "optimizer.decay_share=0.0 must be above 0, e.g. optimizer.decay_share=0.2"),
+        ("optimizer.decay_share=1.5", "optimizer.decay_share=1.5 must be at most 1"),
+        ("optimizer.schedule=linear", "optimizer.schedule=linear is not known; choose from cosine, constant, wsd"),
+        ("runtime.eval_every=5 runtime.evals_per_epoch=2", "use one of them, e.g. runtime.eval_every=0"),
+        ("optimizer.dense=muon runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or optimizer.dense=adamw"),
         ("runtime.steps=-1", "runtime.steps=-1 must be at least 0, e.g. runtime.steps=0"),
         ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),
         ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
         ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
+        (
+            "model.pffn_gdpa.activation=mish",
+            "model.pffn_gdpa.activation=mish is not known; choose from gelu",
+        ),
+        (
+            "model.attention_gdpa.activation=[relu,silu,gelu]",
+            "must be one name or model.num_heads=2 of them, e.g. model.attention_gdpa.activation=[relu,relu]",
+        ),
         ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
         ("data=synthetic data.num_categories=0", "data.num_categories=0 must be at least 1"),
         ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),
@@ -143,7 +163,7 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
         config: Config = to_config(compose("train", overrides=["data=synthetic"]))
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
-    assert len(rows) == 11
+    assert len(rows) == 12
     for keys, defaults in rows:
         sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
         told = [float(number) for number in defaults.split(", ")]

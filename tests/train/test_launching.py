@@ -10,7 +10,7 @@ import torch
 
 from modules.models.baselines import DIN
 from modules.models.interformer import InterFormer
-from train.config.schema import DataConfig
+from train.config.schema import DataConfig, OptimizerConfig
 from train.process.distributed import World
 from train.speedup.launching import LEAST_STEPS, LaunchWatch
 
@@ -34,7 +34,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch(model: object = InterFormer.Config(), device: str = "cuda", cuda_graphs: bool = False) -> LaunchWatch:
     runtime, data = SimpleNamespace(cuda_graphs=cuda_graphs), DataConfig(batch_size=2048)
     world = SimpleNamespace(device=torch.device(device), is_first=True)
-    return LaunchWatch(cast(Any, SimpleNamespace(runtime=runtime, data=data, model=model)), cast(World, world))
+    return LaunchWatch(
+        cast(Any, SimpleNamespace(runtime=runtime, data=data, model=model, optimizer=OptimizerConfig())),
+        cast(World, world),
+    )
 
 
 def said(launches: LaunchWatch, caplog: pytest.LogCaptureFixture, steps: int = LEAST_STEPS, **rates: float) -> str:

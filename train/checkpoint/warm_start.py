@@ -78,7 +78,7 @@ def _fitting(
 
 def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) -> None:
     """ValueError unless an optimiser with the configuration `theirs` has the moments that this one needs."""
-    for key in ("sparse", "accumulate", "frozen"):
+    for key in ("dense", "sparse", "accumulate", "frozen"):
         before, now = theirs.get(key), getattr(ours, key)
         if before and before != now:  # if nothing was frozen, all moments exist
             raise ValueError(

@@ -54,6 +54,16 @@ def validate(config: Config) -> None:
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
     model.check()
+    if optimizer.dense == "muon" and config.parallel.dense != "ddp":
+        raise ValueError(
+            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "
+            "use optimizer.dense=adamw or parallel.dense=ddp"
+        )
+    if config.runtime.compile and config.parallel.expert_ranks:
+        raise ValueError(
+            f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "
+            "cannot be compiled; use runtime.compile=false or parallel.expert_ranks=0"
+        )
     if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
     if precision.name.startswith("mxfp8") and not precision.quantize:
@@ -75,6 +85,16 @@ def validate(config: Config) -> None:
             f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
             "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
         )
+    if optimizer.sparse_weight_decay and optimizer.sparse != "rowwise_adagrad":
+        raise ValueError(
+            f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
+            f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
+        )
+    if config.runtime.eval_every and config.runtime.evals_per_epoch > 1:
+        raise ValueError(
+            f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
+            f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"
+        )
     if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
         raise ValueError(
             "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
@@ -93,6 +113,27 @@ def graphs_refusal(config: Config) -> str | None:
         return (
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
+    parallel = config.parallel
+    if parallel.dense != "ddp":
+        return (
+            f"parallel.dense={parallel.dense}: its parameters move in memory, and a graph reads them where they were; "
+            "use runtime.cuda_graphs=false or parallel.dense=ddp"
+        )
+    if parallel.expert_ranks:
+        return (
+            f"parallel.expert_ranks={parallel.expert_ranks}: the host reads how many tokens each expert got; use "
+            "runtime.cuda_graphs=false or parallel.expert_ranks=0"
+        )
+    if parallel.recompute:
+        return (
+            f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
+            "runtime.cuda_graphs=false or parallel.recompute=[]"
+        )
+    if config.optimizer.dense == "muon":
+        return (
+            "optimizer.dense=muon: torch.optim.Muon cannot be captured; use runtime.cuda_graphs=false or "
+            "optimizer.dense=adamw"
         )
     return config.model.graphs_refusal()
 

@@ -11,9 +11,11 @@ FREE = ("model.arguments", "data.histories")
 """Keys whose values a class outside this repository takes, or which are compared with those of a column."""
 SIGNED = ("data.missing_fill",)
 """Keys whose numbers may be negative."""
-BELOW_ONE = ("optimizer.betas",)
-"""Keys of decays: at 1 an average would never learn."""
+BELOW_ONE = ("optimizer.betas", "data.id_dropout")
+"""Keys of decays: at 1 an average would never learn; and of shares that leave nothing out of which to learn."""
 ABOVE_ZERO = {
+    "model.table_std": 0.01,  # tables of zeros learn nothing where they are multiplied
+    "optimizer.decay_share": 0.2,
     "data.mean_history": 20,
     "data.num_items": 1000,
     "data.num_requests": 1000,
@@ -26,6 +28,7 @@ MOST = {
     "data.num_workers": 1024,  # processes a rank
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it
     "data.zipf": 100,
+    "optimizer.decay_share": 1,
     "runtime.collective_timeout": 10**9,  # in seconds, which C++ counts in nanoseconds
     "runtime.seed": 2**63 - 1,
     "runtime.threads": 65_536,
@@ -69,7 +72,7 @@ def check_numbers(config: object) -> None:
             raise ValueError(f"{key}={value} must be at least 0, e.g. {key}={default}")
         if key in ABOVE_ZERO and number <= 0:
             raise ValueError(f"{key}={value} must be above 0, e.g. {key}={ABOVE_ZERO[key]}")
-        if key in BELOW_ONE and number >= 1:
+        if key.startswith(BELOW_ONE) and number >= 1:
             raise ValueError(f"{key}={value} must be below 1, e.g. {key}={default}")
         if number > MOST.get(key, math.inf):
             raise ValueError(f"{key}={value} must be at most {MOST[key]}, e.g. {key}={default}")

@@ -38,6 +38,9 @@ class DataConfig:
     bad_rows: str = option("raise", choices=["raise", "skip"])
     max_skipped: float = 0.1  # share of a file set's rows that `skip` may leave out; more is an error
     negative_rate: float = 1.0  # fraction of the training candidates without a positive label that is trained on
+    id_dropout: dict[str, float] = field(default_factory=dict)  # table -> share of its training ids made unknown
+    # share of the training requests whose histories are left out
+    history_dropout: float = option(0.0, below=1, example=0.1)
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
 
@@ -133,15 +136,32 @@ class PrecisionConfig:
 
 
 @dataclass
+class GroupConfig:
+    """Parameters and tables with settings of their own."""
+
+    match: list[str] = MISSING  # globs over names of parameters, tables and the modules that hold them
+    lr: float | None = None  # in place of optimizer.lr, of tables in place of optimizer.sparse_lr
+    weight_decay: float | None = None  # in place of optimizer.weight_decay, of tables of optimizer.sparse_weight_decay
+
+
+@dataclass
 class OptimizerConfig:
-    lr: float = 1e-3  # dense AdamW
+    dense: str = option("adamw", choices=["adamw", "muon"])  # muon: of matrices, with AdamW for the rest
+    lr: float = 1e-3  # of the dense part
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     # fused into the backward of the tables
     sparse: str = option("rowwise_adagrad", choices=["rowwise_adagrad", "adam", "sgd"])
     sparse_lr: float = 0.02
+    sparse_weight_decay: float = 0.0  # of the rows that a batch looks up; with rowwise_adagrad
+    # decoupled: w -= lr * decay * w | l2: decay * w joins the gradient
+    sparse_weight_decay_mode: str = option("decoupled", choices=["decoupled", "l2"])
+    groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
     warmup_steps: int = 20
-    min_lr: float = 0.1  # at the end of the cosine, as a fraction of lr
+    # after the warm-up; wsd: constant, then falling in a straight line
+    schedule: str = option("cosine", choices=["cosine", "constant", "wsd"])
+    decay_share: float = 0.2  # of the steps, in which the rate falls; with wsd
+    min_lr: float = 0.1  # at the end of cosine and wsd, as a fraction of the peak
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
     accumulate: int = option(1, least=1)  # micro-batches to one dense step (the tables step at each)
     # of an average of the dense weights, which evaluations and exports take; 0: none
@@ -155,6 +175,11 @@ SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 
 @dataclass
 class ParallelConfig:
+    # ddp: each rank holds the dense part | fsdp: all ranks share one | hsdp: each shard_ranks one
+    dense: str = option("ddp", choices=["ddp", "fsdp", "hsdp"])
+    shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
+    recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
+    expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     # of looked-up rows and their gradients on the way between ranks
@@ -200,7 +225,8 @@ class RuntimeConfig:
     seed: int = 0
     epochs: int = option(1, least=1)
     steps: int = 0  # stop after this many steps; 0: the epochs decide
-    eval_every: int = 0  # steps between validations; 0: at the end of each epoch
+    eval_every: int = 0  # steps between validations; 0: evals_per_epoch decides
+    evals_per_epoch: int = option(1, least=1)  # validations in each epoch, the last one at its end
     eval_steps: int = 0  # batches of a validation; 0: all
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = option(20, least=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
+from train.data.dropout import check_tables, drop_histories, drop_ids
 from train.data.sampling import sample_negatives
 from train.data.source import Source
 from train.process.preemption import SIGNALS, shield
+from train.process.quiet import quieten
 
 
 def build_loader(
@@ -36,6 +38,8 @@ def build_loader(
     num_workers: int,
     prefetch: int,
     negative_rate: float = 1,
+    id_dropout: Mapping[str, float] | None = None,
+    history_dropout: float = 0,
     pad_events: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
@@ -48,6 +52,7 @@ def build_loader(
 
     Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
     `negative_rate` below 1: see `sample_negatives`, which draws by (seed, epoch); requests are counted before it.
+    `id_dropout`, `history_dropout`: see `train.data.dropout`, which draws likewise.
     `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
     """
     order = _Order(
@@ -61,17 +66,22 @@ def build_loader(
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
     return DataLoader(
-        _Batches(source, split, negative_rate, (seed, epoch), pad_events),
+        _Batches(source, split, negative_rate, (seed, epoch), pad_events, id_dropout or {}, history_dropout),
         sampler=order,
         batch_size=None,
         collate_fn=_as_is,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=shield,
+        worker_init_fn=_begin,
         multiprocessing_context=_process_starter() if num_workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _begin(worker: int) -> None:
+    shield(worker)
+    quieten()
 
 
 def _process_starter() -> ForkServerContext:
@@ -104,13 +114,23 @@ class _Batches(Dataset):
     """Maps an array of request numbers to their batch."""
 
     def __init__(
-        self, source: Source, split: str, negative_rate: float, sampling_key: tuple[int, int], pad_to: int
+        self,
+        source: Source,
+        split: str,
+        negative_rate: float,
+        sampling_key: tuple[int, int],
+        pad_to: int,
+        id_dropout: Mapping[str, float],
+        history_dropout: float,
     ) -> None:
+        check_tables(id_dropout, source.spec)
         self.source = source
         self.split = split
         self.negative_rate = negative_rate
         self.sampling_key = sampling_key
         self.pad_to = pad_to
+        self.id_dropout = {table: share for table, share in id_dropout.items() if share}
+        self.history_dropout = history_dropout
 
     def __getitem__(self, requests: np.ndarray) -> RequestBatch:
         if requests.size == 0:
@@ -120,6 +140,10 @@ class _Batches(Dataset):
             batch = sample_negatives(batch, self.negative_rate, *self.sampling_key)
             if batch.num_requests == 0:
                 return empty_batch(self.source.spec)
+        if self.id_dropout:
+            batch = drop_ids(batch, self.source.spec, self.id_dropout, *self.sampling_key)
+        if self.history_dropout:
+            batch = drop_histories(batch, self.history_dropout, *self.sampling_key)
         return (pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch).packed()
 
 

@@ -44,8 +44,8 @@ def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) ->
     )
 
 
-def uniform(row: Tensor, seed: int, epoch: int) -> Tensor:
-    """A number in [0, 1) for each row int64, float64: that of SplitMix64's sequence for (seed, epoch)."""
-    start = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+def uniform(row: Tensor, *key: int) -> Tensor:
+    """A number in [0, 1) for each row int64, float64: that of SplitMix64's sequence for a key, as (seed, epoch)."""
+    start = np.random.SeedSequence(key).generate_state(1, np.uint64)
     bits = splitmix64(start + row.numpy().astype(np.uint64) * GOLDEN)
     return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)

@@ -15,8 +15,9 @@ SAMPLE = 256
 """Requests of a split, evenly spread, whose features are looked at."""
 
 
-def summarise(source: Source, dated: bool = True) -> str:
-    """Requests and times of each split, label rates, and how much of a feature is known in the first and last split.
+def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
+    """Two tables: requests and times of each split with label rates; how much of a feature is known in the first and
+    the last split.
 
     `dated` false: the source has no times, and none are printed. An id is known if it has a row of its own, a number if
     it is not the mean, which missing numbers become.
@@ -29,9 +30,11 @@ def summarise(source: Source, dated: bool = True) -> str:
         lines.append(f"{split:<5} {counts[split]:>13,}" + (f"  {first!s:<19}  {last}" if dated else ""))
     rates = ", ".join(f"{task} {rate:.4g}" for task, rate in source.label_rates().items())
     lines.append(f"positive training labels: {rates}")
-    if lacking := [f"{name} {100 * share:.3g} %" for name, share in source.missing().items() if share]:
-        lines.append(f"missing in training rows: {', '.join(lacking)}")
-    lines.append("")
+    lacking = {name: f"{name} {100 * share:.3g} %" for name, share in source.missing().items() if share}
+    for kind, names in (("label", source.spec.tasks), ("number", tuple(lacking.keys() - {*source.spec.tasks}))):
+        if shares := [text for name, text in lacking.items() if name in names]:
+            lines.append(f"training rows without a {kind}: {', '.join(shares)}")
+    splits, lines = "\n".join(lines), []
 
     ends = list(samples)[:: max(1, len(samples) - 1)]
     rows = list(zip(*(_features(source, samples[split]) for split in ends), strict=True))
@@ -41,7 +44,7 @@ def summarise(source: Source, dated: bool = True) -> str:
     for row in rows:
         name, table_rows, length, _ = row[0]
         lines.append(f"{name:<{width}} {table_rows:>12}  {length:>9}" + "".join(f"  {known:>14}" for *_, known in row))
-    return "\n".join(lines)
+    return splits, "\n".join(lines)
 
 
 def _spread(count: int) -> np.ndarray:

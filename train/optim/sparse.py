@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -16,44 +19,35 @@ from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, Shard
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
-from train.config.schema import Config
+from train.config.schema import Config, OptimizerConfig
 from train.data.source import Source
+from train.optim.groups import grouped
+from train.parallel.dense import data_parallel
+from train.parallel.mesh import Mesh
 from train.process.distributed import World
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
+DECAY_MODES = {"decoupled": WeightDecayMode.DECOUPLE, "l2": WeightDecayMode.L2}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
 SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
 MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
 
 
-class _Alone(DataParallelWrapper):
-    """In place of DDP on a single rank, where DDP would only scale and copy each gradient."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        pass
-
-
 def shard(
-    model: RankingModel, config: Config, world: World, ids: dict[str, float]
+    model: RankingModel, config: Config, world: World, ids: dict[str, float], mesh: Mesh | None = None
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
 
     The optimiser runs inside the backward, so no gradient of a table is ever held; tables without `requires_grad` stay
-    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here.
+    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here. The dense part becomes
+    data-parallel, over `mesh` if there is one.
     """
     if world.device.type == "cpu" and config.optimizer.sparse not in CPU_OPTIMIZERS:
         raise ValueError(
             f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
         )
-    tables = [table for each in model.embedding.collections for table in each.parameters()]
-    optimizer = config.optimizer
-    learning, frozen = ([table for table in tables if table.requires_grad is learns] for learns in (True, False))
-    apply_optimizer_in_backward(OPTIMIZERS[optimizer.sparse], learning, {"lr": optimizer.sparse_lr})
-    # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
-    for table in frozen:
-        table.requires_grad_()
-    apply_optimizer_in_backward(SGD, frozen, {"lr": 0.0})
+    _give_optimizers(model, config.optimizer)
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [
         EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))
@@ -67,9 +61,28 @@ def shard(
         device=world.device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=_Alone() if world.size == 1 else None,
+        data_parallel_wrapper=data_parallel(config, world.size, mesh),
     )
     return parallel, plan
+
+
+def _give_optimizers(model: RankingModel, config: OptimizerConfig) -> None:
+    """Each table its fused optimiser, with the settings of its group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = grouped(list(names.values()), config.groups)
+    for table in (table for each in model.embedding.collections for table in each.parameters()):
+        if not table.requires_grad:
+            # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
+            table.requires_grad_()
+            apply_optimizer_in_backward(SGD, [table], {"lr": 0.0})
+            continue
+        group = groups[names[table]]
+        settings: dict[str, Any] = {"lr": config.sparse_lr if group.lr is None else group.lr}
+        decay = config.sparse_weight_decay if group.weight_decay is None else group.weight_decay
+        if config.sparse == "rowwise_adagrad" and decay:
+            # FBGEMM ignores the decay in its default mode.
+            settings |= {"weight_decay": decay, "weight_decay_mode": DECAY_MODES[config.sparse_weight_decay_mode]}
+        apply_optimizer_in_backward(OPTIMIZERS[config.sparse], [table], settings)
 
 
 def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,18 +21,12 @@ from tqdm import tqdm
 
 from train.config.schema import TrackingConfig
 from train.process.preemption import STATUS
+from train.process.quiet import quieten
 
 METRICS_FILE = "metrics.jsonl"
 CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all other values are in the file only
 WANDB_TIMEOUT = 30  # seconds for which a server that cannot be reached may delay the start of the run
 OWN_LOGGERS = ("train", "modules", "kernels", "launch", "__main__")
-
-# Messages of TorchRec and DCP in every run that a user can do nothing about.
-KNOWN_WARNINGS = (
-    (FutureWarning, ".*ShardedTensor"),
-    (FutureWarning, ".*broadcast_buffers"),
-)
-KNOWN_LOGGERS = ("torchrec.distributed.planner.types", "torch.fx._symbolic_trace")
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +34,21 @@ logger = logging.getLogger(__name__)
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the console and `train.log`; every other rank logs warnings to `rank_N.log`, made when needed.
 
-    INFO is for our own packages; libraries are heard from WARNING on, Python warnings included.
+    Our own packages put what everybody reads at INFO, and tables for a closer look at DEBUG, for `train.log` only.
+    Libraries are heard from WARNING on, Python warnings included.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / ("train.log" if rank == 0 else f"rank_{rank}.log")
     handlers: list[logging.Handler] = [logging.FileHandler(file, delay=True, encoding="utf-8")]
     if rank == 0:
-        handlers.append(_ConsoleHandler())
+        handlers.append(_ConsoleHandler(logging.INFO))
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=handlers, force=True
     )
     logging.captureWarnings(True)
-    for category, message in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", category=category, message=message)
-    for name in KNOWN_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
     for name in OWN_LOGGERS:
-        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logging.getLogger(name).setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -132,8 +123,10 @@ class _Wandb:
             id=run_id,
             resume="allow",
             config=config,
-            settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
+            settings=wandb.Settings(init_timeout=WANDB_TIMEOUT, silent=True),  # one line of ours for a dozen of its own
         )
+        offline = f"offline, in {Path(self.run.dir).parent}; `wandb sync` uploads it"
+        logger.info("W&B: %s", offline if self.run.offline else self.run.url)
         self.run.define_metric("train/step")
         self.run.define_metric("*", step_metric="train/step")
 
@@ -209,8 +202,11 @@ class Tracker:
         if self._bar is not None:
             self._bar.update()
 
-    def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Record values of a split (`train`, `valid`, `test`) after `step` steps, named like `loss`, `click/ne`."""
+    def log(self, step: int, split: str, values: Mapping[str, float], *, shown: bool = True) -> None:
+        """Record values of a split (`train`, `valid`, `test`) after `step` steps, named like `loss`, `click/ne`.
+
+        Values that are not `shown` are in the files, but not on the console.
+        """
         if not self.enabled:
             return
         assert self._file is not None, "Tracker.log before Tracker.start"
@@ -223,7 +219,8 @@ class Tracker:
         if self._bar is not None and split == "train":
             self._bar.set_postfix_str(text)
         else:
-            logger.info("step %d/%d %s: %s", step, self._total_steps, split, text)
+            level = logging.INFO if shown else logging.DEBUG
+            logger.log(level, "step %d/%d %s: %s", step, self._total_steps, split, text)
 
     def finish(self, results: Mapping[str, Mapping[str, float]] | None = None, *, status: int = 0) -> None:
         """Close everything; `results`, the last values by split, are shown as a table. A second call does nothing.

@@ -47,11 +47,11 @@ class LaunchWatch:
             self._idle += self._event.query()
 
     def report(self, rates: Mapping[str, float]) -> None:
-        """To be called at the end of a window, with its rates of `Throughput`."""
+        """To be called at the end of a window, with its rates of `Throughput`; short windows are taken together."""
         steps, idle = self._steps, self._idle
-        self._steps = self._idle = 0
         if self._event is None or steps < LEAST_STEPS or not rates:
             return
+        self._steps = self._idle = 0
         if idle < IDLE * steps or rates["data_wait_share"] > WAITED:
             return
         self._event = None

@@ -51,7 +51,7 @@ def always(**facts: Hashable) -> None:
     """The verifier of a backend that serves every call: the specification of each operator."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # a frozen one stops a compiler
 class Backend:
     """One implementation of an operator.
 
@@ -63,18 +63,20 @@ class Backend:
     implementation: Callable[..., Any] | str
     supports: Verifier = always
     checks_lengths: bool = False
+    imported: Callable[..., Any] | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
         if not isinstance(self.implementation, str):
             return self.implementation
-        if self.implementation not in _imported:
+        # A compiler imports first and reads then: what it has read once it takes for unchanged.
+        if torch.compiler.is_compiling() or self.imported is None:
             _import(self.implementation)
-        return _imported[self.implementation]
+        assert self.imported is not None
+        return self.imported
 
 
 _registry: dict[str, tuple[Backend, ...]] = {}
-_imported: dict[str, Callable[..., Any]] = {}
 _forced: dict[str | None, str] = {}  # operator, or None for every operator -> backend
 _chosen: dict[tuple[Hashable, ...], Backend] = {}
 _reported: set[tuple[str, str, str]] = set()
@@ -83,7 +85,9 @@ _reported: set[tuple[str, str, str]] = set()
 @torch.compiler.assume_constant_result  # a compiler runs it instead of tracing an import
 def _import(implementation: str) -> bool:
     module, _, function = implementation.partition(":")
-    _imported[implementation] = getattr(importlib.import_module(module), function)
+    for backend in (backend for backends in _registry.values() for backend in backends):
+        if backend.implementation == implementation:
+            backend.imported = getattr(importlib.import_module(module), function)
     return True
 
 

@@ -68,7 +68,7 @@ def test_choice_is_cached_per_facts_and_forgotten_on_force(op: str) -> None:
 
 
 def test_fallback_is_logged_once_per_reason(op: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="kernels.core.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.core.dispatch")
     for width in (1, 2, 3, 5):
         dispatch.choose(op, None, CPU, width=width)
     messages = [record.getMessage() for record in caplog.records]

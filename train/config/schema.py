@@ -176,6 +176,11 @@ SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 
 @dataclass
 class ParallelConfig:
+    # ddp: each rank holds the dense part | fsdp: all ranks share one | hsdp: each shard_ranks one
+    dense: str = option("ddp", choices=["ddp", "fsdp", "hsdp"])
+    shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
+    recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
+    expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     # of looked-up rows and their gradients on the way between ranks

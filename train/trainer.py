@@ -428,7 +428,7 @@ class Trainer:
         }
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
-            results["valid"] = self.progress.best_values
+            results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne
         if self.source.num_requests("test"):
             results["test"], metrics = evaluate_split(self.job, "test", self.run_dir / "predictions" / "test")
             self.tracker.log(self.progress.step, "test", results["test"])

@@ -66,7 +66,7 @@ class SpeedRun(Trainer):
         return results
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@hydra.main(version_base="1.3", config_path="../../configs", config_name="train")
 @record
 def main(composed: DictConfig) -> None:
     config = to_config(composed)

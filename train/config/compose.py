@@ -58,7 +58,8 @@ def validate(config: Config) -> None:
     if config.parallel.balance and data.batch_size % config.parallel.balance:
         raise ValueError(
             f"parallel.balance={config.parallel.balance} must divide data.batch_size={data.batch_size}, so that "
-            f"ranks get equally many requests, e.g. parallel.balance={math.gcd(config.parallel.balance, data.batch_size)}"
+            "ranks get equally many requests, e.g. parallel.balance="
+            f"{math.gcd(config.parallel.balance, data.batch_size)}"
         )
     if optimizer.dense == "muon" and config.parallel.dense != "ddp":
         raise ValueError(

@@ -35,7 +35,7 @@ from train.config.compose import from_dict
 from train.optim.dense import Optimizer
 from train.parallel.layout import described, layouts
 from train.process.distributed import World
-from train.process.files import write_json
+from train.process.files import fault_of, room, write_json
 
 log = logging.getLogger(__name__)
 META = "meta.json"
@@ -139,9 +139,8 @@ class Checkpointer:
             _write_files(aside, state, self.world)
         except CheckpointException as error:  # a BaseException: torchrun's error file would not have it
             reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
-            free = shutil.disk_usage(self.folder).free / 2**20
             raise RuntimeError(
-                f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
+                f"{path.name} could not be written ({reasons}); {room(self.folder)}. Started again "
                 f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
             ) from error
         # Rank 0 returns once all ranks have written, metadata and manifest too, so the folder is whole.
@@ -246,7 +245,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"{path} is not a readable checkpoint ({error}); expected one such as RUN_DIR/checkpoints/step_00000100"
         ) from error
     expected = manifest.read(path).get(META)
-    if expected is not None and (fault := manifest.fault_of(path / META, expected)):
+    if expected is not None and (fault := fault_of(path / META, expected)):
         raise DamagedError(path, fault)
     try:
         meta = json.loads(text)

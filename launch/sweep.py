@@ -1,9 +1,11 @@
-"""Train a grid of configurations, one torchrun a job, and collect their test metrics in one table.
+"""Train a grid of configurations, one torchrun a job, rank them by validation and show their test metrics.
 
     python -m launch.sweep +experiment=NAME --over model=interformer,din runtime.seed=0,1,2 [--nproc 2] [--out DIR]
 
 Every combination of the `--over` values runs through launch/torchrun.sh in a folder of its own under `--out`, beside
-`results.md` and `results.csv`; over seeds the former has a table of means too. Hydra's own multirun is not used: it
+`results.md` and `results.csv`; over seeds the former has a table of means too. Settings are ranked by the NE of their
+best validation, and the test split judges the chosen one alone: chosen by test metrics, it would look better than it
+is. Hydra's own multirun is not used: it
 runs all jobs in one set of processes, where a job's process groups and caches reach into the next. A job that fails is
 reported and does not stop the others; the exit code is then 1. Starting again with the same `--out` runs only what is
 not finished, also after SIGTERM or SIGUSR1, which it hands on to its jobs (exit code 75).
@@ -20,9 +22,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,6 +36,7 @@ from train.process.files import new_folder
 from train.process.preemption import SIGNALS, STATUS
 
 SEED = "runtime.seed"
+VALID = "best validation NE"
 IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all jobs, or that NE implies
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
 
@@ -44,7 +47,8 @@ class Job:
     values: dict[str, str]  # swept key -> value
     status: str = "waiting"
     seconds: float | None = None  # wall time of a job that ran in this start of the sweep
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the test split
+    best_ne: float | None = None  # of the validations
 
     def collect(self) -> bool:
         """Read what a finished run left; false when there is none."""
@@ -52,7 +56,7 @@ class Job:
         if not file.exists():
             return False
         results = json.loads(file.read_text())
-        self.status, self.metrics = "ok", dict(results.get("test", {}))
+        self.status, self.metrics, self.best_ne = "ok", dict(results.get("test", {})), results.get("best_ne")
         return True
 
 
@@ -160,43 +164,86 @@ def _label(values: dict[str, str]) -> str:
 
 
 def write_tables(out: Path, jobs: list[Job]) -> str:
-    """Write `results.csv` and `results.md`, one row a job in the order of the grid; returns the markdown.
+    """Write `results.csv`, one row a job in the order of the grid, and `results.md`, best first; returns the latter.
 
     Where seeds are an axis the markdown has a second table, of means over them. It leaves out the metrics in `IN_CSV`.
+    Its last line is the setting with the smallest (mean) NE in validation, with its test metrics.
     """
+    validated = [VALID] * any(job.best_ne is not None for job in jobs)
     metrics = sorted({name for job in jobs for name in job.metrics})
     shown = [name for name in metrics if name.rpartition("/")[2] not in IN_CSV]
 
-    def table(names: list[str]) -> tuple[list[str], list[list[str | float | None]]]:
-        rows = [[*job.values.values(), job.status, job.seconds, *map(job.metrics.get, names)] for job in jobs]
-        return [*jobs[0].values, "status", "seconds", *names], rows
+    def table(jobs: list[Job], names: list[str]) -> tuple[list[str], list[list[str | float | None]]]:
+        rows = [
+            [
+                *job.values.values(),
+                job.status,
+                job.seconds,
+                *[job.best_ne] * len(validated),
+                *map(job.metrics.get, names),
+            ]
+            for job in jobs
+        ]
+        return [*jobs[0].values, "status", "seconds", *validated, *names], rows
 
     with (out / "results.csv").open("w", newline="") as file:
-        header, rows = table(metrics)
+        header, rows = table(jobs, metrics)
         csv.writer(file).writerows([header, *rows])
-    text = _markdown(*table(shown))
+    text = _markdown(*table(sorted(jobs, key=_rank), shown))
+    settings = _settings(jobs)
     if SEED in jobs[0].values:
-        axes = [key for key in jobs[0].values if key != SEED]
         text += "\nMean ± standard deviation over seeds:\n\n" + _markdown(
-            [*axes, "seeds", *shown], _over_seeds(jobs, shown)
+            [*_axes(jobs), "seeds", *validated, *shown],
+            (
+                [*values, str(len(group)), *[_best_ne(group)] * len(validated), *_means(group, shown)]
+                for values, group in settings
+            ),
         )
+    if validated:
+        values, group = settings[0]
+        named = " ".join(f"{key}={value}" for key, value in zip(_axes(jobs), values, strict=True)) or "the one setting"
+        test = ", ".join(f"{name} {mean}" for name, mean in zip(shown, _means(group, shown), strict=True) if mean)
+        text += f"\nChosen by validation: {named} (NE {_best_ne(group)}). On the test split: {test or 'nothing'}.\n"
     (out / "results.md").write_text(text)
     return text
 
 
-def _over_seeds(jobs: list[Job], metrics: list[str]) -> Iterator[list[str]]:
-    """A row for each setting of the other axes: means over its finished jobs."""
+def _axes(jobs: list[Job]) -> list[str]:
+    return [key for key in jobs[0].values if key != SEED]
+
+
+def _rank(job: Job) -> tuple[bool, float]:
+    """Sorts by validation; jobs without one, such as those that failed, come last."""
+    return job.best_ne is None, job.best_ne or 0.0
+
+
+def _settings(jobs: list[Job]) -> list[tuple[tuple[str, ...], list[Job]]]:
+    """Values of the axes but the seed, and the finished jobs that have them, the smallest mean NE first."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         if job.status == "ok":
-            groups.setdefault(tuple(value for key, value in job.values.items() if key != SEED), []).append(job)
-    for values, group in groups.items():
-        cells = []
-        for name in metrics:
-            found = [value for job in group if (value := job.metrics.get(name)) is not None]
-            spread = f" ± {stdev(found):.2g}" if len(found) > 1 else ""
-            cells.append(f"{mean(found):.5g}{spread}" if found else "")
-        yield [*values, str(len(group)), *cells]
+            groups.setdefault(tuple(job.values[key] for key in _axes(jobs)), []).append(job)
+    return sorted(groups.items(), key=lambda setting: _rank(_mean_job(setting[1])))
+
+
+def _mean_job(group: list[Job]) -> Job:
+    found = [job.best_ne for job in group if job.best_ne is not None]
+    return replace(group[0], best_ne=mean(found) if found else None)
+
+
+def _best_ne(group: list[Job]) -> str:
+    return _spread([job.best_ne for job in group])
+
+
+def _means(group: list[Job], metrics: list[str]) -> list[str]:
+    return [_spread([job.metrics.get(name) for job in group]) for name in metrics]
+
+
+def _spread(values: list[float | None]) -> str:
+    """Mean and deviation of the values that there are."""
+    found = [value for value in values if value is not None]
+    spread = f" ± {stdev(found):.2g}" if len(found) > 1 else ""
+    return f"{mean(found):.5g}{spread}" if found else ""
 
 
 def _markdown(header: list[str], rows: Iterable[Sequence[str | float | None]]) -> str:

@@ -3,8 +3,12 @@
     out_i = sum_j act_h(q_i . k_j / tau) v_j          per head, act_h the activation of head h
 
 is the form of Kunlun (arXiv 2602.10016), where tau is the maximal sequence length: a constant of the configuration,
-here the largest number of keys a row may have. `kernels.gdpa` computes it; nothing is padded and no score is kept in
-memory.
+here the largest number of keys a row may have. With normalised queries and keys scores would then be so small that any
+smooth activation is a straight line; there the norm bounds scores and tau divides the sum instead:
+
+    out_i = sum_j act_h(q_i . k_j / sqrt(head_dim)) v_j / tau
+
+`kernels.gdpa` computes both; nothing is padded and no score is kept in memory.
 
 The modules differ in their queries (`queries()`, unless the call gives others) and in where keys and values come from.
 `GDPABlock` puts the norms and residuals of a production block around any of them.
@@ -13,12 +17,14 @@ The modules differ in their queries (`queries()`, unless the call gives others) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kernels.gdpa import add_norms, gdpa, layer_norm
+from kernels.gdpa import ACTIVATIONS, add_norms, gdpa, layer_norm
+from modules.config import option
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.mlp import linear_flops
@@ -28,14 +34,32 @@ from modules.rotary import Rotation, rotate
 Activation = str | Sequence[str]
 
 
+@dataclass
+class GDPAConfig:
+    """Options of every module here, as a configuration has them."""
+
+    activation: Any = option("gelu", choices=ACTIVATIONS)  # of scores: a name, or a list with one for each head
+    qk_norm: bool = True  # normalise each head of queries and keys
+    score_scale: float | None = None  # factor before the activation; null: head_dim^-0.5 with qk_norm, else 1 / keys
+    out_scale: float | None = None  # factor after it; null: 1 / keys with qk_norm, else 1
+
+
+def scales(
+    keys: int, head_dim: int, qk_norm: bool, score_scale: float | None, out_scale: float | None
+) -> tuple[float, float]:
+    """(before, after the activation) for rows of at most `keys` keys: what is given, else as `GDPAConfig` says."""
+    before, after = (head_dim**-0.5, 1 / keys) if qk_norm else (1 / keys, 1.0)
+    return before if score_scale is None else score_scale, after if out_scale is None else out_scale
+
+
 class GDPASelfAttention(nn.Module):
     """Every token of a row attends to its row: (values [N, dim], offsets [B + 1]) -> [N, dim].
 
     With `rotation`, (cos, sin) from `modules.rotary.rotation`, queries and keys are rotated by their positions.
     `activation` is a name of `kernels.gdpa.ACTIVATIONS`, or one per head. `window` limits a token to neighbours
     |i - j| <= window, `causal` to itself and those before it. `qk_norm` normalises each head of queries and keys (RMS,
-    without learned scale), which bounds scores by head_dim / tau. `score_scale` replaces 1 / tau = 1 / max_length, a
-    constant that no row exceeds.
+    without learned scale). `score_scale` and `out_scale` act before and after the activation; unless given they are
+    those of `scales` for max_length keys, a constant that no row exceeds.
     """
 
     def __init__(
@@ -49,6 +73,7 @@ class GDPASelfAttention(nn.Module):
         causal: bool = False,
         qk_norm: bool = False,
         score_scale: float | None = None,
+        out_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -58,7 +83,7 @@ class GDPASelfAttention(nn.Module):
         reach = -1 if window is None else window
         self.window = (reach, 0 if causal else reach)
         self.qk_norm = qk_norm
-        self.score_scale = 1 / max_length if score_scale is None else score_scale
+        self.score_scale, self.out_scale = scales(max_length, self.head_dim, qk_norm, score_scale, out_scale)
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
@@ -90,6 +115,7 @@ class GDPASelfAttention(nn.Module):
             max_k=self.max_length,
             activation=self.activation,
             score_scale=self.score_scale,
+            out_scale=self.out_scale,
             window=self.window,
         )
         return self.output(attended.flatten(1))
@@ -117,6 +143,7 @@ class GDPAPooling(nn.Module):
         activation: Activation = "gelu",
         qk_norm: bool = False,
         score_scale: float | None = None,
+        out_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -124,7 +151,7 @@ class GDPAPooling(nn.Module):
         self.max_length = max_length
         self.activation = activation
         self.qk_norm = qk_norm
-        self.score_scale = 1 / max_length if score_scale is None else score_scale
+        self.score_scale, self.out_scale = scales(max_length, self.head_dim, qk_norm, score_scale, out_scale)
         self.seeds = nn.Parameter(torch.empty(num_seeds, dim))
         self.reset_parameters()
         self.query = nn.Linear(dim, dim, bias=False)
@@ -152,6 +179,7 @@ class GDPAPooling(nn.Module):
             max_k=self.max_length,
             activation=self.activation,
             score_scale=self.score_scale,
+            out_scale=self.out_scale,
         )
         return self.output(attended.view(-1, *queries.shape))
 
@@ -170,9 +198,11 @@ class PersonalizedFFN(nn.Module):
         act(s W_1) W_2,     W_1^T = M_1 X,  W_2 = M_2 X,     X [num_summary, dim] the summary of its row
 
     which is attention with the token itself as the query and `hidden` keys and values: M_1 and M_2, each
-    [hidden, num_summary], mix the tokens of the summary, the same for every feature. Heads do not mix; that is left to
-    the attention that follows. `score_scale` is 1 / hidden unless given; the other options are those of
-    `GDPASelfAttention`.
+    [hidden, num_summary], mix the tokens of the summary, the same for every feature. Made so, the weights of a row have
+    at most rank num_summary. With `kron_terms` they are sums of that many Kronecker products (SumKronLinear of Kunlun),
+    W_1^T = sum_i M_1i X P_i, and W_2 likewise with the same P_i [dim, dim]: of rank kron_terms * num_summary, and each
+    head reads all features of the summary. Heads of the token do not mix; that is left to the attention that follows.
+    Scales are those of `scales` for `hidden` keys; the other options are those of `GDPASelfAttention`.
     """
 
     def __init__(
@@ -183,9 +213,11 @@ class PersonalizedFFN(nn.Module):
         hidden: int,
         *,
         max_length: int,
+        kron_terms: int = 0,
         activation: Activation = "gelu",
         qk_norm: bool = False,
         score_scale: float | None = None,
+        out_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -193,9 +225,11 @@ class PersonalizedFFN(nn.Module):
         self.max_length = max_length
         self.activation = activation
         self.qk_norm = qk_norm
-        self.score_scale = 1 / hidden if score_scale is None else score_scale
+        self.score_scale, self.out_scale = scales(hidden, self.head_dim, qk_norm, score_scale, out_scale)
+        self.num_summary = num_summary
+        self.project = nn.Linear(dim, kron_terms * dim, bias=False) if kron_terms else None
         # Rows of M_1 and M_2 alternate, so that keys and values are views of one product without gaps between rows.
-        self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
+        self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary * max(kron_terms, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -208,10 +242,12 @@ class PersonalizedFFN(nn.Module):
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
         """`queries` [N, dim] replace `values` as queries."""
         check_maximum(offsets, self.max_length, "max_length")
-        if summary.shape[1:] != (self.mix.shape[1], self.num_heads * self.head_dim):
+        if summary.shape[1:] != (self.num_summary, self.num_heads * self.head_dim):
             raise ValueError(
-                f"summary must be [B, {self.mix.shape[1]}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
+                f"summary must be [B, {self.num_summary}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
             )
+        if self.project is not None:  # projected before they are mixed: there are fewer tokens than hidden units
+            summary = self.project(summary).view(len(summary), -1, summary.shape[2])
         # A batched product: matmul would transpose the summary, to make one large product with features as rows.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
@@ -225,14 +261,16 @@ class PersonalizedFFN(nn.Module):
             max_k=key.shape[1],
             activation=self.activation,
             score_scale=self.score_scale,
+            out_scale=self.out_scale,
         )
         return attended.flatten(1)
 
     def flops(self, num_rows: float, num_tokens: float) -> float:
         """Forward FLOPs."""
-        twice_hidden, num_summary = self.mix.shape
+        twice_hidden, mixed = self.mix.shape
         dim = self.num_heads * self.head_dim
-        return 2 * dim * twice_hidden * (num_rows * num_summary + num_tokens)
+        projected = linear_flops(self) * self.num_summary * num_rows
+        return 2 * dim * twice_hidden * (num_rows * mixed + num_tokens) + projected
 
 
 class Attention(Protocol):

@@ -83,6 +83,7 @@ class WukongLayer(nn.Module):
         keeps = num_tokens == num_fmb + num_lcb
         self.residual = None if keeps else LCE(num_candidate, num_fmb + num_lcb, num_request)
         self.num_tokens = num_tokens
+        self.num_out = num_fmb + num_lcb
         self.num_request = num_request
         self.rank = rank
         self.max_candidates = max_candidates

@@ -26,6 +26,9 @@ from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.parallel.experts import share_experts
+from train.parallel.mesh import build_mesh
+from train.parallel.recompute import recompute
 from train.process import precision
 from train.process.distributed import World
 from train.speedup.graphs import use_graphs
@@ -86,13 +89,17 @@ def build(config: Config, world: World) -> Job:
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
     freeze(model, config.optimizer.frozen)
+    mesh = build_mesh(config.parallel, world, config.runtime.collective_timeout)
+    if mesh is not None and config.parallel.expert_ranks:
+        share_experts(model, config.parallel, mesh)
     if config.runtime.compile:
         compile_regions(arch)
     if config.runtime.cuda_graphs and world.device.type == "cuda":
         use_graphs(arch)
     elif config.runtime.cuda_graphs:
         log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")
-    sharded, plan = shard(model, config, world, ids_per_request(source))
+    recompute(model, config.parallel.recompute, compiled=config.runtime.compile)
+    sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics)

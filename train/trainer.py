@@ -28,6 +28,7 @@ from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
+from train.parallel.layout import part_of
 from train.process import lock as lock_of_run
 from train.process import precision, versions
 from train.process.distributed import World
@@ -288,7 +289,8 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
-        return loss + self.job.arch.aux_loss(), (loss.detach(), logits.detach(), batch)
+        # Models without such a loss take its zero from a parameter, which may be sharded.
+        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -407,7 +409,7 @@ class Trainer:
         }
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
-            results["valid"] = self.progress.best_values
+            results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne
         if self.source.num_requests("test"):
             results["test"], metrics = evaluate_split(self.job, "test", self.run_dir / "predictions" / "test")
             self.tracker.log(self.progress.step, "test", results["test"])

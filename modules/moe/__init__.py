@@ -2,8 +2,19 @@
 
 from modules.moe.balancing import load_balancing_loss, update_router_biases
 from modules.moe.dispatcher import Dispatcher
+from modules.moe.exchange import AllGather, AllToAll
 from modules.moe.experts import Experts
 from modules.moe.layer import MoE
 from modules.moe.router import Router, Routing
 
-__all__ = ["Dispatcher", "Experts", "MoE", "Router", "Routing", "load_balancing_loss", "update_router_biases"]
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "Dispatcher",
+    "Experts",
+    "MoE",
+    "Router",
+    "Routing",
+    "load_balancing_loss",
+    "update_router_biases",
+]

@@ -9,10 +9,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from kernels.moe import experts, swiglu
 from kernels.mxfp8 import QUANTIZED, experts_execution, grouped_mm
 from modules.moe.dispatcher import Dispatcher
+from modules.moe.exchange import AllGather, AllToAll
 from modules.moe.router import Routing
 from modules.precision import Quantizable
 
@@ -22,8 +24,11 @@ class Experts(Quantizable):
 
     `w_gate_up` [E, 2F, D] holds W_gate in rows 0:F and W_up in rows F:2F of every expert, `w_down` is [E, D, F]: both
     as [out, in], like nn.Linear. Gate and up are one parameter because they are one GEMM in the forward, and in the
-    backward one GEMM sums their input gradients.
+    backward one GEMM sums their input gradients. Under expert parallelism they are this rank's experts, a part of all
+    along the last axis of `mesh`.
     """
+
+    mesh: DeviceMesh | None = None
 
     def __init__(self, dim: int, expert_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -37,17 +42,21 @@ class Experts(Quantizable):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
 
-    def forward(self, x: Tensor, routing: Routing, dispatcher: Dispatcher) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, dispatcher: Dispatcher | AllToAll | AllGather) -> Tensor:
         """x [N, D] through the experts of its routing, mixed -> [N, D] in autocast's dtype, else in that of x.
 
-        With a `Dispatcher` this is one operator. Another dispatcher moves the rows to the experts and back itself.
+        With a `Dispatcher` this is one operator, and between ranks one operator around which tokens are exchanged.
+        Another dispatcher moves the rows to the experts and back itself.
         """
+        if isinstance(dispatcher, AllToAll | AllGather):
+            return dispatcher.mix(x, routing, self._mixed)
         if type(dispatcher) is Dispatcher:
-            return experts(
-                x, routing.selected_experts, routing.weights, self.w_gate_up, self.w_down, recipe=self.recipe
-            )
+            return self._mixed(x, routing.selected_experts, routing.weights)
         rows, ends, handle = dispatcher.dispatch(x, routing)
         return dispatcher.combine(self.grouped(rows, ends), routing, handle)
+
+    def _mixed(self, x: Tensor, selected_experts: Tensor, weights: Tensor) -> Tensor:
+        return experts(x, selected_experts, weights, self.w_gate_up, self.w_down, recipe=self.recipe)
 
     def execution(self) -> str:
         return experts_execution(self.w_gate_up, self.recipe, QUANTIZED[self.recipe])

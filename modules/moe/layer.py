@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from modules.config import option
 from modules.moe.balancing import load_balancing_loss
 from modules.moe.dispatcher import Dispatcher
+from modules.moe.exchange import AllGather, AllToAll
 from modules.moe.experts import Experts, SharedExperts
 from modules.moe.router import Router
 
@@ -71,7 +72,7 @@ class MoE(nn.Module):
             bias_update_rate=bias_update_rate,
             force_balance=force_balance,
         )
-        self.dispatcher = Dispatcher()
+        self.dispatcher: Dispatcher | AllToAll | AllGather = Dispatcher()
         self.experts = Experts(dim, expert_dim, num_experts)
         self.shared = SharedExperts(dim, expert_dim, num_shared_experts) if num_shared_experts else None
         self.aux_loss_weight = aux_loss_weight

@@ -13,6 +13,7 @@ from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DIN
+from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
 from modules.models.ranking import RankingModel
@@ -70,10 +71,11 @@ def test_a_model_that_reads_sizes_from_its_data_is_refused_by_name(config: Model
         Kunlun.Config(dim=8, pffn_hidden=8, window=2, interaction_hidden=[16], head_hidden=[16]),
         Kunlun.Config(dim=8, comp_skip=False, num_layers=1, shared_kv=False, machine="plain", event_stacks="merged"),
         Wukong.Config(dim=8, num_layers=2, machine="attentive", hidden=[16], head_hidden=[16]),
+        GEM.Config(dim=8, pffn_hidden=8, window=2, interaction_hidden=[16], head_hidden=[16]),
     ],
-    ids=["kunlun", "kunlun merged", "wukong"],
+    ids=["kunlun", "kunlun merged", "wukong", "gem"],
 )
-def test_kunlun_and_wukong_are_exported_for_any_request(config: ModelConfig) -> None:
+def test_kunlun_wukong_and_gem_are_exported_for_any_request(config: ModelConfig) -> None:
     spec = dataclasses.replace(random_spec(), max_candidates=10)
     torch.manual_seed(0)
     model = RankingModel(FeatureEmbedding(spec, 8, device="cpu"), build(config, spec)).eval()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import signal
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +20,8 @@ from modules.models.scoring import Sequences
 from tests.modules.factories import random_spec
 from train.commands import score
 from train.commands.score import SMALLEST, Scorer, _Replayed, _rounded_up
+from train.config.schema import SyntheticConfig
+from train.data import build_source
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
 
@@ -69,3 +76,63 @@ def test_a_package_that_cannot_be_loaded_is_told_in_words(
         score.check(tmp_path, cast(Any, None), torch.float32, cast(Any, None))
     with pytest.raises(ValueError, match="holds no exported model"):
         Scorer(tmp_path)
+
+
+class Runs:
+    """Its pickle makes a folder."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.reliability(
+    "an export whose `export.json` names a module of somebody else for its operators", "refused; nothing is imported"
+)
+def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil_operators.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("evil_operators", "kernels_of_mine.evil"):
+        (tmp_path / "export.json").write_text(json.dumps({"operators": [name]}))
+        with pytest.raises(ValueError, match=f"needs operators of '{name}', which is none of kernels"):
+            Scorer(tmp_path)
+    score._import_operators(["kernels.jagged", "json"])  # imported already, by whoever trusts it
+
+
+@pytest.mark.reliability(
+    "an export with code in the sample inputs or the constants of `model.pt2`", "refused; nothing is unpickled"
+)
+def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
+    program, made = tmp_path / "model.pt2", tmp_path / "made"
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(3, 2),)), program)
+    assert score._load_program(program)(torch.ones(3, 2)).shape == (3, 1)
+    payload = io.BytesIO()
+    torch.save((Runs(made),), payload)
+    for place in ("sample_inputs/model.pt", "constants/opaque_obj_0"):
+        forged = tmp_path / "forged.pt2"
+        with zipfile.ZipFile(program) as old, zipfile.ZipFile(forged, "w") as new:
+            kept = [name for name in old.namelist() if not name.endswith(place)]
+            root = kept[0].partition("/")[0]
+            for name in kept:
+                new.writestr(name, old.read(name))
+            new.writestr(f"{root}/data/{place}", payload.getvalue())
+        with pytest.raises(ValueError, match="forged.pt2 holds"):
+            score._load_program(forged)
+    assert not made.exists()
+    assert score.WEIGHTS_ONLY not in os.environ
+
+
+@pytest.mark.reliability(
+    "a number of a request that is scored is NaN", "refused: request or candidate, feature and value"
+)
+def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
+    source = build_source(SyntheticConfig(num_requests=20, eval_requests=2))
+    batch = source.batch("test", np.array([0]))
+    score._refuse_not_finite(batch, source.spec)
+    batch.candidate_dense[0, 1] = torch.nan
+    with pytest.raises(
+        ValueError, match=f"candidate 0 has {source.spec.candidate_dense[1]}=nan; numbers must be finite"
+    ):
+        score._refuse_not_finite(batch, source.spec)

@@ -145,6 +145,27 @@ def test_seeds_have_a_table_of_means(tmp_path: Path) -> None:
     assert [row["click/examples"] for row in in_csv] == ["9", "9", "9", ""]
 
 
+def test_settings_are_ranked_by_validation_and_the_chosen_one_is_tested(tmp_path: Path) -> None:
+    """The table was in the order of the grid and had test metrics alone, by which everybody then chose."""
+    ne = {("din", "0"): 0.8, ("din", "1"): 0.9, ("dlrm", "0"): 0.5, ("dlrm", "1"): None, ("dcnv2", "0"): 0.7}
+    aucs = {"din": 0.9, "dlrm": 0.6, "dcnv2": 0.7}
+    jobs = [
+        Job(tmp_path, {"model": model, "runtime.seed": seed}, "ok" if best else "failed", 1.0, {}, best)
+        for (model, seed), best in ne.items()
+    ]
+    for job in jobs:
+        job.metrics = {"like/auc": aucs[job.values["model"]]} if job.best_ne else {}
+    lines = write_tables(tmp_path, jobs).splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:7]] == [
+        ["| dlrm", "0"], ["| dcnv2", "0"], ["| din", "0"], ["| din", "1"], ["| dlrm", "1"]
+    ]  # fmt: skip
+    assert lines[0] == "| model | runtime.seed | status | seconds | best validation NE | like/auc |"
+    assert "| din | 2 | 0.85 ± 0.071 | 0.9 ± 0 |" in lines
+    assert lines[-1] == "Chosen by validation: model=dlrm (NE 0.5). On the test split: like/auc 0.6."
+    in_csv = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["model"] for row in in_csv] == ["din", "din", "dlrm", "dlrm", "dcnv2"]
+
+
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({"overrides": [], "jobs": [{"model": "din"}]}))
     with pytest.raises(SystemExit):

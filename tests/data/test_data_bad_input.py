@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
-from train.data import PreparedSource, build_source
+from train.data import PreparedSource, build_source, columns
 from train.data.loader import build_loader
 
 HEADER = "user,time,item,price,click"
@@ -365,3 +365,64 @@ def test_other_sources(tmp_path):
         build_source(SyntheticConfig(num_request_features=0))
     with pytest.raises(ValueError, match=r"data\.num_items=10"):
         build_source(SyntheticConfig(num_items=10, num_categories=9))
+
+
+@pytest.mark.reliability(
+    "timestamps after the year 9999, weights and numbers of 1e300", "named by file and row, or skipped and counted"
+)
+@pytest.mark.parametrize(
+    ("column", "value", "named"),
+    [
+        ("time", pa.scalar(10**15, pa.timestamp("ms")), r"is 1000000000000000, expected a time"),
+        ("time", pa.scalar(3 * 10**17, pa.timestamp("us")), r"is 3\d+, expected a time"),
+        ("weight", pa.scalar(1e300), r"is 1e\+300, expected a weight of at most 1e\+30"),
+        ("price", pa.scalar(-1e300), r"is -1e\+300, expected a number of at most 3.4e\+38 in size"),
+    ],
+)
+def test_values_beyond_what_a_batch_can_hold(tmp_path, column, value, named):
+    rows = {
+        "user": pa.array([1, 1, 2]),
+        "time": pa.array([1, 2, 3], value.type if column == "time" else pa.timestamp("ms")),
+        "item": pa.array([1, 1, 1]),
+        "price": pa.array([1.0, 3.0, 2.0]),
+        "weight": pa.array([1.0, 1.0, 2.0]),
+        "click": pa.array([0, 1, 1]),
+    }
+    rows[column] = pa.chunked_array(
+        [rows[column][:1], pa.array([value.value if column == "time" else value.as_py()], value.type), rows[column][2:]]
+    )
+    file = tmp_path / "events.parquet"
+    pq.write_table(pa.table(rows), file, coerce_timestamps=None)
+    config = config_of(tmp_path, files=[str(file)], weight="weight", split=[1, 0, 0])
+    with pytest.raises(ValueError, match=rf"events\.parquet, row 2: column '{column}' {named}"):
+        build_source(config)
+    config.bad_rows, config.max_skipped = "skip", 0.5
+    batch = whole(build_source(config))
+    assert batch.row.tolist() == [0, 2]
+    assert batch.candidate_dense.isfinite().all()
+    assert batch.candidate_dense.abs().min() > 0.5  # the column keeps its scale
+
+
+def test_a_logarithm_takes_numbers_beyond_float32(tmp_path):
+    source = build_source(config_of(tmp_path, with_row("1,3,1,1e300,1"), log_numeric=["price"]))
+    assert whole(source).candidate_dense.isfinite().all()
+
+
+def test_seconds_that_overflow_in_milliseconds_are_bad():
+    times, bad = columns.read_milliseconds(pa.chunked_array([pa.array([10**17, 1], pa.timestamp("s"))]), "s")
+    assert (times.tolist(), bad.tolist()) == ([0, 1000], [True, False])
+
+
+@pytest.mark.parametrize("text", ["2024-01-01", "+12345-01-01"])
+def test_text_times_beyond_the_year_9999_are_bad(text):
+    times, bad = columns.read_milliseconds(pa.chunked_array([pa.array([text])]), "%Y-%m-%d")
+    assert (bad[0], times[0] > 0) == ((True, False) if "12345" in text else (False, True))
+
+
+@pytest.mark.reliability(
+    "a quote in a CSV file that is not closed", "named by file and row, not with the rest of the file"
+)
+def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
+    with pytest.raises(ValueError, match=r"events\.csv") as told:
+        build_source(config_of(tmp_path, [*ROWS[:4], '1,9,"1,0.5,1', *ROWS * 50]))
+    assert len(str(told.value)) < 600 + len(str(tmp_path))

@@ -62,3 +62,35 @@ def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
     assert loaded.keys() == arrays.keys()
     assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
     assert store.load_meta(tmp_path) == {"key": [1]}
+
+
+@pytest.mark.parametrize("file", ["numbers.npy", "meta.json", "manifest.json", "vocabulary.parquet"])
+@pytest.mark.reliability(
+    "a file of the prepared data has a flipped bit, is cut short or is lost",
+    "a warning names it, and the data is prepared anew from its files",
+)
+def test_a_damaged_cache_is_prepared_anew(file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, prepared = tmp_path / "data", []
+
+    def prepare(partial: Path) -> None:
+        prepared.append(partial)
+        store.save(partial, {"numbers": np.arange(1000)}, {"key": 1})
+        (partial / "vocabulary.parquet").write_bytes(b"ids")
+
+    def again(verify: bool = True) -> int:
+        store.prepare_once(folder, prepare, lambda make: make(), verify)
+        return len(prepared)
+
+    assert (again(), again()) == (1, 1)
+    data = bytearray((folder / file).read_bytes())
+    data[len(data) // 2] ^= 128
+    (folder / file).write_bytes(data)
+    assert again(verify=False) == 1
+    assert again() == 2
+    assert "is damaged (" in caplog.text
+    assert file in caplog.text.partition("is damaged (")[2]
+    (folder / file).write_bytes(data[:-1])
+    assert again() == 3
+    (folder / file).unlink()
+    assert again() == 4
+    assert store.load(folder)["numbers"].tolist() == list(range(1000))

@@ -25,6 +25,7 @@ from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
+from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.wukong import Wukong
@@ -40,6 +41,16 @@ SMALL: dict[str, Any] = {
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
 WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
+GEM_SMALL: dict[str, Any] = {
+    "dim": 8,
+    "rank": 3,
+    "num_fmb": 4,
+    "num_lcb": 4,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "pffn_hidden": 8,
+    "window": 3,
+}
 KUNLUN: dict[str, Any] = {
     "dim": 8,
     "rank": 3,
@@ -63,6 +74,8 @@ VARIANTS: dict[str, Any] = {
     "wukong": Wukong.Config(**WUKONG),
     "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
     "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
+    "gem": GEM.Config(**GEM_SMALL),
+    "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, machine="attentive", levels=[]),
     "kunlun": Kunlun.Config(**KUNLUN),
     "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=1),
     "kunlun-merged": Kunlun.Config(
@@ -248,6 +261,10 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monke
         attention = 4 * 8 * pairs
     if "kunlun" in variant:
         attention = attention_flops(model.arch, 3, 12)
+    if "gem" in variant:
+        num_layers, width, window = len(model.arch.layers), 4 + 4, 2 * 3 + 1
+        earlier = sum(range(num_layers)) * 12 * width**2  # queries and keys of attention between layers
+        attention = 4 * 8 * (num_layers * (3 * 12 * window + 12 * 2 * 12) + earlier)
     expected = model.arch.flops_per_batch(3, 12, sum_lengths=3 * 12, sum_squared_lengths=3 * 12 * 12)
     assert counter.get_total_flops() + attention == expected
 

@@ -37,9 +37,11 @@ def heads(x: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, tau: float, norm: bool = False) -> Tensor:
     """The equation for one row; q, k, v [n, DIM]."""
     q, k, v = heads(q), heads(k), heads(v)
+    before, after = 1 / tau, 1.0
     if norm:
         q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() for x in (q, k))
-    return (F.gelu(q @ k.mT / tau) @ v).transpose(0, 1).flatten(1)
+        before, after = (DIM // HEADS) ** -0.5, 1 / tau
+    return after * (F.gelu(before * (q @ k.mT)) @ v).transpose(0, 1).flatten(1)
 
 
 def rows(values: Tensor) -> list[Tensor]:
@@ -93,6 +95,35 @@ def test_a_scale_that_is_given_replaces_that_of_the_constants(values: Tensor, su
     keys, weights = ffn.mix[0::2] @ summary, ffn.mix[1::2] @ summary
     parts = [attention(x, k, v, tau=2) for x, k, v in zip(rows(values), keys, weights, strict=True)]
     torch.testing.assert_close(ffn(values, OFFSETS, summary), torch.cat(parts))
+
+
+def test_the_output_scale_multiplies_the_sum(values: Tensor, summary: Tensor) -> None:
+    torch.manual_seed(0)
+    one, third = (
+        [
+            GDPASelfAttention(DIM, HEADS, max_length=MAX_LENGTH, out_scale=scale),
+            GDPAPooling(DIM, HEADS, 3, max_length=MAX_LENGTH, out_scale=scale),
+            PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=MAX_LENGTH, out_scale=scale),
+        ]
+        for scale in (1.0, 1 / 3)
+    )
+    for plain, scaled in zip(one, third, strict=True):
+        scaled.load_state_dict(plain.state_dict())
+        inputs = (values, OFFSETS, summary)[: 3 if isinstance(plain, PersonalizedFFN) else 2]
+        torch.testing.assert_close(scaled.double()(*inputs), plain.double()(*inputs) / 3)
+
+
+def test_pffn_of_kronecker_sums(values: Tensor, summary: Tensor) -> None:
+    torch.manual_seed(2)
+    ffn = PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=MAX_LENGTH, kron_terms=2).double()
+    project = ffn.project.weight.unflatten(0, (2, DIM))  # P_i^T
+    mix = ffn.mix.unflatten(1, (3, 2))  # a token's projections lie side by side
+    made = torch.einsum("hsi,bsd,ied->bhe", mix, summary, project)
+    parts = [attention(x, m[0::2], m[1::2], tau=6) for x, m in zip(rows(values), made, strict=True)]
+    torch.testing.assert_close(ffn(values, OFFSETS, summary), torch.cat(parts))
+    assert torch.linalg.matrix_rank(made[0]) == 6, "with mixed tokens alone the rank would be 3"
+    inputs = (values.requires_grad_(), summary.requires_grad_())
+    assert torch.autograd.gradcheck(lambda v, s: ffn(v, OFFSETS, s), inputs)
 
 
 def test_pffn_reads_its_weights_without_a_copy(

@@ -17,12 +17,13 @@ from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
+from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
 from modules.models.wukong import Wukong
 from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec
-from tests.modules.test_models import KUNLUN, SMALL
+from tests.modules.test_models import GEM_SMALL, KUNLUN, SMALL
 from tests.modules.test_models import WUKONG as WUKONG_MODEL
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
@@ -120,10 +121,11 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
         *(Wukong.Config(**WUKONG_MODEL, machine=machine) for machine in MACHINES),
         Kunlun.Config(**KUNLUN),
         Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=3),
+        GEM.Config(**GEM_SMALL, num_layers=3),
     ],
-    ids=[*MACHINES, "kunlun", "kunlun all in each layer"],
+    ids=[*MACHINES, "kunlun", "kunlun all in each layer", "gem"],
 )
-def test_wukong_and_kunlun_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
+def test_wukong_kunlun_and_gem_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
     torch.manual_seed(0)
     spec = random_spec()
     embedding = FeatureEmbedding(spec, config.dim, device="cpu")

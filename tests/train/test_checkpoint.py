@@ -51,7 +51,7 @@ def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "save", disk_full)
         checkpoints.save(*about)
-        with pytest.raises(RuntimeError, match=r"step_00000003 could not be written .*No space left.* MiB free"):
+        with pytest.raises(RuntimeError, match=r"step_00000003 could not be written .*No space left.* MiB are free"):
             checkpoints.wait()
         with pytest.raises(RuntimeError, match="could not be written"):
             checkpoints.check()  # what a run asks on its way

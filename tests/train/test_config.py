@@ -38,6 +38,14 @@ from train.config.schema import Config, EventsConfig, register_schema
         ("data.prefetch=0", "data.prefetch=0 must be at least 1, e.g. data.prefetch=1"),
         ("optimizer.sparse_lr=-0.1", "optimizer.sparse_lr=-0.1 must be at least 0"),
         ("model.pffn=mlp", "model.pffn=mlp is not known; choose from linear, gdpa"),
+        (
+            "model.pffn_gdpa.activation=mish",
+            "model.pffn_gdpa.activation=mish is not known; choose from gelu",
+        ),
+        (
+            "model.attention_gdpa.activation=[relu,silu,gelu]",
+            "must be one name or model.num_heads=2 of them, e.g. model.attention_gdpa.activation=[relu,relu]",
+        ),
         ("model.moe.bias_update_rate=-0.001", "model.moe.bias_update_rate=-0.001 must be at least 0"),
         ("data=synthetic data.num_categories=0", "data.num_categories=0 must be at least 1"),
         ("model.head_hidden=[16,0]", "model.head_hidden=[16, 0] must be at least 1, e.g. model.head_hidden=[1, 1]"),

@@ -13,7 +13,6 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from train.process.distributed import World
-from train.process.files import write_json
+from train.process.files import Sums, faults, summed, write_json
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-PIECE = 1 << 24
-"""Bytes that are read at a time."""
-READERS = 4
-"""Files that a rank reads at the same time."""
-
-Sums = dict[str, dict[str, int]]
-"""File name -> {"bytes": ..., "crc32": ...}."""
 
 
 class DamagedError(ValueError):
@@ -92,7 +84,7 @@ def write(path: Path, files: SummedFiles, others: Iterable[str], world: World) -
     dist.gather_object(files.sums, gathered, dst=0, group=world.checkpoint_group)
     if gathered is not None:
         sums = {name: each for rank in gathered for name, each in rank.items()}
-        write_json(path / MANIFEST, {"files": sums | {name: _summed(path / name) for name in others}})
+        write_json(path / MANIFEST, {"files": sums | {name: summed(path / name) for name in others}})
 
 
 def verify(path: Path, world: World) -> None:
@@ -118,26 +110,6 @@ def verify_alone(path: Path) -> None:
         raise DamagedError(path, fault)
 
 
-def faults(path: Path, sums: Sums) -> list[str]:
-    """What is wrong with the files of a checkpoint, each in a few words."""
-    with ThreadPoolExecutor(READERS) as readers:
-        checked = readers.map(lambda name: fault_of(path / name, sums[name]), sums)
-        return [fault for fault in checked if fault is not None]
-
-
-def fault_of(file: Path, expected: dict[str, int]) -> str | None:
-    """In a few words why a file is not what was written, None if it is."""
-    try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            return f"{file.name} has {size:,} bytes, {expected['bytes']:,} were written"
-        if _summed(file)["crc32"] != expected["crc32"]:
-            return f"the checksum of {file.name} is not the one that was written"
-    except OSError as error:
-        return f"{file.name} cannot be read: {error.strerror}"
-    return None
-
-
 def read(path: Path) -> Sums:
     """What the manifest of a checkpoint says; empty for a checkpoint without one. Raises `DamagedError`."""
     try:
@@ -156,11 +128,3 @@ def _attempt(path: Path) -> tuple[Sums, str | None]:
         return read(path), None
     except DamagedError as error:
         return {}, str(error).partition("(")[2].rpartition(")")[0]
-
-
-def _summed(file: Path) -> dict[str, int]:
-    crc, size = 0, 0
-    with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(PIECE):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return {"bytes": size, "crc32": crc}

@@ -25,15 +25,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from train.checkpoint import manifest, moments
 from train.checkpoint.manifest import DamagedError
 from train.checkpoint.read import read, read_metadata
 from train.config.compose import from_dict
 from train.optim.dense import Optimizer
+from train.parallel.layout import described, layouts
 from train.process.distributed import World
-from train.process.files import write_json
+from train.process.files import fault_of, room, write_json
 
 log = logging.getLogger(__name__)
 META = "meta.json"
@@ -134,9 +136,8 @@ class Checkpointer:
             _write_files(aside, state, self.world)
         except CheckpointException as error:  # a BaseException: torchrun's error file would not have it
             reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in error.failures.items())
-            free = shutil.disk_usage(self.folder).free / 2**20
             raise RuntimeError(
-                f"{path.name} could not be written ({reasons}); {self.folder} has {free:,.0f} MiB free. Started again "
+                f"{path.name} could not be written ({reasons}); {room(self.folder)}. Started again "
                 f"with the same runtime.run_dir, the run goes on from its newest whole checkpoint"
             ) from error
         # Rank 0 returns once all ranks have written, metadata and manifest too, so the folder is whole.
@@ -241,7 +242,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"{path} is not a readable checkpoint ({error}); expected one such as RUN_DIR/checkpoints/step_00000100"
         ) from error
     expected = manifest.read(path).get(META)
-    if expected is not None and (fault := manifest.fault_of(path / META, expected)):
+    if expected is not None and (fault := fault_of(path / META, expected)):
         raise DamagedError(path, fault)
     try:
         meta = json.loads(text)
@@ -320,7 +321,8 @@ def take(
     """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables."""
     plain = moments.read_converted(path, state, read_metadata(path))
     read(path, plain, planner=planner, group=world.checkpoint_group)
-    model.load_state_dict(model.state_dict() | state["model"])
+    # Sharded dense tensors describe the model's own memory, which they have been read into.
+    model.load_state_dict(model.state_dict() | {k: v for k, v in state["model"].items() if not isinstance(v, DTensor)})
     if "tables" in state:
         tables = {name: {} for name in model.fused_optimizer.params} | state["tables"]["state"]
         model.fused_optimizer.load_state_dict({"state": tables})
@@ -360,7 +362,8 @@ def _write_files(path: Path, state: dict[str, Any], world: World) -> None:
 
 
 def model_state(model: DistributedModelParallel) -> dict[str, Any]:
-    return {"model": model.state_dict()}
+    """All weights; those of sharded parameters as DTensors of the whole."""
+    return {"model": described(model.state_dict(), layouts(get_unwrapped_module(model)))}
 
 
 def _averages(state: dict[str, Any], saved: Metadata) -> dict[str, Any]:

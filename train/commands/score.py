@@ -15,11 +15,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+import pickle
 import signal
 import statistics
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,9 @@ from train.process.files import write_json
 from train.process.precision import compute_dtype
 from train.speedup.replay import Replay
 
+OPERATORS = ("kernels", "modules")
+"""Packages whose modules an export may name."""
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 ROUNDS = 20
 SMALLEST = 16
 """Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
@@ -58,7 +64,8 @@ class Scorer:
     host. If histories are cut to one length, there are few. A graph's inputs and results have fixed memory, so use a
     scorer from one thread at a time.
 
-    ValueError when `folder` was not written by `train.commands.export`.
+    ValueError when `folder` was not written by `train.commands.export`. `model.pt2` is a program, or a library: as with
+    any other, load only one that you trust. Nothing else in the folder can run code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,27 +75,33 @@ class Scorer:
             raise ValueError(
                 f"{folder} holds no exported model ({error}); write one with train.commands.export"
             ) from error
+        _import_operators(about["operators"])
         longest = max((event["max_length"] for event in about["spec"]["histories"]), default=1)
         self.spec = spec_from_dict(about["spec"], longest)
         self.device = torch.device(about["device"])
         self.max_candidates = about["max_candidates"]
         self.embedding = FeatureEmbedding(self.spec, about["dim"], "cpu", about.get("table_dims")).eval()
-        self.embedding.load_state_dict(torch.load(folder / "embedding.pt", map_location="cpu"))
+        weights = torch.load(folder / "embedding.pt", map_location="cpu", weights_only=True)
+        self.embedding.load_state_dict(weights)
         self.embedding.to(self.device)
-        for module in about["operators"]:
-            importlib.import_module(module)
-        program = _load_compiled(folder) if about["compiled"] else torch.export.load(folder / "model.pt2").module()
+        program = _load_compiled(folder) if about["compiled"] else _load_program(folder / "model.pt2")
         self._arch = _Replayed(program, self.spec, self.device)
 
     @torch.no_grad()
     def __call__(self, batch: RequestBatch) -> Tensor:
-        """Probabilities [N, tasks] of the candidates of a batch of one request."""
+        """Probabilities [N, tasks] of the candidates of a batch of one request.
+
+        ValueError for several requests, too many candidates or events, and numbers that are not finite (of a batch on
+        the host; one that is on the GPU already is not read back).
+        """
         count = batch.num_candidates
         if batch.num_requests != 1 or not 1 <= count <= self.max_candidates:
             raise ValueError(
                 f"a batch is one request with 1 to {self.max_candidates} candidates, got {batch.num_requests} requests "
                 f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
             )
+        if batch.row.device.type == "cpu":
+            _refuse_not_finite(batch, self.spec)
         if batch.row.device.type != self.device.type:  # after a move, lengths would be read from the device again
             batch = batch.to(self.device)
         tokens = self.embedding(batch)
@@ -104,6 +117,56 @@ class Scorer:
         if self.device.type == "cuda":
             candidate, offsets = _rounded_up(candidate, self.max_candidates)
         return self._arch(request, candidate, offsets, histories)[:count].sigmoid()
+
+
+def _import_operators(modules: list[str]) -> None:
+    """Import the modules that define an export's operators. ValueError for one that is not of this project.
+
+    Otherwise an export could name any module. One that has been imported already may define operators of your own.
+    """
+    for module in modules:
+        if module.partition(".")[0] not in OPERATORS and module not in sys.modules:
+            raise ValueError(
+                f"the export needs operators of {module!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "
+                "if you trust it, import it before the Scorer is made"
+            )
+        importlib.import_module(module)
+
+
+def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
+    sides = (
+        ("request", spec.request_dense, batch.request_dense),
+        ("candidate", spec.candidate_dense, batch.candidate_dense),
+    )
+    for whose, names, values in sides:
+        finite = values.isfinite()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            raise ValueError(
+                f"{whose} {row} has {names[column]}={values[row, column].item()}; numbers must be finite. Those of a "
+                "batch are scaled, and a missing one is 0, as train.data.reader makes them"
+            )
+
+
+def _load_program(path: Path) -> Callable[..., Tensor]:
+    """The exported program, without unpickling more than tensors.
+
+    `torch.export.load` unpickles sample inputs, and constants that are no tensors: ValueError for a file with these.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if "/constants/" in name and name.rpartition("/")[2].startswith(("custom_obj", "opaque_obj")):
+                raise ValueError(f"{path} holds {name}, an object that is no tensor; write the export anew")
+    before = os.environ.get(WEIGHTS_ONLY)
+    os.environ[WEIGHTS_ONLY] = "1"  # torch.load then reads nothing but tensors, whatever its caller asks for
+    try:
+        return torch.export.load(path).module()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds something else than tensors and a program; write the export anew") from error
+    finally:
+        del os.environ[WEIGHTS_ONLY]
+        if before is not None:
+            os.environ[WEIGHTS_ONLY] = before
 
 
 def _load_compiled(folder: Path) -> AOTICompiledModel:

@@ -54,6 +54,16 @@ def validate(config: Config) -> None:
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
     model.check()
+    if optimizer.dense == "muon" and config.parallel.dense != "ddp":
+        raise ValueError(
+            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "
+            "use optimizer.dense=adamw or parallel.dense=ddp"
+        )
+    if config.runtime.compile and config.parallel.expert_ranks:
+        raise ValueError(
+            f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "
+            "cannot be compiled; use runtime.compile=false or parallel.expert_ranks=0"
+        )
     if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
     if precision.name.startswith("mxfp8") and not precision.quantize:
@@ -103,6 +113,22 @@ def graphs_refusal(config: Config) -> str | None:
         return (
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
+        )
+    parallel = config.parallel
+    if parallel.dense != "ddp":
+        return (
+            f"parallel.dense={parallel.dense}: its parameters move in memory, and a graph reads them where they were; "
+            "use runtime.cuda_graphs=false or parallel.dense=ddp"
+        )
+    if parallel.expert_ranks:
+        return (
+            f"parallel.expert_ranks={parallel.expert_ranks}: the host reads how many tokens each expert got; use "
+            "runtime.cuda_graphs=false or parallel.expert_ranks=0"
+        )
+    if parallel.recompute:
+        return (
+            f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
+            "runtime.cuda_graphs=false or parallel.recompute=[]"
         )
     if config.optimizer.dense == "muon":
         return (

@@ -24,6 +24,7 @@ class DataConfig:
     num_workers: int = 1  # loader processes a rank; 0 loads in the training process
     prefetch: int = option(4, least=1)  # batches that each worker prepares ahead
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
+    verify_cache: bool = True  # compare its checksums at the start of a run, which reads all of it once
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
@@ -175,6 +176,11 @@ SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 
 @dataclass
 class ParallelConfig:
+    # ddp: each rank holds the dense part | fsdp: all ranks share one | hsdp: each shard_ranks one
+    dense: str = option("ddp", choices=["ddp", "fsdp", "hsdp"])
+    shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
+    recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
+    expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     # of looked-up rows and their gradients on the way between ranks

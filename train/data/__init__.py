@@ -26,5 +26,5 @@ def build_source(cfg: DataConfig, by_first: store.ByFirst = lambda prepare: prep
         folder, prepare = events.cache_folder(cfg), partial(events.prepare, cfg)
     else:
         raise ValueError(f"data.name={cfg.name!r} is no source; use movielens, events or synthetic")
-    store.prepare_once(folder, prepare, by_first)
+    store.prepare_once(folder, prepare, by_first, cfg.verify_cache)
     return PreparedSource(folder, cfg.max_history)

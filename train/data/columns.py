@@ -165,7 +165,12 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
     """
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         bad = column.is_null().to_numpy()
-        return column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy(), bad
+        stamps = column if pa.types.is_timestamp(column.type) else column.cast(pa.timestamp("s"))
+        counts = stamps.cast(pa.int64()).fill_null(0).to_numpy()
+        per_ms = {"s": 1e-3, "ms": 1.0, "us": 1e3, "ns": 1e6}[stamps.type.unit]
+        bad |= np.abs(counts / per_ms) > LATEST  # of floats: in integers a count of seconds would overflow
+        times = stamps.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy()
+        return np.where(bad, 0, times), bad
     if "%" in time_format:
         ids = read_ids(column)
         texts = ids.values
@@ -177,7 +182,8 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
         stamps = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
         unread = np.append(stamps.is_null().to_numpy(zero_copy_only=False), True)
         seconds = np.append(stamps.cast(pa.int64()).fill_null(0).to_numpy(), 0)
-        return seconds[ids.codes] * 1000, unread[ids.codes]
+        unread |= np.abs(seconds) > LATEST // 1000
+        return np.where(unread, 0, seconds)[ids.codes] * 1000, unread[ids.codes]
     numbers, bad = read_numbers(column)
     bad |= np.isnan(numbers)
     times = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])

@@ -43,7 +43,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     request = rows.required_ids(cfg.request).codes if cfg.request else None
     labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
     weights = rows.weights(cfg.weight) if cfg.weight else None
-    numeric = {name: rows.numbers(name) for name in _numeric(cfg)}
+    numeric = {name: rows.features(name, name in cfg.log_numeric) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
     columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
     builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}

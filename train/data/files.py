@@ -23,6 +23,9 @@ NULLS = ["", "NULL", r"\N"]
 
 TEXT = pa.dictionary(pa.int32(), pa.string())
 
+MOST_SHOWN = 200
+"""Characters of a malformed row that an error shows."""
+
 Result = TypeVar("Result")
 
 
@@ -142,7 +145,8 @@ def _read_csv(
     table = _guard(path, lambda: csv.read_csv(*_csv(path, layout, note, numbered=True), convert))
     lines = np.array([row.number for row in malformed]) - (1 if layout.column_names else 2)
     row = malformed[0]
-    flaw = f"{path}, row {lines[0] + 1}: {row.actual_columns} columns, expected {row.expected_columns}: {row.text!r}"
+    held = f"{row.actual_columns} columns, expected {row.expected_columns}: {_brief(repr(row.text))}"
+    flaw = f"{path}, row {lines[0] + 1}: {held}"
     if not skip_malformed:
         raise ValueError(f"{flaw}; data.bad_rows=skip leaves such input out")
     logger.warning("skipped %d malformed rows, the first is %s", len(lines), flaw)
@@ -171,7 +175,12 @@ def _guard(path: Path, read: Callable[[], Result]) -> Result:
     try:
         return read()
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
+        raise ValueError(f"{path}: cannot be read ({_brief(str(error))})") from None
+
+
+def _brief(text: str) -> str:
+    """Behind a quote that is not closed, a row is the rest of the file."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters; an open quote?)"
 
 
 def _is_parquet(path: Path) -> bool:

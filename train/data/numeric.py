@@ -13,6 +13,17 @@ AS_IT_IS = {"mean": 0.0, "std": 1.0}
 """Statistics of an indicator, which is not standardised."""
 
 
+LARGEST = float(np.finfo(np.float32).max)
+TOO_LARGE = (
+    f"expected a number of at most {LARGEST:.2g} in size, which float32 can hold (data.log_numeric takes larger)"
+)
+
+
+def too_large(values: np.ndarray) -> np.ndarray:
+    """[N] bool: numbers, finite in float64, that are not in float32. NaN is missing and not too large."""
+    return np.abs(values) > LARGEST
+
+
 def matching(names: Iterable[str], globs: Sequence[str]) -> list[str]:
     """The names that are among the globs or match one, in their order."""
     return [name for name in names if name in globs or any(fnmatchcase(name, glob) for glob in globs)]

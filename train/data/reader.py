@@ -15,7 +15,7 @@ from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, Spar
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
 from train.data.columns import read_ids
-from train.data.numeric import INDICATOR, before_scaling, matching, scaled
+from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 
 
@@ -121,6 +121,8 @@ class RequestReader:
             number = math.inf
         if math.isinf(number) or (math.isnan(number) and name not in self.nan_missing):
             raise ValueError(f"{whose} has {name}={value!r}; it must be a finite number, or None where it is missing")
+        if abs(number) > LARGEST and name not in self.logarithmic:
+            raise ValueError(f"{whose} has {name}={value!r}, {TOO_LARGE}")
         return number
 
     def _events(self, event: EventType, histories: Mapping[str, Sequence[Mapping[str, Any]]], time: int) -> Events:

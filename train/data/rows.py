@@ -16,10 +16,14 @@ import pyarrow as pa
 from train.data import columns
 from train.data.columns import Coded, CodedLists
 from train.data.files import Layout, column_names, read_files
+from train.data.numeric import TOO_LARGE, too_large
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+HEAVIEST = 1e30
+"""Weight of a row: the sums over a batch and its products with losses stay finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,14 @@ class Rows:
         self.flag(bad, name, expected)
         return np.where(bad, np.nan, numbers)
 
+    def features(self, name: str, logarithmic: bool) -> np.ndarray:
+        """`numbers` of a feature, which are float32 in a batch; of one that is `logarithmic` only the logarithm is."""
+        numbers = self.numbers(name)
+        if not logarithmic:
+            self.flag(too_large(numbers), name, TOO_LARGE)
+            numbers = np.where(too_large(numbers), np.nan, numbers)
+        return numbers
+
     def labels(self, name: str) -> np.ndarray:
         """[N] float64 of 0, 1 and NaN (empty: not observed). The name may compare a column, see `comparison`."""
         column, sign, value = comparison(name)
@@ -122,6 +134,7 @@ class Rows:
         """[N] float64, 1 where it is missing."""
         numbers = self.numbers(name)
         self.flag(numbers < 0, name, "expected a weight of at least 0 or nothing")
+        self.flag(numbers > HEAVIEST, name, f"expected a weight of at most {HEAVIEST:g}: sums are taken in float32")
         return np.where(np.isnan(numbers), 1.0, numbers)
 
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
@@ -202,7 +215,11 @@ class Rows:
         return row_of[mine.recode(theirs.values)]
 
     def _value(self, name: str, index: int) -> str:
-        return str(self.table.columns[name][index].as_py())
+        value = self.table.columns[name][index]
+        try:
+            return str(value.as_py())
+        except (ValueError, OverflowError):  # a time that Python's datetime cannot hold
+            return str(value.cast(pa.int64()).as_py())
 
     def _read(self, name: str, read: Callable[[pa.ChunkedArray], Result]) -> Result:
         if name not in self.table.columns.column_names:

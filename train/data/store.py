@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -17,8 +18,12 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from train.config.schema import DataConfig
+from train.process.files import faults, room, summed, write_json
 
-FORMAT = 7
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 8
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]
@@ -26,7 +31,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
-    "negative_rate",
+    "negative_rate", "verify_cache",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 
@@ -39,9 +44,20 @@ def cache_folder(cfg: DataConfig, files: Iterable[Path]) -> Path:
     return Path(cfg.cache_dir).resolve() / f"{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst) -> None:
-    """Prepare the folder by the first process, unless it is there, while the others wait."""
-    by_first(lambda: None if folder.exists() else _prepare(folder, prepare))
+def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst, verify: bool = True) -> None:
+    """Prepare the folder by the first process, unless it is there, while the others wait.
+
+    With `verify`, its files are compared with their checksums first; a damaged folder is prepared anew.
+    """
+
+    def ensure() -> None:
+        if folder.exists() and verify and (fault := _fault(folder)):
+            log.warning("%s is damaged (%s) and is prepared anew", folder, fault)
+            shutil.rmtree(folder)
+        if not folder.exists():
+            _prepare(folder, prepare)
+
+    by_first(ensure)
     if not folder.exists():
         raise ValueError(
             f"{socket.gethostname()} does not see {folder}: point data.cache_dir at a folder that all nodes share"
@@ -54,16 +70,26 @@ def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
     partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
     try:
         prepare(partial)
+        files = {str(path.relative_to(partial)): summed(path) for path in partial.rglob("*") if path.is_file()}
+        write_json(partial / MANIFEST, files)
         os.rename(partial, folder)
     except OSError as error:
         if not folder.exists():  # otherwise another job has prepared the same data in the meantime
-            free = shutil.disk_usage(folder.parent).free / 2**20
             raise OSError(
-                f"{folder} could not be prepared ({error}); {free:,.0f} MiB are free there, and data.cache_dir can "
-                "name another disk"
+                f"{folder} could not be prepared ({error}); {room(folder.parent)}, and data.cache_dir can name another "
+                "disk"
             ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fault(folder: Path) -> str | None:
+    """What is wrong with the files of a prepared folder, in a few words."""
+    try:
+        sums = json.loads((folder / MANIFEST).read_text())
+        return next(iter(faults(folder, sums)), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST}: {error!r}"
 
 
 def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:

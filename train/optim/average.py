@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 SHARE = 10
 """Until the decay is reached, the average is over about the last tenth of the steps."""
@@ -15,7 +15,7 @@ SHARE = 10
 class Average:
     """`values` follow `parameters` after each step. The parameters must not move in memory."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, device: torch.device) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float, device: torch.device) -> None:
         self.decay = decay
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.steps = torch.zeros((), device=device)  # steps that were not skipped

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from train.config.schema import OptimizerConfig
@@ -21,6 +21,7 @@ from train.optim.average import Average
 from train.optim.groups import grouped
 from train.optim.guards import FiniteGuard, verdict
 from train.optim.muon import GuardedMuon
+from train.parallel.layout import TotalNorm, layouts, part_of
 from train.speedup.replay import Replay
 
 
@@ -38,6 +39,10 @@ class Optimizer:
         self.config, self.total_steps, self.guard = config, total_steps, guard
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         self.params = {name: parameter for name, parameter in dense.items() if parameter.requires_grad}
+        self.layouts = layouts(get_unwrapped_module(model))
+        self._norm = TotalNorm(self.layouts, guard.world.device)
+        # What this rank holds of each parameter, which is the parameter itself unless it is sharded.
+        self._parts = {name: _part(parameter) for name, parameter in self.params.items()}
         self.fused = model.fused_optimizer
         self._tables = [(group, group["lr"]) for group in self.fused.param_groups if group["lr"]]  # others are frozen
         adam, muon = self._param_groups(list(dict(model.named_parameters())))
@@ -53,17 +58,17 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(param),
             }
         device = guard.world.device
-        self.average = Average(self.params, config.ema_decay, device) if config.ema_decay else None
+        self.average = Average(self._parts, config.ema_decay, device) if config.ema_decay else None
         self._graphs = graphs
         self._update = Replay(self._conclude_and_step, graphs)
-        self._stepped: list[Tensor] = []  # parameters with a gradient
+        self._stepped: list[str] = []  # parameters with a gradient
         self.micro_step = 0
         self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad
         self.count = torch.ones(())  # its candidates, over all ranks
         self.skipped = torch.zeros((), device=guard.world.device)  # verdict of the last dense step, 1 = not taken
         self._sum: dict[str, Tensor] = {}  # candidates times gradients of the micro-batches so far
         if config.accumulate > 1:
-            self._sum = {name: torch.zeros_like(param) for name, param in self.params.items()}
+            self._sum = {name: torch.zeros_like(part) for name, part in self._parts.items()}
         self._count = torch.zeros((), device=guard.world.device)  # candidates of the micro-batches so far
         self._set_learning_rates()
 
@@ -97,9 +102,9 @@ class Optimizer:
         matrices of more than one row and column.
         """
         config, of = self.config, grouped(names, self.config.groups)
-        adam: dict[tuple[float, float], list[nn.Parameter]] = {}
-        muon: dict[tuple[float, float], list[nn.Parameter]] = {}
-        for name, param in self.params.items():
+        adam: dict[tuple[float, float], list[Tensor]] = {}
+        muon: dict[tuple[float, float], list[Tensor]] = {}
+        for name, param in self._parts.items():
             group = of[name]
             default = config.weight_decay if param.ndim > 1 else 0.0
             decay = default if group.weight_decay is None else group.weight_decay
@@ -107,7 +112,7 @@ class Optimizer:
             takes_muon = config.dense == "muon" and param.ndim == 2 and min(param.shape) > 1
             (muon if takes_muon else adam).setdefault((peak, decay), []).append(param)
 
-        def dicts(groups: dict[tuple[float, float], list[nn.Parameter]]) -> list[dict[str, Any]]:
+        def dicts(groups: dict[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:
             return [
                 {"params": params, "lr": peak, "peak": peak, "weight_decay": decay}
                 for (peak, decay), params in groups.items()
@@ -130,41 +135,43 @@ class Optimizer:
         return self.adam.param_groups + (self.muon.param_groups if self.muon else [])
 
     def zero_grad(self) -> None:
-        for param in self.params.values():
-            param.grad = None
+        for tensor in (*self.params.values(), *self._parts.values()):
+            tensor.grad = None
 
     def step(self) -> None:
-        stepped = {name: param for name, param in self.params.items() if param.grad is not None}
-        gradients = {name: param.grad for name, param in stepped.items() if param.grad is not None}
+        gradients = {name: part_of(param.grad) for name, param in self.params.items() if param.grad is not None}
         self.micro_step += 1
         if self.config.accumulate == 1:
-            self._stepped = list(stepped.values())
-            self.skipped = self._update(self.guard.finite, *gradients.values(), kind=tuple(stepped))
+            self._stepped = list(gradients)
+            self.skipped = self._update(self.guard.finite, *gradients.values(), kind=tuple(gradients))
             self.guard.conclude(self.micro_step, self.rows, self.skipped)
         else:
-            norm = nn.utils.get_total_norm(gradients.values())
+            norm = self._norm(gradients)
             self.skipped = verdict(self.guard.finite, norm)
             self.guard.conclude(self.micro_step, self.rows, self.skipped)
             self._accumulate(gradients)
             if self.micro_step % self.config.accumulate:
                 return
-            norm = nn.utils.get_total_norm(gradients.values())
+            for name, gradient in gradients.items():
+                self._parts[name].grad = gradient
+            norm = self._norm(gradients)
             self.skipped = 1 - torch.isfinite(norm).to(norm.dtype)
             self._clip_and_step(norm)
         self._set_learning_rates()
 
     def _conclude_and_step(self, finite: Tensor, *gradients: Tensor) -> Tensor:
         """Step the parameters `_stepped` by these gradients, unless the verdict, which is returned, is to skip."""
-        for param, gradient in zip(self._stepped, gradients, strict=True):
-            param.grad = gradient
-        norm = nn.utils.get_total_norm(gradients)
+        named = dict(zip(self._stepped, gradients, strict=True))
+        for name, gradient in named.items():
+            self._parts[name].grad = gradient
+        norm = self._norm(named)
         self.skipped = verdict(finite, norm)
         self._clip_and_step(norm)
         return self.skipped
 
     def _clip_and_step(self, norm: Tensor) -> None:
         if self.config.clip_norm:
-            nn.utils.clip_grads_with_norm_(self.params.values(), self.config.clip_norm, norm)
+            nn.utils.clip_grads_with_norm_(self._parts.values(), self.config.clip_norm, norm)
         self.adam.found_inf = self.skipped  # type: ignore[attr-defined]
         for group in self.adam.param_groups:  # AdamW requires it in a capture, and warns about it outside one
             group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()
@@ -194,24 +201,34 @@ class Optimizer:
             self._count.zero_()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Moments, sums and averages by parameter name, so that checkpoints do not depend on their order."""
+        """Moments, sums and averages by parameter name, so that checkpoints do not depend on their order.
+
+        Those of sharded parameters are DTensors in the memory of this rank's parts.
+        """
         state = self.moments()
         if self.average is not None:
             for name, value in self.average.values.items():
-                state[name]["average"] = value
+                state[name]["average"] = self._described(name, value)
             state["average"] = {"steps": self.average.steps}
         return state
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The part of the state that another run can go on with."""
-        state = {name: dict(self._state(param)) for name, param in self.params.items()}
+        state = {
+            name: {key: self._described(name, value) for key, value in self._state(part).items()}
+            for name, part in self._parts.items()
+        }
         if self._sum:
             for name, total in self._sum.items():
-                state[name]["accumulated"] = total
+                state[name]["accumulated"] = self._described(name, total)
             state["accumulated"] = {"candidates": self._count}
         return state
 
-    def _state(self, param: nn.Parameter) -> dict[str, Tensor]:
+    def _described(self, name: str, value: Tensor) -> Tensor:
+        whole = name not in self.layouts or value.shape != self._parts[name].shape
+        return value if whole else self.layouts[name].describe(value)
+
+    def _state(self, param: Tensor) -> dict[str, Tensor]:
         muon = self.muon is not None and param in self.muon.state
         return self.muon.state[param] if self.muon is not None and muon else self.adam.state[param]
 
@@ -219,3 +236,8 @@ class Optimizer:
         """Continue at a step after a checkpoint's tensors have been read into `state_dict`'s in place."""
         self.micro_step, self.total_steps = micro_step, total_steps
         self._set_learning_rates()
+
+
+def _part(parameter: nn.Parameter) -> Tensor:
+    part = part_of(parameter)
+    return part if part is parameter else part.detach()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -22,6 +22,8 @@ from modules.models.ranking import RankingModel
 from train.config.schema import Config, OptimizerConfig
 from train.data.source import Source
 from train.optim.groups import grouped
+from train.parallel.dense import data_parallel
+from train.parallel.mesh import Mesh
 from train.process.distributed import World
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
@@ -32,20 +34,14 @@ SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
 MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
 
 
-class _Alone(DataParallelWrapper):
-    """In place of DDP on a single rank, where DDP would only scale and copy each gradient."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        pass
-
-
 def shard(
-    model: RankingModel, config: Config, world: World, ids: dict[str, float]
+    model: RankingModel, config: Config, world: World, ids: dict[str, float], mesh: Mesh | None = None
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
 
     The optimiser runs inside the backward, so no gradient of a table is ever held; tables without `requires_grad` stay
-    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here.
+    as they are. No process allocates a whole table: `model.embedding` is on `meta` until here. The dense part becomes
+    data-parallel, over `mesh` if there is one.
     """
     if world.device.type == "cpu" and config.optimizer.sparse not in CPU_OPTIMIZERS:
         raise ValueError(
@@ -65,7 +61,7 @@ def shard(
         device=world.device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=_Alone() if world.size == 1 else None,
+        data_parallel_wrapper=data_parallel(config, world.size, mesh),
     )
     return parallel, plan
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TextIO
 from tqdm import tqdm
 
 from train.config.schema import TrackingConfig
+from train.process.files import named
 from train.process.preemption import STATUS
 from train.process.quiet import quieten
 
@@ -39,7 +40,7 @@ def setup_logging(run_dir: Path, rank: int) -> None:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / ("train.log" if rank == 0 else f"rank_{rank}.log")
-    handlers: list[logging.Handler] = [logging.FileHandler(file, delay=True, encoding="utf-8")]
+    handlers: list[logging.Handler] = [_LogFile(file, delay=True, encoding="utf-8")]
     if rank == 0:
         handlers.append(_ConsoleHandler(logging.INFO))
     logging.basicConfig(
@@ -49,6 +50,19 @@ def setup_logging(run_dir: Path, rank: int) -> None:
     quieten()
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
+
+
+class _LogFile(logging.FileHandler):
+    """Where it cannot be written, mostly because the disk is full, one line on stderr says so; the run goes on."""
+
+    told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not self.told:
+            self.told = True
+            tqdm.write(
+                f"{self.baseFilename} cannot be written ({sys.exc_info()[1]!r}); the run goes on", file=sys.stderr
+            )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -210,8 +224,9 @@ class Tracker:
         if not self.enabled:
             return
         assert self._file is not None, "Tracker.log before Tracker.start"
-        self._file.write(Record(step, split, time.time(), dict(values)).to_json() + "\n")
-        self._file.flush()
+        with named(self.run_dir / METRICS_FILE):
+            self._file.write(Record(step, split, time.time(), dict(values)).to_json() + "\n")
+            self._file.flush()
         for name, mirror in list(self._mirrors.items()):
             self._attempt(name, partial(mirror.log, step, split, values))
         brief = {name: value for name, value in values.items() if name.rsplit("/", 1)[-1] in CONSOLE_METRICS}
@@ -234,8 +249,9 @@ class Tracker:
             self._attempt(name, partial(mirror.close, status))
         self._mirrors.clear()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with named(self.run_dir / METRICS_FILE):
+                file.close()
             if results:
                 logger.info("results in %s\n%s", self.run_dir, format_table(results))
 

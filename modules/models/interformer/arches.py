@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows
 from modules.config import TokenConfig, option
-from modules.gdpa import GDPASelfAttention, PersonalizedFFN
+from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
@@ -261,7 +261,10 @@ class SequenceArch(nn.Module):
     class Config(ArchConfig):
         pffn: str = option("linear", choices=["linear", "gdpa"])  # the paper's | a network of pffn_hidden units
         pffn_hidden: int = option(128, least=1)
+        pffn_kron_terms: int = 0  # gdpa: weights are sums of as many Kronecker products; 0: mixed summary tokens
+        pffn_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
         sequence_attention: str = option("softmax", choices=["softmax", "gdpa"])  # gdpa: an activation in its place
+        attention_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
         feed_forward: str = option("none", choices=["none", "dense", "moe"])  # after the sequence attention
         feed_forward_dim: int = 128
         moe: MoE.Config = field(default_factory=MoE.Config)
@@ -274,13 +277,19 @@ class SequenceArch(nn.Module):
             self.pffn = LinearPersonalizedFFN(config.num_cls, dim, max_length)
         else:
             self.pffn = PersonalizedFFN(
-                dim, num_heads, config.num_cls, config.pffn_hidden, max_length=max_length, qk_norm=True
+                dim,
+                num_heads,
+                config.num_cls,
+                config.pffn_hidden,
+                max_length=max_length,
+                kron_terms=config.pffn_kron_terms,
+                **vars(config.pffn_gdpa),
             )
         self.attention: JaggedSelfAttention | GDPASelfAttention
         if config.sequence_attention == "softmax":
             self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
         else:
-            self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, qk_norm=True)
+            self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, **vars(config.attention_gdpa))
         self.feed_forward: nn.Module | None = None
         self.feed_forward_flops = 0  # of one token
         if config.feed_forward == "dense":

@@ -93,6 +93,13 @@ class InterFormer(nn.Module):
                     f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
                     f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
                 )
+            for key, options in (("pffn_gdpa", self.pffn_gdpa), ("attention_gdpa", self.attention_gdpa)):
+                if isinstance(options.activation, list) and len(options.activation) != self.num_heads:
+                    works = [options.activation[0]] * self.num_heads
+                    raise ValueError(
+                        f"model.{key}.activation={options.activation} must be one name or model.num_heads="
+                        f"{self.num_heads} of them, e.g. model.{key}.activation=[{','.join(works)}]"
+                    )
             if self.feed_forward == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
                 raise ValueError(
                     f"model.moe.top_k={self.moe.top_k} must lie in 1..model.moe.num_experts={self.moe.num_experts}"

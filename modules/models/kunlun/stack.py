@@ -213,7 +213,7 @@ def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
         config.pffn_hidden,
         max_length=max_length,
         qk_norm=True,
-        score_scale=(config.dim // config.num_heads) ** -0.5,
+        out_scale=1.0,  # the block's norm follows
     )
     return GDPABlock(pffn)
 

@@ -1,0 +1,261 @@
+"""A model after what Meta has published about GEM (engineering blog, 2025-11-10): enhanced Wukong over features, a
+pyramid of parallel modules over long histories, their summaries interleaved in every layer, and heads of domains on one
+trunk. docs/gem.md says what the description leaves open, which is much, and what is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from modules.batch import FeatureSpec, RequestBatch
+from modules.beside import Beside
+from modules.broadcast import CandidateRows
+from modules.config import ModelConfig, option
+from modules.cross_layer import CrossLayerAttention
+from modules.embedding import Tokens
+from modules.history import HistoryEncoder
+from modules.jagged_attention import JaggedSelfAttention
+from modules.lce import LCE
+from modules.models.gem.heads import DomainHeads
+from modules.norms import rms_norm
+from modules.pyramid import PyramidLevel, coarser
+from modules.rotary import Rotation, from_end, rotation
+from modules.target_attention import TargetAttention
+from modules.wukong import MACHINES, WukongLayer
+
+
+@dataclass(kw_only=True)
+class GEMConfig(ModelConfig):
+    name: str = "gem"
+    num_layers: int = option(2, least=1)
+    num_heads: int = option(2, least=1)
+    num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
+    levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
+    window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
+    pffn_hidden: int = option(32, least=1)
+    num_tokens: int = option(4, least=1)  # of each level's summary
+    num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
+    num_fmb: int = option(8, least=1)
+    num_lcb: int = option(8, least=1)
+    machine: str = option("optimised", choices=MACHINES)  # see Wukong's configuration
+    rank: int = option(8, least=1)
+    interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
+    num_compressed: int = option(4, least=1)  # attentive
+    attention_hidden: list[int] = option([64], least=1)  # attentive
+    cross_layer: bool = True  # layers attend to the tokens of all earlier ones
+    domain_feature: str = ""  # categorical feature of the request whose value says which heads score; "": one domain
+    head_hidden: list[int] = option([128, 64], least=1)
+
+    def check(self) -> None:
+        if self.dim % (2 * self.num_heads):
+            pairs = 2 * self.num_heads
+            raise ValueError(
+                f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
+                f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
+            )
+        if min(self.levels, default=1) < 1:
+            raise ValueError(f"model.levels={self.levels} must be at least 1 each, e.g. model.levels=[32,8]")
+
+    def graphs_refusal(self) -> str | None:
+        if self.domain_feature:
+            return (
+                f"model.domain_feature={self.domain_feature}, whose ids a graph is not given; use "
+                'runtime.cuda_graphs=false or model.domain_feature=""'
+            )
+        return None
+
+
+class LevelTokens(NamedTuple):
+    """One level of the pyramid between two layers."""
+
+    values: Tensor  # [N, d]; of coarser levels [R * pieces, d]
+    offsets: Tensor  # [R + 1]
+    rotation: Rotation
+
+
+class GEMLayer(nn.Module):
+    """The parallel modules of the pyramid's levels, then the enhanced Wukong layer on their summaries and the features.
+
+        context = Norm(LCE([request tokens | H of the layer before]))
+        S_p, H_p = level p (S_p; context)                              side by side
+        T = Norm(target attention(candidates, S_0))
+        X = Norm(X' + MHA(X', X of all earlier layers)),  X' = WukongLayer([X | T | H_0 | H_1 ...])
+
+    The first layer gets the request's features as tokens of the request; later ones have them in X.
+    """
+
+    def __init__(
+        self, config: GEMConfig, spec: FeatureSpec, num_candidate: int, num_levels: int, *, first: bool
+    ) -> None:
+        super().__init__()
+        num_request = spec.num_request_tokens
+        num_summaries, of_request = num_levels * config.num_tokens, num_request * first
+        self.context: LCE | None = None
+        levels: list[PyramidLevel] = []
+        if num_levels:
+            self.context = LCE(num_request + num_summaries * (not first), config.num_context)
+            self.queries = LCE(num_candidate, config.num_target, of_request)
+            self.seeds = nn.Parameter(torch.empty(config.num_target, config.dim))
+            limits: dict[str, Any] = {"max_candidates": spec.max_candidates, "max_length": spec.max_events}
+            self.target = TargetAttention(config.dim, config.num_heads, config.num_target, **limits)
+            levels = [_level(config, spec.max_events, config.window), *(_level(config, n) for n in config.levels)]
+        self.levels = cast("Sequence[PyramidLevel]", nn.ModuleList(levels))
+        self.wukong = WukongLayer(
+            num_candidate + config.num_target * bool(num_levels),
+            config.dim,
+            num_fmb=config.num_fmb,
+            num_lcb=config.num_lcb,
+            rank=config.rank,
+            hidden=config.interaction_hidden,
+            dropout=config.dropout,
+            num_request=of_request + num_summaries,
+            max_candidates=spec.max_candidates,
+            machine=config.machine,
+            num_compressed=config.num_compressed,
+            attention_hidden=config.attention_hidden,
+        )
+        attends = config.cross_layer and not first
+        self.cross = CrossLayerAttention(config.dim, config.num_heads) if attends else None
+        self.dim = config.dim
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.levels:
+            nn.init.normal_(self.seeds)
+
+    def forward(
+        self,
+        x: Tensor,
+        request: Tensor,
+        levels: Sequence[LevelTokens],
+        summaries: Sequence[Tensor],
+        earlier: Sequence[Tensor],
+        rows: CandidateRows,
+    ) -> tuple[Tensor, list[LevelTokens], list[Tensor]]:
+        """X [C, n, d], request tokens [R, n_u, d], the levels with their summaries of the layer before, and X of all
+        earlier layers, which the first one has none of -> the same three of this layer."""
+        of_request = None if earlier else request
+        own, shared = [x], [] if of_request is None else [of_request]
+        levels = list(levels)
+        made: list[Tensor] = []
+        if self.context is not None:
+            context = rms_norm(self.context(torch.cat([request, *summaries], dim=1)))
+            queries = self.seeds + rms_norm(self.queries(x, of_request, rows))
+            levels, made, target = self._sequences(levels, context, queries, rows)
+            own.append(target)
+            shared += made
+        given = torch.cat(shared, dim=1) if shared else None
+        x = self.wukong(torch.cat(own, dim=1), given, None if given is None else rows)
+        if self.cross is not None:
+            x = self.cross(x, torch.cat(list(earlier), dim=1))
+        return x, levels, made
+
+    def _sequences(
+        self, levels: Sequence[LevelTokens], context: Tensor, queries: Tensor, rows: CandidateRows
+    ) -> tuple[list[LevelTokens], list[Tensor], Tensor]:
+        works, results = [], []
+        for lane, (level, (values, offsets, angles)) in enumerate(zip(self.levels, levels, strict=True)):
+            with Beside(values, offsets, *angles, context, queries, rows.offsets, lane=lane) as work:
+                values, normed, summary = level(values, offsets, angles, context)
+                results.append([values, summary])
+                if lane == 0:
+                    results[0].append(rms_norm(self.target(queries, rows.offsets, normed, offsets)))
+            works.append(work)
+        for work, result in zip(works, results, strict=True):
+            work.join_all(result)
+        after = [before._replace(values=result[0]) for before, result in zip(levels, results, strict=True)]
+        return after, [result[1] for result in results], results[0][2]
+
+    def flops(
+        self, num_candidates: float, num_requests: float, num_events: float, squared: float, num_earlier: int
+    ) -> float:
+        flops = self.wukong.flops(num_candidates, num_requests)
+        if self.cross is not None:
+            made = self.wukong.num_out
+            flops += self.cross.flops(num_candidates, made, num_earlier * made)
+        if self.context is None:
+            return flops
+        flops += self.context.flops(num_requests, 0, self.dim)
+        flops += self.queries.flops(num_candidates, num_requests, self.dim)
+        flops += self.target.flops(num_candidates, num_events, num_candidates * num_events / max(num_requests, 1))
+        finest, *coarse = self.levels
+        window = cast(JaggedSelfAttention, finest.attention).window
+        pairs = squared if window is None else min(squared, num_events * (2 * window + 1))
+        flops += finest.flops(num_requests, num_events, pairs)
+        for level in coarse:
+            count = level.attention.max_length
+            flops += level.flops(num_requests, num_requests * count, num_requests * count**2)
+        return flops
+
+
+def _level(config: GEMConfig, max_length: int, window: int | None = None) -> PyramidLevel:
+    return PyramidLevel(
+        config.dim,
+        config.num_heads,
+        num_context=config.num_context,
+        hidden=config.pffn_hidden,
+        num_tokens=config.num_tokens,
+        max_length=max_length,
+        window=window,
+        dropout=config.dropout,
+    )
+
+
+class GEM(nn.Module):
+    """Logits [C, tasks] from tokens. Histories, of all event types merged by time, stay at the R rows of requests."""
+
+    Config = GEMConfig
+
+    def __init__(self, spec: FeatureSpec, config: GEMConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        self.pieces = config.levels if spec.histories else []
+        self.history = HistoryEncoder(spec, config.dim) if spec.histories else None
+        num_levels = 1 + len(self.pieces) if spec.histories else 0
+        made = config.num_fmb + config.num_lcb
+        layers = nn.ModuleList(
+            GEMLayer(config, spec, made if index else spec.num_candidate_tokens, num_levels, first=index == 0)
+            for index in range(config.num_layers)
+        )
+        self.layers = cast("Sequence[GEMLayer]", layers)
+        self.heads = DomainHeads(spec, made * config.dim, config.head_hidden, config.dropout, config.domain_feature)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        rows = CandidateRows.of(batch)
+        x, request = rms_norm(tokens.candidate), rms_norm(tokens.request)
+        levels = self._levels(tokens)
+        summaries: list[Tensor] = []
+        earlier: list[Tensor] = []
+        for layer in self.layers:
+            x, levels, summaries = layer(x, request, levels, summaries, earlier, rows)
+            earlier.append(x)
+        return self.heads(x.flatten(1), rows, batch)
+
+    def _levels(self, tokens: Tokens) -> list[LevelTokens]:
+        """All events, then their means over ever longer pieces of the history."""
+        if self.history is None:
+            return []
+        values, offsets = self.history(tokens)
+        found = [(values, offsets), *(coarser(values, offsets, count) for count in self.pieces)]
+        return [
+            LevelTokens(each, starts, rotation(from_end(starts, each.shape[0]), self.head_dim))
+            for each, starts in found
+        ]
+
+    def aux_loss(self) -> Tensor:
+        return next(self.parameters()).new_zeros(())
+
+    def flops_per_batch(
+        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
+    ) -> float:
+        """Forward FLOPs of the matrix products, embeddings excluded; approximations as in Kunlun's."""
+        flops = 0.0 if self.history is None else self.history.flops(sum_lengths)
+        for index, layer in enumerate(self.layers):
+            flops += layer.flops(num_candidates, num_requests, sum_lengths, sum_squared_lengths, index)
+        return flops + self.heads.flops(num_candidates)

@@ -1,0 +1,172 @@
+"""The parts that only GEM has: attention between layers, levels of a pyramid, heads of domains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modules.batch import FeatureSpec, SparseFeature
+from modules.cross_layer import CrossLayerAttention
+from modules.embedding import FeatureEmbedding
+from modules.models import build
+from modules.models.gem import GEM
+from modules.models.ranking import RankingModel
+from modules.norms import rms_norm
+from modules.pyramid import PyramidLevel, coarser, pieces
+from modules.rotary import from_end, rotation
+from tests.modules.factories import random_batch, random_spec
+from train.commands.export import export_arch
+
+DIM = 8
+SMALL: dict[str, Any] = {
+    "dim": DIM,
+    "rank": 3,
+    "interaction_hidden": [16],
+    "head_hidden": [16],
+    "pffn_hidden": 6,
+    "window": 2,
+    "levels": [3, 2],
+}
+
+
+def gem(spec: FeatureSpec | None = None, **changes: Any) -> tuple[GEM, FeatureEmbedding]:
+    torch.manual_seed(0)
+    spec = spec or random_spec()
+    model = build(GEM.Config(**SMALL | changes), spec)
+    assert isinstance(model, GEM)
+    return model, FeatureEmbedding(spec, DIM, "cpu")
+
+
+def test_a_row_is_cut_into_pieces_of_equal_length() -> None:
+    offsets = torch.tensor([0, 7, 7, 9])
+    cuts = pieces(offsets, 3)
+    assert cuts.tolist() == [0, 2, 4, 7, 7, 7, 7, 7, 8, 9]
+    values = torch.arange(9.0)[:, None]
+    means, rows = coarser(values, offsets, 3)
+    assert means.flatten().tolist() == [0.5, 2.5, 5.0, 0, 0, 0, 0, 7, 8]
+    assert rows.tolist() == [0, 3, 6, 9]
+
+
+def test_empty_pieces_have_no_effect_and_stay_empty() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_context": 2, "hidden": 5, "num_tokens": 2, "max_length": 5, "dropout": 0.0}
+    level = PyramidLevel(DIM, 2, window=None, **options).double()
+    full = torch.randn(5, DIM, dtype=torch.float64)
+    full[[1, 3]] = 0
+    context = torch.randn(1, 2, DIM, dtype=torch.float64)
+    angles = rotation(torch.arange(5, 0, -1), DIM // 2)
+    kept = torch.tensor([0, 2, 4])
+    values, _, summary = level(full, torch.tensor([0, 5]), angles, context)
+    alone = (angles[0][kept], angles[1][kept])
+    expected, _, expected_summary = level(full[kept], torch.tensor([0, 3]), alone, context)
+    torch.testing.assert_close(values[kept], expected)
+    torch.testing.assert_close(summary, expected_summary)
+    assert not values[[1, 3]].any()
+
+
+def test_cross_layer_attention_is_softmax_attention_of_each_candidate() -> None:
+    torch.manual_seed(0)
+    module = CrossLayerAttention(DIM, 2).double()
+    x, memory = (torch.randn(3, n, DIM, dtype=torch.float64, requires_grad=True) for n in (2, 5))
+
+    def heads(y: Tensor) -> Tensor:
+        return y.view(3, -1, 2, DIM // 2).transpose(1, 2)
+
+    q = heads(module.query(x))
+    k, v = (heads(each) for each in module.key_value(memory).chunk(2, -1))
+    weights = (q @ k.mT / (DIM // 2) ** 0.5).softmax(-1)
+    expected = rms_norm(x + module.output((weights @ v).transpose(1, 2).reshape(3, 2, DIM)))
+    actual = module(x, memory)
+    torch.testing.assert_close(actual, expected)
+    inputs, cotangent = (x, memory, *module.parameters()), torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, cotangent) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_layer_attends_to_all_earlier_ones() -> None:
+    model, embedding = gem(num_layers=3)
+    seen: list[int] = []
+    for layer in model.layers:
+        if layer.cross is not None:
+            layer.cross.register_forward_hook(lambda module, args, out: seen.append(args[1].shape[1]))
+    batch = random_batch(random_spec())
+    model(embedding(batch), batch)
+    made = 8 + 8
+    assert seen == [made, 2 * made]
+    assert all(layer.cross is None for layer in gem(num_layers=3, cross_layer=False)[0].layers)
+
+
+def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
+    """Each level's own part: taking one out changes the logits."""
+    batch = random_batch(random_spec(), lengths=[6] * 5)
+    logits = []
+    for levels in ([3, 2], [3], []):
+        model, embedding = gem(levels=levels)
+        assert len(model.layers[0].levels) == 1 + len(levels)
+        logits.append(model(embedding(batch), batch))
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+    assert (logits[1] - logits[2]).abs().max() > 1e-4
+
+
+def domains() -> FeatureSpec:
+    spec = random_spec()
+    return dataclasses.replace(
+        spec, tables={**spec.tables, "surface": 4}, request=(*spec.request, SparseFeature("surface", "surface"))
+    )
+
+
+def test_domains_have_heads_of_their_own_on_one_trunk() -> None:
+    spec = domains()
+    model, embedding = gem(spec, domain_feature="surface")
+    batch = random_batch(spec, (2, 1, 1, 2))
+    surface = batch.request_sparse["surface"].values()
+    surface.copy_(torch.tensor([0, 1, 2, 1]))
+    seen: list[Tensor] = []
+    model.heads.shared.register_forward_hook(lambda module, args, out: seen.extend([args[0], out]))
+    logits = model(embedding(batch), batch)
+    x, shared = seen
+    assert model.heads.own is not None
+    own = model.heads.own(x).view(6, 3, 2)
+    torch.testing.assert_close(logits[:2], shared[:2])  # an unknown surface
+    torch.testing.assert_close(logits[2], shared[2] + own[2, 0])
+    torch.testing.assert_close(logits[3], shared[3] + own[3, 1])
+    torch.testing.assert_close(logits[4:], shared[4:] + own[4:, 0])
+    logits.square().sum().backward()
+    learned = [bool(head.weight.grad.any()) for head in (trunk[-1] for trunk in model.heads.own.trunks)]
+    assert learned == [True] * 4 + [False] * 2  # no request of the third surface
+    expanded = batch.expand()
+    torch.testing.assert_close(model(embedding(expanded), expanded), logits)
+
+
+def test_domains_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="domain_feature='item' is no categorical feature of requests; there are user"):
+        gem(domain_feature="item")
+    with pytest.raises(ValueError, match=r"domain_feature='user' has 99 values"):
+        gem(dataclasses.replace(random_spec(), tables={"user": 100, "item": 30, "tag": 10}), domain_feature="user")
+    config = GEM.Config(domain_feature="user")
+    assert "model.domain_feature=user" in (config.graphs_refusal() or "")
+    assert GEM.Config().graphs_refusal() is None
+    model, embedding = gem(domain_feature="user")
+    with pytest.raises(ValueError, match="reads the ids of requests, which exports are not given"):
+        export_arch(RankingModel(embedding, model), random_batch(random_spec(), (3,), (4,)), torch.float32, 10)
+
+
+def test_positions_of_coarse_levels_count_pieces_from_the_newest() -> None:
+    assert from_end(torch.tensor([0, 3, 6]), 6).tolist() == [3, 2, 1, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"levels": [0]}, r"model.levels=\[0\] must be at least 1 each"),
+        ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* model.num_heads=6"),
+        ({"machine": "fast"}, "model.machine=fast is not known; choose from optimised, plain, attentive"),
+    ],
+)
+def test_wrong_fields_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gem(**changes)

@@ -1,0 +1,1 @@
+"""How a job is spread over its ranks: one mesh with named axes, the dense part and the experts sharded over it."""

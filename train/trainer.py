@@ -37,6 +37,7 @@ from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
 from train.process.preemption import STATUS, Preempted, Preemption
 from train.process.stall import StallWatch
+from train.record.advice import advice
 from train.record.tracing import StepTracer
 from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 from train.speedup.launching import LaunchWatch
@@ -136,6 +137,9 @@ class Trainer:
             }
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
+        if self.world.is_first:
+            for sentence in results.get("advice", []):
+                log.warning("%s", sentence)
         return results
 
     def _start(self) -> None:
@@ -408,6 +412,7 @@ class Trainer:
             "peak_memory_bytes": self._peak_memory(),
             **self.whole_run.compute(self.forward_flops),
         }
+        results["advice"] = advice(self.config, self.progress.validations, self.progress.step)
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
             results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,7 @@ from train.checkpoint import warm_start
 from train.checkpoint.save import Checkpointer, Progress
 from train.config.environment import to_saved
 from train.config.schema import Config
+from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
 from train.evaluate import evaluate_split
 from train.loss import ranking_loss, shares_of_tasks
@@ -92,6 +94,7 @@ class Trainer:
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
+        self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
@@ -164,6 +167,18 @@ class Trainer:
             self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
 
+    def _dealer(self) -> Dealer:
+        """Deals requests by the model's own FLOPs, of a request with as many candidates as the sampled ones have."""
+        sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
+        candidates = sample.num_candidates / sample.num_requests
+
+        def flops(length: float, squared: float) -> float:
+            return self.forward_flops(1, candidates, length, squared)
+
+        fixed = flops(0, 0)
+        cost = Cost(fixed, flops(1, 0) - fixed, flops(0, 1) - fixed)
+        return Dealer(cost, self.world.size, self.config.parallel.balance)
+
     def _last_step(self) -> int:
         """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
         runtime, progress = self.config.runtime, self.progress
@@ -212,6 +227,7 @@ class Trainer:
             id_dropout=data.id_dropout,
             history_dropout=data.history_dropout,
             pad_events=data.pad_events,
+            dealer=self.dealer,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
@@ -311,6 +327,9 @@ class Trainer:
         values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
+        if self.dealer is not None:
+            values |= self.dealer.compute()
+            self.dealer.reset()
         shown = _every(self.progress.step, runtime.log_every) or self._finished()
         self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -67,6 +68,12 @@ def validate(config: Config) -> None:
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
     model.check()
+    if config.parallel.balance and data.batch_size % config.parallel.balance:
+        raise ValueError(
+            f"parallel.balance={config.parallel.balance} must divide data.batch_size={data.batch_size}, so that "
+            "ranks get equally many requests, e.g. parallel.balance="
+            f"{math.gcd(config.parallel.balance, data.batch_size)}"
+        )
     if optimizer.dense == "muon" and config.parallel.dense != "ddp":
         raise ValueError(
             f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "

@@ -181,6 +181,8 @@ class ParallelConfig:
     shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
     recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
     expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
+    # requests that stay together when those of a step are dealt out over ranks by cost; 0: ranks take them in order
+    balance: int = 0
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     # of looked-up rows and their gradients on the way between ranks

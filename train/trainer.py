@@ -21,6 +21,7 @@ from train.build import build
 from train.checkpoint import save as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.save import Checkpointer, Progress
+from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
@@ -107,7 +108,7 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
         self.about: dict[str, Any] = {
-            "config": dataclasses.asdict(config),
+            "config": to_saved(config),
             "plan": self.job.plan,
             "world_size": world.size,
             "data_fingerprint": self.source.fingerprint,
@@ -149,7 +150,7 @@ class Trainer:
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            checkpoint.check_config(saved, self.about["config"])
+            checkpoint.check_config(saved, dataclasses.asdict(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()

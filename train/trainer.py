@@ -115,7 +115,7 @@ class Trainer:
             "versions": versions.collect(),
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
-        self.preemption = Preemption(world)
+        self.preemption = Preemption(world, runtime.collective_timeout)
         self.stall = StallWatch(self.run_dir, world.rank, runtime.collective_timeout)
         self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 

@@ -55,6 +55,7 @@ class Progress:
     stale_validations: int = 0
     skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
+    adapter: list[float] = field(default_factory=list)  # of a teacher, see train.distill
     tracker: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

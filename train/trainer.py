@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,9 @@ from train.build import build
 from train.checkpoint import save as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.save import Checkpointer, Progress
+from train.config.environment import to_saved
 from train.config.schema import Config
+from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
 from train.distill import build_distillation
 from train.evaluate import evaluate_split
@@ -37,6 +40,7 @@ from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
 from train.process.preemption import STATUS, Preempted, Preemption
 from train.process.stall import StallWatch
+from train.record.advice import advice
 from train.record.tracing import StepTracer
 from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 from train.speedup.launching import LaunchWatch
@@ -92,6 +96,7 @@ class Trainer:
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.arch.flops_per_batch
+        self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
@@ -105,7 +110,7 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
         self.about: dict[str, Any] = {
-            "config": dataclasses.asdict(config),
+            "config": to_saved(config),
             "plan": self.job.plan,
             "world_size": world.size,
             "data_fingerprint": self.source.fingerprint,
@@ -137,6 +142,9 @@ class Trainer:
             }
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
+        if self.world.is_first:
+            for sentence in results.get("advice", []):
+                log.warning("%s", sentence)
         return results
 
     def _start(self) -> None:
@@ -144,7 +152,7 @@ class Trainer:
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            checkpoint.check_config(saved, self.about["config"])
+            checkpoint.check_config(saved, dataclasses.asdict(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
@@ -162,6 +170,18 @@ class Trainer:
             write_json(self.run_dir / "config.json", self.about)
             self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
+
+    def _dealer(self) -> Dealer:
+        """Deals requests by the model's own FLOPs, of a request with as many candidates as the sampled ones have."""
+        sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
+        candidates = sample.num_candidates / sample.num_requests
+
+        def flops(length: float, squared: float) -> float:
+            return self.forward_flops(1, candidates, length, squared)
+
+        fixed = flops(0, 0)
+        cost = Cost(fixed, flops(1, 0) - fixed, flops(0, 1) - fixed)
+        return Dealer(cost, self.world.size, self.config.parallel.balance)
 
     def _last_step(self) -> int:
         """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
@@ -211,6 +231,7 @@ class Trainer:
             id_dropout=data.id_dropout,
             history_dropout=data.history_dropout,
             pad_events=data.pad_events,
+            dealer=self.dealer,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
@@ -311,6 +332,9 @@ class Trainer:
         values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
+        if self.dealer is not None:
+            values |= self.dealer.compute()
+            self.dealer.reset()
         shown = _every(self.progress.step, runtime.log_every) or self._finished()
         self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
@@ -414,6 +438,7 @@ class Trainer:
             "peak_memory_bytes": self._peak_memory(),
             **self.whole_run.compute(self.forward_flops),
         }
+        results["advice"] = advice(self.config, self.progress.validations, self.progress.step)
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
             results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne

@@ -38,7 +38,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
 from train.checkpoint import save as checkpoint
-from train.commands.export import load_model
+from train.commands.exported import load_model
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source

@@ -21,9 +21,11 @@ from train.build import build
 from train.checkpoint import save as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.save import Checkpointer, Progress
+from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
+from train.distill import build_distillation
 from train.evaluate import evaluate_split
 from train.loss import ranking_loss, shares_of_tasks
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
@@ -88,6 +90,7 @@ class Trainer:
         self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
+        self.distillation = build_distillation(self.job)
         self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
@@ -107,7 +110,7 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
         self.about: dict[str, Any] = {
-            "config": dataclasses.asdict(config),
+            "config": to_saved(config),
             "plan": self.job.plan,
             "world_size": world.size,
             "data_fingerprint": self.source.fingerprint,
@@ -149,13 +152,15 @@ class Trainer:
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            checkpoint.check_config(saved, self.about["config"])
+            checkpoint.check_config(saved, dataclasses.asdict(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.balance.restore(self.progress.tokens_per_expert)
             self.skipped_steps.fill_(self.progress.skipped_steps)
+            if self.distillation is not None and self.distillation.adapter is not None:
+                self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -309,8 +314,9 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
+        taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
-        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
+        return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -411,6 +417,8 @@ class Trainer:
         self.progress.tokens_per_expert = self.balance.counts()
         self.progress.skipped_steps = int(self.skipped_steps.item())
         self.progress.tracker = self.tracker.state_dict()
+        if self.distillation is not None and self.distillation.adapter is not None:
+            self.progress.adapter = self.distillation.adapter.state()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step

@@ -25,6 +25,7 @@ from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
+from train.distill import build_distillation
 from train.evaluate import evaluate_split
 from train.loss import ranking_loss, shares_of_tasks
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
@@ -46,12 +47,13 @@ from train.speedup.launching import LaunchWatch
 from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
-LEAST_RECORDS = 24  # of training in a run: few points would be no curve
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
 class Trainer:
     """One run: build, resume if the run directory holds a checkpoint, train, validate, test, write results."""
+
+    least_records = 24  # of training in a run: fewer points would be no curve
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -68,7 +70,7 @@ class Trainer:
         self.progress = Progress()
         self.total_steps = self._last_step()
         self._check_schedule()
-        self.log_every = min(runtime.log_every, max(1, self.total_steps // LEAST_RECORDS))
+        self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble,
@@ -89,6 +91,7 @@ class Trainer:
         self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
+        self.distillation = build_distillation(self.job)
         self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
@@ -115,7 +118,7 @@ class Trainer:
             "versions": versions.collect(),
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
-        self.preemption = Preemption(world)
+        self.preemption = Preemption(world, runtime.collective_timeout)
         self.stall = StallWatch(self.run_dir, world.rank, runtime.collective_timeout)
         self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 
@@ -157,6 +160,8 @@ class Trainer:
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.balance.restore(self.progress.tokens_per_expert)
             self.skipped_steps.fill_(self.progress.skipped_steps)
+            if self.distillation is not None and self.distillation.adapter is not None:
+                self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -310,8 +315,9 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
+        taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
-        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
+        return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -412,6 +418,8 @@ class Trainer:
         self.progress.tokens_per_expert = self.balance.counts()
         self.progress.skipped_steps = int(self.skipped_steps.item())
         self.progress.tracker = self.tracker.state_dict()
+        if self.distillation is not None and self.distillation.adapter is not None:
+            self.progress.adapter = self.distillation.adapter.state()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step

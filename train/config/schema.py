@@ -210,6 +210,14 @@ class ParallelConfig:
 
 
 @dataclass
+class DistillConfig:
+    predictions: str = ""  # folder that train.evaluate split=train has written of a teacher: its soft labels
+    checkpoint: str = ""  # or a teacher's checkpoint, or a run's best one, which scores every batch
+    weight: float = 1.0  # of the loss on soft labels, beside that on labels
+    adapter: bool = False  # learn from the fresh labels to correct the teacher before the student sees it
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only with validations
     keep: int = option(2, least=1)  # newest checkpoints kept; the best on validation is kept, too
@@ -271,6 +279,7 @@ class Config:
     optimizer: OptimizerConfig = MISSING
     parallel: ParallelConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
+    distill: DistillConfig = field(default_factory=DistillConfig)
     tracking: TrackingConfig = MISSING
     runtime: RuntimeConfig = MISSING
 

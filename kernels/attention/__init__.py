@@ -15,6 +15,7 @@ from kernels.attention import hopper, operator, padded, reference, varlen  # noq
 from kernels.attention.bias import BUCKET_WIDTH, checked_bias, time_bucket
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets, check_window
+from kernels.core.offsets import attended_pairs
 
 __all__ = ["jagged_attention", "time_bucket"]
 
@@ -93,3 +94,22 @@ def jagged_attention(
         if k_offsets is not q_offsets or max_k < max_q:
             check_lengths(k_offsets, max_k, "max_k")
     return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
+
+
+@dispatch.flops("jagged_attention")
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    block_size: int | None = None,
+    bias: object = None,
+) -> float:
+    pairs = attended_pairs(q_offsets, k_offsets, causal, window, block_size)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
 
 Verifier = Callable[..., "str | None"]
+Formula = Callable[..., float]
+Observer = Callable[[str, Callable[..., Any], "Formula | None"], Callable[..., Any]]
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
 
 _log = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ _registry: dict[str, dict[str, Backend]] = {}
 _forced: dict[str | None, str] = {}  # operator, or None for every operator -> backend
 _chosen: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
 _reported: set[tuple[str, str, str]] = set()
+_flops: dict[str, Formula] = {}
+_observer: Observer | None = None
 
 
 def register(
@@ -85,6 +90,31 @@ def operators() -> dict[str, list[str]]:
     return {op: [backend.name for backend in _by_priority(op)] for op in sorted(_registry)}
 
 
+def flops(op: str) -> Callable[[Implementation], Implementation]:
+    """Decorator: the function below it gives the forward FLOPs of the matrix products of `op`, from the arguments that
+    its backends take. What is masked, or beyond the end of a row, does not count."""
+
+    def add(formula: Implementation) -> Implementation:
+        _flops[op] = formula
+        return formula
+
+    return add
+
+
+@contextmanager
+def observed(call: Observer) -> Iterator[None]:
+    """A context in which each operator is `call(op, reference, flops)`: its reference serves, whatever the tensors.
+
+    `flops` is the operator's formula, None if it has none.
+    """
+    global _observer
+    outer, _observer = _observer, call
+    try:
+        yield
+    finally:
+        _observer = outer
+
+
 def force(spec: str) -> None:
     """Ask for backends by name (see the module docstring); an empty spec cancels earlier requests."""
     requests = _parse(spec)
@@ -102,6 +132,8 @@ def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Cal
     if torch.compiler.is_compiling():
         # A trace must not have side effects: neither the cache nor the log.
         return _select(op, backend, _facts_of(like) | facts)[0].function
+    if _observer is not None:
+        return _observer(op, _registry[op]["reference"].function, _flops.get(op))
     key = (op, backend, like.device, like.dtype, *facts.items())
     try:
         function = _chosen.get(key)

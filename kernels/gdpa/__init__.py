@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets, check_window
-from kernels.core.offsets import derived
+from kernels.core.offsets import attended_pairs, derived
 from kernels.gdpa import hopper_backend, padded, reference, triton_backend  # noqa: F401  register their backends
 from kernels.gdpa.norms import add_norms, layer_norm
 
@@ -162,3 +162,20 @@ def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
         return q_offsets[torch.searchsorted(kv_index, rows)]
 
     return derived(make, ("merged", num_key_rows), q_offsets, kv_index)
+
+
+@dispatch.flops("gdpa")
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> float:
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(q_offsets, k_offsets, window=window)

@@ -17,7 +17,7 @@ from kernels.attention import jagged_attention
 from kernels.attention.hopper import needs_hopper_heads
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
-from kernels.core.offsets import scaled_offsets
+from kernels.core.offsets import attended_pairs, scaled_offsets
 from kernels.gdpa import gdpa
 
 
@@ -191,3 +191,11 @@ def _reference(
             for part, offsets, maximum in groups
         ]
     )
+
+
+@dispatch.flops("joint_attention")
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: list[Tensor], k_offsets: Tensor, *sizes: object
+) -> float:
+    pairs = sum(attended_pairs(offsets, k_offsets) for offsets in q_offsets)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

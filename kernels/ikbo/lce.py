@@ -93,3 +93,10 @@ def _check(
         except ValueError as error:
             order = "; levels come outermost first, e.g. [user, vendor]" if len(requests) > 1 else ""
             raise ValueError(f"candidate_offsets of level {level}: {error}{order}") from None
+
+
+@dispatch.flops("linear_compression")
+def _flops(
+    candidate: Tensor, w_candidate: Tensor, requests: list[Tensor], w_requests: list[Tensor], offsets: list[Tensor]
+) -> float:
+    return 2 * w_candidate.shape[0] * sum(x.numel() for x in (candidate, *requests))

@@ -161,3 +161,8 @@ def _gluon(
 @_gluon.register_fake
 def _(candidate: Tensor, scale: Tensor, user: Tensor, user_scale: Tensor, w_candidate: Tensor, *rest: Any) -> Tensor:
     return candidate.new_empty(candidate.shape[0], w_candidate.shape[0], candidate.shape[2], dtype=rest[-1])
+
+
+@dispatch.flops("linear_compression_float8")
+def _flops(candidate: Tensor, _: Tensor, request: Tensor, __: Tensor, w_candidate: Tensor, *rest: object) -> float:
+    return 2 * w_candidate.shape[0] * (candidate.numel() + request.numel())

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.caches import forgetting
 from kernels.core.checks import check_lengths, check_offsets
-from kernels.core.offsets import scaled_offsets
+from kernels.core.offsets import attended_pairs, scaled_offsets
 from kernels.core.operator import on_its_device
 from kernels.gdpa import gdpa
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
@@ -254,3 +254,11 @@ _attend.register_autograd(_backward, setup_context=_save)
 @dispatch.register("tree_attention", "gluon", supports=hopper_attention, priority=10)
 def _gluon(*arguments: Any) -> Tensor:
     return _attend(*arguments)[0]
+
+
+@dispatch.flops("tree_attention")
+def _flops(
+    q: Tensor, k: list[Tensor], v: list[Tensor], q_offsets: list[Tensor], k_offsets: list[Tensor], *sizes: object
+) -> float:
+    pairs = sum(map(attended_pairs, q_offsets, k_offsets))
+    return 2 * q.shape[1] * (q.shape[2] + v[0].shape[2]) * pairs

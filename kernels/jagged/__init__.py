@@ -147,3 +147,8 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, 
     check_rows(y, offsets, "y")
     x, y = dispatch.autocast_operands(x=x, y=y)
     return dispatch.choose("jagged_dense_bmm", backend, x)(x, offsets, y, max_length)
+
+
+@dispatch.flops("jagged_dense_bmm")
+def _flops(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> float:
+    return 2 * x.numel() * y.shape[2]

@@ -104,3 +104,8 @@ def _linear(
     if row_bias is not None:
         z = z + row_bias.index_select(0, reference.row_of(offsets, x.shape[0]))
     return ACTIVATIONS[activation](z)
+
+
+@dispatch.flops("jagged_linear")
+def _flops(x: Tensor, offsets: Tensor, weight: Tensor, *rest: object) -> float:
+    return 2 * x.numel() * weight.shape[0]

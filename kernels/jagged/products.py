@@ -169,3 +169,18 @@ def _matrix_softmax(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int
     row = reference.row_of(offsets, num_values)
     row_offsets = pad(offsets.diff().long()[row].cumsum(0), (1, 0))
     return _softmax_of(a, row_offsets, a.shape[0])
+
+
+@dispatch.flops("jagged_jagged_bmm")
+def _flops_of_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> float:
+    return 2 * x.numel() * y.shape[1]
+
+
+@dispatch.flops("jagged_jagged_bmm_jagged_out")
+def _flops_of_outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> float:
+    return 2 * total * x.shape[1]
+
+
+@dispatch.flops("array_jagged_bmm_jagged_out")
+def _flops_of_inner(a: Tensor, y: Tensor, *rest: object) -> float:
+    return 2 * a.numel() * y.shape[1]

@@ -65,3 +65,10 @@ def experts(
         "num_experts": num_experts,
     }
     return dispatch.choose("moe_experts", backend, x, **facts)(x, selected_experts, weights, gate_up, down, recipe)
+
+
+@dispatch.flops("moe_experts")
+def _flops(
+    x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str
+) -> float:
+    return 2 * selected_experts.numel() * (gate_up[0].numel() + down[0].numel())

@@ -122,3 +122,11 @@ def check_recipe(recipe: str) -> None:
     """ValueError naming the known recipes unless `recipe` is one of them."""
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
+
+
+@dispatch.flops("mxfp8_linear")
+@dispatch.flops("linear")
+@dispatch.flops("mxfp8_grouped_mm")
+@dispatch.flops("grouped_mm")
+def _flops(x: Tensor, weight: Tensor, *rest: object) -> float:
+    return 2 * x.numel() * weight.shape[-2]

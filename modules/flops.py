@@ -7,7 +7,7 @@ follows what a batch of any size costs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class FlopCounter(TorchDispatchMode):
     def __enter__(self) -> FlopCounter:
         self._exit = ExitStack()
         self._exit.enter_context(self._tracker)
-        self._exit.enter_context(dispatch.observed(self._watched))
+        self._exit.enter_context(dispatch.observed(self._observe))
         super().__enter__()
         return self
 
@@ -58,7 +58,9 @@ class FlopCounter(TorchDispatchMode):
         for name in {"Global", *self._tracker.parents}:
             self.of_modules[name] += flops  # type: ignore[assignment]
 
-    def _watched(self, op: str, function: Callable[..., Any], formula: dispatch.Formula | None) -> Callable[..., Any]:
+    def _observe(self, op: str, like: Tensor, facts: dict[str, Hashable]) -> dispatch.Backend:
+        function, formula = dispatch.reference(op), dispatch.formula(op)
+
         def call(*arguments: Any, **named: Any) -> Any:
             if formula is None or self._within:
                 return function(*arguments, **named)
@@ -69,7 +71,7 @@ class FlopCounter(TorchDispatchMode):
             finally:
                 self._within = False
 
-        return call
+        return dispatch.Backend("reference", call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -119,7 +121,9 @@ def count_flops(arch: nn.Module, spec: FeatureSpec, dim: int) -> BatchFlops:
         candidates = tuple(int(request < num_candidates) for request in range(num_requests))
         lengths = [-(-event.max_length * length // capacity) if length else 0 for event in spec.histories]
         total = sum(lengths)
-        of_requests, of_candidates = ([count * total**power for power in range(3)] for count in (num_requests, num_candidates))
+        of_requests, of_candidates = (
+            [count * total**power for power in range(3)] for count in (num_requests, num_candidates)
+        )
         rows.append([1, *of_requests, *of_candidates])
         flops.append(_run(arch, spec, dim, candidates, lengths).total)
     # Scaled, for the sums differ by many orders of magnitude; in float64 the solution is exact to rounding.
@@ -130,9 +134,7 @@ def count_flops(arch: nn.Module, spec: FeatureSpec, dim: int) -> BatchFlops:
     return BatchFlops(*(solved.solution[1:, 0] / scale[1:]).tolist())
 
 
-def _run(
-    arch: nn.Module, spec: FeatureSpec, dim: int, candidates: tuple[int, ...], lengths: list[int]
-) -> FlopCounter:
+def _run(arch: nn.Module, spec: FeatureSpec, dim: int, candidates: tuple[int, ...], lengths: list[int]) -> FlopCounter:
     """The counter after a forward of requests with these numbers of candidates, each with these events of each type."""
     device = next(arch.parameters()).device
     tokens, batch = small_batch(spec, dim, candidates, lengths, device)

@@ -16,7 +16,7 @@ from kernels.bench.report import number
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "bench" / "results" / "nvidia-h200"
-VARLEN, CUDNN_FOLDED, BROADCAST = "varlen", "cudnn, candidates folded", "cudnn, keys broadcast"
+VARLEN, CUDNN_FOLDED, BROADCAST = "torch", "cudnn, candidates folded", "cudnn, keys broadcast"
 GROUPED_MM = "torch._grouped_mm bf16"
 DIRECTIONS = {"forward": "fwd", "backward": "bwd"}
 Row = tuple[str, list[str]]
@@ -55,19 +55,19 @@ def readme() -> Iterator[Row]:
     expert_layer, compiled = "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "PyTorch's parts, compiled"
     for what, family, case, ours, peers in (
         ("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
-         "attention_fwd_B512_L1024_mean0.5_d128", "gluon", ragged),
-        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "gluon", ragged),
-        ("the same, all rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "gluon",
+         "attention_fwd_B512_L1024_mean0.5_d128", "hopper", ragged),
+        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "hopper", ragged),
+        ("the same, all rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "hopper",
          {"cudnn, nothing padded": "cuDNN"} | varlen),
-        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "gluon", library),
-        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "gluon", library),
-        ("Target attention, 2,048 candidates of 32 users, 4,096 keys, forward", "ikbo", "target_fwd_K4096", "gluon",
+        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "hopper", library),
+        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "hopper", library),
+        ("Target attention, 2,048 candidates of 32 users, 4,096 keys, forward", "ikbo", "target_fwd_K4096", "hopper",
          {CUDNN_FOLDED: "cuDNN, if all have equally many"} | copies),
-        ("the same, uneven numbers of candidates, 1,024 keys", "ikbo", "target_odd_fwd_K1024", "gluon",
+        ("the same, uneven numbers of candidates, 1,024 keys", "ikbo", "target_odd_fwd_K1024", "hopper",
          varlen | copies),
         ("Linear compression, float16, 1,024 candidates, 70 a request, forward", "ikbo", "lce_fwd_B1024_ratio70",
-         "gluon", {"FBGEMM Triton": "FBGEMM's Triton kernel, untuned"} | index),
-        ("the same compression, all gradients", "ikbo", "lce_bwd_B1024_ratio70", "gluon",
+         "hopper", {"FBGEMM Triton": "FBGEMM's Triton kernel, untuned"} | index),
+        ("the same compression, all gradients", "ikbo", "lce_bwd_B1024_ratio70", "hopper",
          {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
         ("Routed experts, 16,384 x 7,168, 8 of 8, forward and backward", "moe", expert_layer, "bf16",
          {"torch bf16": compiled}),
@@ -176,7 +176,7 @@ def lce() -> Iterator[Row]:
     sizes = [(1024, 1), (1024, 2), (1024, 10), (512, 70), (1024, 70), (2048, 70), (3072, 70), (1024, 100), (1024, 1000)]
     for candidates, ratio in sizes:
         result = Result("ikbo", f"lce_fwd_B{candidates}_ratio{ratio}")
-        names = ("gluon", "torch", "triton", "torch, @ and index", "FBGEMM Triton")
+        names = ("hopper", "torch", "triton", "torch, @ and index", "FBGEMM Triton")
         yield f"{candidates:,}, {ratio:,}", [f"{result.ms(name):.3f}" for name in names]
 
 

@@ -36,6 +36,7 @@ from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
 from train.process.preemption import STATUS, Preempted, Preemption
 from train.process.stall import StallWatch
+from train.record.advice import advice
 from train.record.tracing import StepTracer
 from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 from train.speedup.launching import LaunchWatch
@@ -89,7 +90,7 @@ class Trainer:
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
-        self.forward_flops = self.job.arch.flops_per_batch
+        self.forward_flops = self.job.forward_flops
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
@@ -135,6 +136,9 @@ class Trainer:
             }
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
+        if self.world.is_first:
+            for sentence in results.get("advice", []):
+                log.warning("%s", sentence)
         return results
 
     def _start(self) -> None:
@@ -407,6 +411,7 @@ class Trainer:
             "peak_memory_bytes": self._peak_memory(),
             **self.whole_run.compute(self.forward_flops),
         }
+        results["advice"] = advice(self.config, self.progress.validations, self.progress.step)
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
             results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne

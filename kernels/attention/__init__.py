@@ -7,17 +7,27 @@ tiles are in the README of this folder, the modules in `modules.jagged_attention
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kernels.attention import hopper, operator, padded, reference, varlen  # noqa: F401  importing them registers their backends
+from kernels.attention import reference
 from kernels.attention.bias import BUCKET_WIDTH, checked_bias, time_bucket
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets, check_window
+from kernels.core.chip import needs_hopper_heads
+from kernels.core.dispatch import Backend
 from kernels.core.offsets import attended_pairs
 
 __all__ = ["jagged_attention", "time_bucket"]
+
+# Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
+MAX_FEW_ROWS = 32
+VARLEN_CHIPS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
+# Wider heads have no backward on some of the chips above.
+MAX_VARLEN_HEAD = 192
 
 
 def jagged_attention(
@@ -75,7 +85,7 @@ def jagged_attention(
         features["block_size"] = block_size
     if position_bias is not None or time_bias is not None:
         features["bias"] = checked_bias(q, k, position_bias, time_bias, q_times, k_times, time_bucket_width)
-    attend = dispatch.choose(
+    chosen = dispatch.choose_backend(
         "jagged_attention",
         backend,
         q,
@@ -89,11 +99,111 @@ def jagged_attention(
         few_queries=max_q < 64,
         query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; many count as 64
     )
-    if not getattr(attend, "checks_lengths", False):
+    if not chosen.checks_lengths:
         check_lengths(q_offsets, max_q, "max_q")
         if k_offsets is not q_offsets or max_k < max_q:
             check_lengths(k_offsets, max_k, "max_k")
-    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
+    return chosen.function(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
+
+
+def _few_queries(
+    *, dtype: torch.dtype, masked: bool, block_local: bool, biased: bool, query_rows: int, **facts: Any
+) -> str | None:
+    if reason := _triton(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if masked or block_local or biased:
+        return "has neither masks nor block-local attention nor biases"
+    if query_rows > MAX_FEW_ROWS:
+        return f"needs max_q times heads of a key head of at most {MAX_FEW_ROWS}"
+    return None
+
+
+def _hopper(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    block_local: bool,
+    biased: bool,
+    positive_scale: bool,
+    few_queries: bool,
+    **_: Hashable,
+) -> str | None:
+    if reason := needs_hopper_heads(device, capability, dtype, head_dim, value_dim):
+        return reason
+    if block_local or biased:
+        return "has no block-local attention and no biases"
+    if not positive_scale:
+        return "needs a positive scale: it masks scores before they are scaled"
+    if few_queries:
+        return "needs max_q of at least 64: it pads rows of queries to tiles of 64, in memory for their gradients too"
+    return None
+
+
+def _varlen(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    masked: bool,
+    same_offsets: bool,
+    block_local: bool,
+    biased: bool,
+    **_: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, *VARLEN_CHIPS) or dispatch.needs_dtype(
+        dtype, *dispatch.HALF
+    ):
+        return reason
+    if value_dim != head_dim:
+        return f"needs values as wide as keys, got {value_dim} and {head_dim}"
+    if head_dim % 8 or head_dim > MAX_VARLEN_HEAD:
+        return f"needs a head dimension that is a multiple of 8 and at most {MAX_VARLEN_HEAD}, got {head_dim}"
+    if block_local or biased:
+        return "has neither block-local attention nor biases"
+    if masked and not same_offsets:
+        return "aligns causal and window masks to the end of each row, which is the same only if q_offsets is k_offsets"
+    return None
+
+
+def _triton(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    **_: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if max(head_dim, value_dim) > 256:
+        return f"needs heads of at most 256 features, got {head_dim} and {value_dim}"
+    return None
+
+
+def _padded(*, device: str, masked: bool, block_local: bool, biased: bool, **_: Hashable) -> str | None:
+    if device != "cuda":
+        return f"is compiled for CUDA devices, the tensors are on {device}"
+    return "has neither masks nor biases" if masked or block_local or biased else None
+
+
+dispatch.declare(
+    "jagged_attention",
+    # A tile of the others holds 64 queries or more of one head.
+    Backend("decode", "kernels.attention.triton.operators:few_queries", _few_queries),
+    # The forward's schedule checks all lengths anyway.
+    Backend("hopper", "kernels.attention.hopper.operators:attention", _hopper, checks_lengths=True),
+    Backend("torch", "kernels.attention.varlen:jagged_attention", _varlen),
+    # Slower in training on Hopper than torch, where the first two come before both; not compared on other chips.
+    Backend("triton", "kernels.attention.triton.operators:attention", _triton),
+    Backend("reference", reference.jagged_attention),
+    Backend("padded", "kernels.attention.padded:jagged_attention", _padded),  # the others are compared with it
+)
 
 
 @dispatch.flops("jagged_attention")

@@ -15,34 +15,19 @@ empty tensor for a table that is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.attention.bias import Bias
-from kernels.core import dispatch
+from kernels.attention.gradients import contiguous_gradients
 from kernels.core.operator import custom_op
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
 _TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
 _SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, SymInt right"
-
-
-def contiguous_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k and v."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k and v; if k and v are alike, theirs are parts of one [Nk, 2, Hkv, d].
-
-    That is the gradient of a projection that made both, see `kernels.tokens.unbind`.
-    """
-    if k.shape != v.shape:
-        return contiguous_gradients(q, k, v)
-    return q.new_empty(q.shape), *k.new_empty(k.shape[0], 2, *k.shape[1:]).unbind(1)
 
 
 def attention_operator(
@@ -53,7 +38,7 @@ def attention_operator(
     features: bool = True,
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = contiguous_gradients,
 ) -> Callable[..., Tensor]:
-    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above.
+    """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above.
 
     Without `features` it takes neither `block_size` nor `bias`, which saves the host a third of the arguments.
     `gradients` makes the tensors that the backward kernel writes to.
@@ -156,71 +141,3 @@ def _featured(
     if position is not None or time is not None:
         named["bias"] = Bias(position, time, q_times, k_times, bucket_width)
     return positional, named
-
-
-def _triton_forward(*arguments: Any, **features: Any) -> tuple[Tensor, Tensor]:
-    from kernels.attention.triton.forward import forward
-
-    return forward(*arguments, **features)
-
-
-def _triton_backward(*arguments: Any, **features: Any) -> tuple[Tensor, ...]:
-    from kernels.attention.triton.backward import backward
-
-    return backward(*arguments, **features)
-
-
-def _triton_supports(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    **_: Hashable,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if max(head_dim, value_dim) > 256:
-        return f"needs heads of at most 256 features, got {head_dim} and {value_dim}"
-    return None
-
-
-# Below varlen: faster in training on Hopper, where Gluon comes first anyway; not compared on other chips.
-triton_attention = dispatch.register("jagged_attention", "triton", supports=_triton_supports, priority=5)(
-    attention_operator("triton", _triton_forward, _triton_backward)
-)
-
-
-# Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
-MAX_DECODE_ROWS = 32
-
-
-def _decode_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from kernels.attention.triton.decode import forward
-
-    return forward(*arguments)
-
-
-def _decode_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    from kernels.attention.triton.decode import backward
-
-    return backward(*arguments)
-
-
-def _decode_supports(
-    *, dtype: torch.dtype, masked: bool, block_local: bool, biased: bool, query_rows: int, **facts: Any
-) -> str | None:
-    if reason := _triton_supports(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
-        return reason
-    if masked or block_local or biased:
-        return "has neither masks nor block-local attention nor biases"
-    if query_rows > MAX_DECODE_ROWS:
-        return f"needs max_q times heads of a key head of at most {MAX_DECODE_ROWS}"
-    return None
-
-
-# A tile of the other kernels holds 64 queries or more of one head.
-decode_attention = dispatch.register("jagged_attention", "decode", supports=_decode_supports, priority=30)(
-    attention_operator("decode", _decode_forward, _decode_backward, features=False, gradients=gradients_beside)
-)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.core import dispatch
-from kernels.jagged.reference import repeat_heads
-
-
-def _supports(*, device: str, masked: bool, block_local: bool, biased: bool, **_: Hashable) -> str | None:
-    if device != "cuda":
-        return f"is compiled for CUDA devices, the tensors are on {device}"
-    return "has neither masks nor biases" if masked or block_local or biased else None
+from kernels.core.rows import repeat_heads
+from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -34,8 +28,6 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_attend, dynamic=False)
 
 
-# Only by name: the other backends are compared with it in training.
-@dispatch.register("jagged_attention", "padded", supports=_supports, priority=-1)
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -48,9 +40,6 @@ def jagged_attention(
     causal: bool,
     window: tuple[int, int],
 ) -> Tensor:
-    # By the fastest backend for conversions; imported here, as that package imports this file.
-    from kernels.jagged import jagged_to_padded, padded_to_jagged
-
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels need rows of a mask to start at multiples of 16 bytes
     padded = (

@@ -8,10 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.bias import Bias, position_index, time_bucket
 from kernels.core import dispatch
-from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
 
 
-@dispatch.register("jagged_attention", "reference")
 def jagged_attention(
     q: Tensor,
     k: Tensor,

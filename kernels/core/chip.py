@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 
 import torch
+
+from kernels.core import dispatch
+
+# Features of a head that the Hopper kernels of attention and GDPA are written for.
+HOPPER_HEADS = (64, 128)
 
 
 @cache
@@ -25,3 +31,14 @@ def multiplies_registers(device: torch.device) -> bool:
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def needs_hopper_heads(
+    device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> str | None:
+    """A reason why the Hopper kernels of attention and GDPA cannot serve these heads, or None."""
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if head_dim != value_dim or head_dim not in HOPPER_HEADS:
+        return f"needs heads of {HOPPER_HEADS[0]} or {HOPPER_HEADS[1]} features, got {head_dim} and {value_dim}"
+    return None

@@ -1,8 +1,9 @@
-"""Which backend serves an operator: a registry, the choice by device, capability, dtype and shape, its explanation.
+"""Which backend serves an operator: the choice by device, capability, dtype and shape, and its explanation.
 
-A backend registers a function under (operator, name) with a priority and a verifier. The verifier gets the facts of a
-call (device type, compute capability, dtype, and what the operator adds, e.g. a head dimension) as keywords and
-returns None when it can serve them or one sentence saying why not. The highest priority that can serve is chosen.
+A family declares the backends of each operator once, beside its public function, the preferred one first. A backend's
+verifier gets the facts of a call (device type, compute capability, dtype, and what the operator adds, e.g. a head
+dimension) as keywords and returns None when it can serve them or one sentence saying why not. The first backend that
+can serve is chosen; those behind the specification, which serves everything, are chosen by name only.
 
 A backend can be asked for by name in three ways; the first one that names the operator, or all operators, wins:
 
@@ -10,12 +11,13 @@ A backend can be asked for by name in three ways; the first one that names the o
 2. the environment variable GEMSMITH_KERNELS, which is read before the first call of a kind;
 3. `force(spec)`, which the trainer calls with the config key `runtime.kernels`.
 
-A spec is a comma-separated list: `reference` asks for that backend everywhere, `jagged_attention=varlen` for one
+A spec is a comma-separated list: `reference` asks for that backend everywhere, `jagged_attention=torch` for one
 operator; the narrower entry wins. A request by name that cannot be served is a ValueError, never a silent fallback.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -23,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +36,10 @@ ENVIRONMENT_VARIABLE = "GEMSMITH_KERNELS"
 # What tensor cores multiply, for `needs_dtype`.
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
+# What a kernel can move whatever it means.
+MOVED = (*FLOATS, torch.int32, torch.int64)
 
 Verifier = Callable[..., "str | None"]
-Formula = Callable[..., float]
-Observer = Callable[[str, Callable[..., Any], "Formula | None"], Callable[..., Any]]
-Implementation = TypeVar("Implementation", bound=Callable[..., Any])
 
 _log = logging.getLogger(__name__)
 
@@ -47,68 +48,103 @@ class UnsupportedError(ValueError):
     """A backend that was asked for by name cannot serve the call; the message says why and which ones can."""
 
 
-@dataclass(frozen=True)
-class Backend:
-    name: str
-    function: Callable[..., Any]
-    supports: Verifier
-    priority: int
-
-
 def always(**facts: Hashable) -> None:
-    """The verifier of a backend that serves every call: the reference of each operator."""
+    """The verifier of a backend that serves every call: the specification of each operator."""
 
 
-_registry: dict[str, dict[str, Backend]] = {}
+@dataclass(eq=False)  # a frozen one stops a compiler
+class Backend:
+    """One implementation of an operator.
+
+    `implementation` is a function, or "module:function", a module that is imported when it first serves: kernels need
+    Triton, their declaration does not. With `checks_lengths` it asserts by itself that no row is longer than its bound.
+    """
+
+    name: str
+    implementation: Callable[..., Any] | str
+    supports: Verifier = always
+    checks_lengths: bool = False
+    imported: Callable[..., Any] | None = None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        if not isinstance(self.implementation, str):
+            return self.implementation
+        # A compiler imports first and reads then: what it has read once it takes for unchanged.
+        if torch.compiler.is_compiling() or self.imported is None:
+            _import(self.implementation)
+        assert self.imported is not None
+        return self.imported
+
+
+Formula = Callable[..., float]
+Observer = Callable[[str, Tensor, dict[str, Hashable]], Backend]
+
+_registry: dict[str, tuple[Backend, ...]] = {}
 _forced: dict[str | None, str] = {}  # operator, or None for every operator -> backend
-_chosen: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+_chosen: dict[tuple[Hashable, ...], Backend] = {}
 _reported: set[tuple[str, str, str]] = set()
-_flops: dict[str, Formula] = {}
+_formulas: dict[str, Formula] = {}
 _observer: Observer | None = None
 
 
-def register(
-    op: str, backend: str, *, supports: Verifier = always, priority: int = 0
-) -> Callable[[Implementation], Implementation]:
-    """Decorator that adds the function below it as `backend` of `op`."""
+@torch.compiler.assume_constant_result  # a compiler runs it instead of tracing an import
+def _import(implementation: str) -> bool:
+    module, _, function = implementation.partition(":")
+    for backend in (backend for backends in _registry.values() for backend in backends):
+        if backend.implementation == implementation:
+            backend.imported = getattr(importlib.import_module(module), function)
+    return True
 
-    def add(function: Implementation) -> Implementation:
-        backends = _registry.setdefault(op, {})
-        if backend in backends:
-            raise ValueError(f"{op} already has a backend {backend!r}; choose another name")
-        if any(other.priority == priority for other in backends.values()):
-            raise ValueError(f"{op} already has a backend of priority {priority}; the choice would be ambiguous")
-        backends[backend] = Backend(backend, function, supports, priority)
-        _chosen.clear()
-        return function
 
-    return add
+def declare(op: str, *backends: Backend) -> None:
+    """Say which backends `op` has, the preferred one first. ValueError for an operator that is declared already."""
+    if op in _registry:
+        raise ValueError(f"{op} is declared already; put a further backend in front of its own with dispatch.prefer")
+    _registry[op] = ()
+    for backend in reversed(backends):
+        prefer(op, backend)
+
+
+def prefer(op: str, backend: Backend) -> None:
+    """Put a backend in front of those that `op` has. ValueError for a name that it has already."""
+    if backend.name in (names := [other.name for other in _backends(op)]):
+        raise ValueError(f"{op} already has a backend {backend.name!r}; choose a name other than {', '.join(names)}")
+    _registry[op] = (backend, *_registry[op])
+    _chosen.clear()
 
 
 def operators() -> dict[str, list[str]]:
     """Every operator with the names of its backends, the preferred one first."""
-    return {op: [backend.name for backend in _by_priority(op)] for op in sorted(_registry)}
+    return {op: [backend.name for backend in _registry[op]] for op in sorted(_registry)}
 
 
-def flops(op: str) -> Callable[[Implementation], Implementation]:
-    """Decorator: the function below it gives the forward FLOPs of the matrix products of `op`, from the arguments that
-    its backends take. What is masked, or beyond the end of a row, does not count."""
+def flops(*ops: str) -> Callable[[Formula], Formula]:
+    """Decorator: the function below it gives the forward FLOPs of the matrix products of `ops`, from the arguments
+    that their backends take. What is masked, or beyond the end of a row, does not count."""
 
-    def add(formula: Implementation) -> Implementation:
-        _flops[op] = formula
+    def add(formula: Formula) -> Formula:
+        _formulas.update(dict.fromkeys(ops, formula))
         return formula
 
     return add
 
 
-@contextmanager
-def observed(call: Observer) -> Iterator[None]:
-    """A context in which each operator is `call(op, reference, flops)`: its reference serves, whatever the tensors.
+def formula(op: str) -> Formula | None:
+    """What `flops` was given for `op`; None for an operator without matrix products."""
+    return _formulas.get(op)
 
-    `flops` is the operator's formula, None if it has none.
-    """
+
+def reference(op: str) -> Callable[..., Any]:
+    """The specification of `op`, which serves any tensors."""
+    return next(backend for backend in _backends(op) if backend.name == "reference").function
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """A context in which `observer(op, like, facts)` gives the backend of each call of an operator."""
     global _observer
-    outer, _observer = _observer, call
+    outer, _observer = _observer, observer
     try:
         yield
     finally:
@@ -124,29 +160,34 @@ def force(spec: str) -> None:
 
 
 def choose(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Callable[..., Any]:
-    """The function that serves `op` on tensors like `like`.
+    """The function that serves `op` on tensors like `like`; see `choose_backend`."""
+    return choose_backend(op, backend, like, **facts).function
+
+
+def choose_backend(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Backend:
+    """The backend that serves `op` on tensors like `like`.
 
     `facts` are the properties of this call that verifiers look at. They are part of the cache's key, so they must be
     few and configuration-like (a head dimension, a maximum length), not the row counts of a batch.
     """
     if torch.compiler.is_compiling():
         # A trace must not have side effects: neither the cache nor the log.
-        return _select(op, backend, _facts_of(like) | facts)[0].function
+        return _select(op, backend, _facts_of(like) | facts)[0]
     if _observer is not None:
-        return _observer(op, _registry[op]["reference"].function, _flops.get(op))
+        return _observer(op, like, facts)
     key = (op, backend, like.device, like.dtype, *facts.items())
     try:
-        function = _chosen.get(key)
+        chosen = _chosen.get(key)
     except TypeError:  # a symbolic size, traced below Dynamo, has no hash
         if not any(isinstance(fact, torch.SymInt) for fact in facts.values()):
             raise
         fixed = {name: int(fact) if isinstance(fact, torch.SymInt) else fact for name, fact in facts.items()}
-        return choose(op, backend, like, **fixed)
-    if function is None:
+        return choose_backend(op, backend, like, **fixed)
+    if chosen is None:
         chosen, refusals = _select(op, backend, _facts_of(like) | facts)
         _report(op, chosen, refusals)
-        function = _chosen[key] = chosen.function
-    return function
+        _chosen[key] = chosen
+    return chosen
 
 
 def choose_in_eager(op: str, backend: str | None, like: Tensor, **facts: Hashable) -> Callable[..., Any]:
@@ -174,7 +215,7 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
         facts = _facts_of(like) | facts
     if "device" in facts:
         facts["device"] = str(facts["device"]).partition(":")[0]
-    asked = [parameter for backend in _by_priority(op) for parameter in signature(backend.supports).parameters.values()]
+    asked = [parameter for backend in _backends(op) for parameter in signature(backend.supports).parameters.values()]
     needed = [each.name for each in asked if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
     given = dict(facts)
     names = dict.fromkeys(("device", "capability", "dtype", *needed, *HANDED_ON.get(op, ())))
@@ -195,10 +236,10 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
             raise
         lines.append(f"  refused: {error}")
         chosen = None
-    for candidate in _by_priority(op):
+    for candidate in _backends(op):
         reason = candidate.supports(**facts)
         verdict = f"no: {reason}" if reason else "chosen" if candidate.name == chosen else "can serve"
-        lines.append(f"  {candidate.name:<12} priority {candidate.priority:>3}  {verdict}")
+        lines.append(f"  {candidate.name:<13} {verdict}")
     return "\n".join(lines)
 
 
@@ -241,25 +282,35 @@ def needs_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> str | None:
     return f"takes {', '.join(names)} and {last}, not {dtype}" if names else f"takes {last}, not {dtype}"
 
 
+def triton_floats(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
+    """The verifier of a Triton kernel for every shape and chip, in the dtypes of FLOATS."""
+    return needs_triton(device, capability) or needs_dtype(dtype, *FLOATS)
+
+
+def triton_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **facts: Hashable) -> str | None:
+    """As `triton_floats`, for a kernel that moves values without computing with them: integers too."""
+    return needs_triton(device, capability) or needs_dtype(dtype, *MOVED)
+
+
 def _facts_of(tensor: Tensor) -> dict[str, Hashable]:
     device = tensor.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return {"device": device.type, "capability": capability, "dtype": tensor.dtype}
 
 
-def _by_priority(op: str) -> list[Backend]:
+def _backends(op: str) -> tuple[Backend, ...]:
     if op not in _registry:
         raise ValueError(f"unknown operator {op!r}; known: {', '.join(sorted(_registry))}")
-    return sorted(_registry[op].values(), key=lambda backend: -backend.priority)
+    return _registry[op]
 
 
 def _parse(spec: str) -> dict[str | None, str]:
     requests: dict[str | None, str] = {}
     for entry in filter(None, (part.strip() for part in spec.split(","))):
         op, _, name = entry.rpartition("=")
-        known = {name for backends in _registry.values() for name in backends}
+        known = {backend.name for backends in _registry.values() for backend in backends}
         if op:
-            known = {backend.name for backend in _by_priority(op)}
+            known = {backend.name for backend in _backends(op)}
         if name not in known:
             where = f"operator {op!r}" if op else "any operator"
             raise ValueError(f"{entry!r}: no backend {name!r} of {where}; known: {', '.join(sorted(known))}")
@@ -283,7 +334,7 @@ def requested(op: str, argument: str | None) -> tuple[str, str] | None:
 
 def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> tuple[Backend, dict[str, str]]:
     """(the backend that serves, why each backend that would be preferred to it cannot)."""
-    backends = _by_priority(op)
+    backends = _backends(op)
     refusals = {backend.name: backend.supports(**facts) for backend in backends}
     able = [backend for backend in backends if refusals[backend.name] is None]
     request = requested(op, argument)
@@ -296,11 +347,11 @@ def _select(op: str, argument: str | None, facts: dict[str, Hashable]) -> tuple[
                 f"backend {name!r} of {op}, asked for by {who}, cannot serve this call: {refusals[name]}. "
                 f"Can serve: {', '.join(backend.name for backend in able)}"
             )
-        return _registry[op][name], {}
+        return next(backend for backend in backends if backend.name == name), {}
     if not able:
         raise UnsupportedError(f"no backend of {op} can serve this call: {refusals}")
-    preferred = [backend.name for backend in backends if backend.priority > able[0].priority]
-    return able[0], {name: str(refusals[name]) for name in preferred}
+    preferred = backends[: backends.index(able[0])]
+    return able[0], {backend.name: str(refusals[backend.name]) for backend in preferred}
 
 
 def _report(op: str, chosen: Backend, refusals: dict[str, str]) -> None:

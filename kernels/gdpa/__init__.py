@@ -7,7 +7,7 @@ the same tokens it is self-attention. The equations are in the README of this fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets, check_window
+from kernels.core.chip import needs_hopper_heads
+from kernels.core.dispatch import Backend
 from kernels.core.offsets import attended_pairs, derived
-from kernels.gdpa import hopper_backend, padded, reference, triton_backend  # noqa: F401  register their backends
+from kernels.gdpa import reference
 from kernels.gdpa.norms import add_norms, layer_norm
 
 __all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
+
+MAX_HEAD_DIM = 256  # of the Triton kernels
 
 
 def gdpa(
@@ -87,7 +91,7 @@ def gdpa(
         q_offsets = _merged(q_offsets, kv_index, k_offsets.shape[0] - 1)
     if not known:
         unchecked.append((q_offsets, max_q, "max_q"))
-    attend = dispatch.choose(
+    chosen = dispatch.choose_backend(
         "gdpa",
         backend,
         q,
@@ -96,10 +100,10 @@ def gdpa(
         activations=activations,
         windowed=reach != (-1, -1),
     )
-    if not getattr(attend, "checks_lengths", False):
+    if not chosen.checks_lengths:
         for offsets, maximum, name in unchecked:
             check_lengths(offsets, maximum, name)
-    return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
+    return chosen.function(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:
@@ -162,6 +166,37 @@ def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
         return q_offsets[torch.searchsorted(kv_index, rows)]
 
     return derived(make, ("merged", num_key_rows), q_offsets, kv_index)
+
+
+def _hopper(
+    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
+) -> str | None:
+    return needs_hopper_heads(device, capability, dtype, head_dim, value_dim)
+
+
+def _triton(
+    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        return f"needs heads of at most {MAX_HEAD_DIM} features, got {head_dim} and {value_dim}"
+    return None
+
+
+def _padded(*, device: str, **_: Hashable) -> str | None:
+    return None if device == "cuda" else f"is compiled for CUDA devices, the tensors are on {device}"
+
+
+dispatch.declare(
+    "gdpa",
+    # The forward's schedule checks all lengths anyway.
+    Backend("hopper", "kernels.gdpa.hopper.operators:gdpa", _hopper, checks_lengths=True),
+    # Preferred to the reference because it keeps no scores in memory.
+    Backend("triton", "kernels.gdpa.triton.operators:gdpa", _triton),
+    Backend("reference", reference.gdpa),
+    Backend("padded", "kernels.gdpa.padded:gdpa", _padded),  # the others are compared with it
+)
 
 
 @dispatch.flops("gdpa")

@@ -32,7 +32,7 @@ _CALL = (
 def gdpa_operator(
     name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> Callable[..., Tensor]:
-    """A function with the signature of the reference, for `dispatch.register`, made of the two kernels above."""
+    """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above."""
 
     @custom_op(f"gemsmith::gdpa_{name}", schema=f"({_CALL}) -> Tensor")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:

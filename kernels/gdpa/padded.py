@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels.core import dispatch
+from kernels.core.rows import repeat_heads
 from kernels.gdpa import reference
-from kernels.jagged.reference import repeat_heads
-
-
-def _supports(*, device: str, **_: Hashable) -> str | None:
-    return None if device == "cuda" else f"is compiled for CUDA devices, the tensors are on {device}"
+from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 
 @functools.cache
@@ -23,8 +19,6 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(reference.attend, dynamic=False)
 
 
-# Only by name: the other backends are compared with it in training.
-@dispatch.register("gdpa", "padded", supports=_supports, priority=-1)
 def gdpa(
     q: Tensor,
     k: Tensor,
@@ -38,9 +32,6 @@ def gdpa(
     out_scale: float,
     window: tuple[int, int],
 ) -> Tensor:
-    # By the fastest backend for conversions.
-    from kernels.jagged import jagged_to_padded, padded_to_jagged
-
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     # Matrix products are slow where rows of scores do not start at multiples of 16 bytes.
     max_q, max_k = (-(-length // 8) * 8 for length in (max_q, max_k))

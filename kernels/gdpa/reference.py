@@ -1,16 +1,16 @@
-"""The specification of `gdpa` in plain PyTorch, through padded scratch memory; see `kernels.gdpa`."""
+"""The specifications of `gdpa`, in plain PyTorch through padded scratch memory, and of the norms around it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from kernels.core import dispatch
 from kernels.core.activations import activate
-from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.constants import EPSILON
+from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
 
 
-@dispatch.register("gdpa", "reference")
 def gdpa(
     q: Tensor,
     k: Tensor,
@@ -58,3 +58,12 @@ def attend(
         weights = torch.stack([activate(name, head) for name, head in per_head], 1)
     weights = torch.where(seen, weights * out_scale, 0.0)
     return weights.to(v.dtype) @ v
+
+
+def layer_norm(query: Tensor) -> Tensor:
+    # Autocast widens norms.
+    return F.layer_norm(query, query.shape[-1:], eps=EPSILON).to(query.dtype)
+
+
+def add_norms(x: Tensor, query: Tensor) -> Tensor:
+    return (query + F.rms_norm(x + layer_norm(query), x.shape[-1:], eps=EPSILON)).to(query.dtype)

@@ -2,7 +2,6 @@
 
 from kernels.ikbo.attention import joint_attention, nested_offsets, target_attention
 from kernels.ikbo.expand import expand_rows
-from kernels.ikbo.hopper import attention as attention_gluon  # noqa: F401  registers its backend
 from kernels.ikbo.lce import linear_compression
 from kernels.ikbo.lce_float8 import Float8, float8_tokens, float8_weight, linear_compression_float8
 from kernels.ikbo.stacked import stacked_linear

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention import jagged_attention
-from kernels.attention.hopper import needs_hopper_heads
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
+from kernels.core.chip import needs_hopper_heads
+from kernels.core.dispatch import Backend
 from kernels.core.offsets import attended_pairs, scaled_offsets
 from kernels.gdpa import gdpa
+from kernels.ikbo import reference
 
 
 def nested_offsets(*levels: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def joint_attention(
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
-    attend = dispatch.choose(
+    chosen = dispatch.choose_backend(
         "joint_attention",
         backend,
         q,
@@ -155,11 +157,11 @@ def joint_attention(
         few_queries=max(max_q) < 64,
         one_tile=max_k <= 128,
     )
-    if not getattr(attend, "checks_lengths", False):
+    if not chosen.checks_lengths:
         check_lengths(k_offsets, max_k, "max_k")
         for group, (offsets, maximum) in enumerate(zip(q_offsets, max_q, strict=True)):
             check_lengths(offsets, maximum, f"max_q[{group}]")
-    return attend(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, scale, list(sizes))
+    return chosen.function(q, k, v, list(q_offsets), k_offsets, list(max_q), max_k, scale, list(sizes))
 
 
 def hopper_attention(
@@ -171,31 +173,24 @@ def hopper_attention(
     return None if positive_scale else "needs a positive scale: it masks scores before they are scaled"
 
 
-@dispatch.register("joint_attention", "reference")
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: list[Tensor],
-    k_offsets: Tensor,
-    max_q: list[int],
-    max_k: int,
-    scale: float,
-    sizes: list[int],
-) -> Tensor:
-    """The specification: every group separately."""
-    groups = zip(q.split(sizes), q_offsets, max_q, strict=True)
-    return torch.cat(
-        [
-            jagged_attention(part, k, v, offsets, k_offsets, max_q=maximum, max_k=max_k, scale=scale)
-            for part, offsets, maximum in groups
-        ]
-    )
+def _hopper_groups(*, few_queries: bool, one_tile: bool, **facts: Hashable) -> str | None:
+    if few_queries and not one_tile:
+        return (
+            "needs a group with max_q of at least 64, or max_k of at most 128: it pads rows of queries to tiles of 64, "
+            "in memory for their gradients too if their keys are several tiles"
+        )
+    return hopper_attention(**facts)  # type: ignore[arg-type]
+
+
+dispatch.declare(
+    "joint_attention",
+    # Making the list of groups checks all lengths anyway.
+    Backend("hopper", "kernels.ikbo.hopper.attention:joint_attention", _hopper_groups, checks_lengths=True),
+    Backend("reference", reference.joint_attention),
+)
 
 
 @dispatch.flops("joint_attention")
-def _flops(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: list[Tensor], k_offsets: Tensor, *sizes: object
-) -> float:
+def _flops(q: Tensor, k: Tensor, v: Tensor, q_offsets: list[Tensor], k_offsets: Tensor, *sizes: object) -> float:
     pairs = sum(attended_pairs(offsets, k_offsets) for offsets in q_offsets)
     return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.core.checks import check_offsets, check_rows
 from kernels.core.operator import custom_op
+from kernels.core.rows import row_of
 from kernels.jagged import segment_sum
-from kernels.jagged.reference import row_of
 
 
 @custom_op("gemsmith::expand_rows")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.checks import check_offsets
-from kernels.ikbo import lce_backends, lce_torch, reference  # noqa: F401  (they register themselves)
+from kernels.core.dispatch import Backend, triton_floats
+from kernels.ikbo import lce_torch, reference
 from kernels.ikbo.lce_operator import MAX_LEVELS
 
-__all__ = ["linear_compression"]
+MIN_ROWS = 128  # outputs of the Hopper kernels are tiles of more
 
 
 def linear_compression(
@@ -93,6 +95,41 @@ def _check(
         except ValueError as error:
             order = "; levels come outermost first, e.g. [user, vendor]" if len(requests) > 1 else ""
             raise ValueError(f"candidate_offsets of level {level}: {error}{order}") from None
+
+
+def hopper_sizes(num_out: int, width: int, least_depth: int) -> str | None:
+    """Why the Hopper kernels cannot multiply a weight [num_out, K] by entries [K, width], K at least `least_depth`."""
+    if num_out <= MIN_ROWS:
+        return f"needs more than {MIN_ROWS} outputs, got {num_out}: tiles have 192 or 256"
+    if width % 128:
+        return f"needs a width that is a multiple of 128, got {width}"
+    return None if least_depth else "needs a token at every level: TMA does not describe empty tensors"
+
+
+def _hopper(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    num_out: int,
+    width: int,
+    num_levels: int,
+    least_depth: int,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if num_levels > 1:
+        return f"has one level of requests, got {num_levels}"
+    return hopper_sizes(num_out, width, least_depth)
+
+
+dispatch.declare(
+    "linear_compression",
+    Backend("hopper", "kernels.ikbo.hopper.lce_operators:linear_compression", _hopper),
+    Backend("torch", lce_torch.linear_compression),
+    Backend("reference", reference.linear_compression),
+    Backend("triton", "kernels.ikbo.triton.operators:linear_compression", triton_floats),  # slower than torch
+)
 
 
 @dispatch.flops("linear_compression")

@@ -1,18 +1,18 @@
-"""Linear compression of float8 operands, for inference: quantisation, specification and the public function."""
+"""Linear compression of float8 operands, for inference: quantisation and the public function."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.checks import check_offsets
-from kernels.core.operator import custom_op
+from kernels.core.dispatch import Backend
 from kernels.ikbo import reference
-from kernels.ikbo.lce_backends import hopper_sizes
+from kernels.ikbo.lce import hopper_sizes
 from kernels.ikbo.lce_torch import room
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -108,59 +108,17 @@ def _check(candidate: Float8, request: Float8, w_candidate: Float8, w_request: F
     check_offsets(candidate.codes.shape[0], offsets)
 
 
-@dispatch.register("linear_compression_float8", "reference")
-def _reference(
-    candidate: Tensor,
-    candidate_scale: Tensor,
-    request: Tensor,
-    request_scale: Tensor,
-    w_candidate: Tensor,
-    w_candidate_scale: Tensor,
-    w_request: Tensor,
-    w_request_scale: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    out = reference.linear_compression(
-        candidate.float() * candidate_scale,
-        w_candidate.float() * w_candidate_scale[:, None],
-        [request.float() * request_scale],
-        [w_request.float() * w_request_scale[:, None]],
-        [offsets],
-    )
-    return out.to(dtype)
-
-
-def _supports(
+def _hopper(
     *, device: str, capability: Hashable, dtype: torch.dtype, num_out: int, width: int, least_depth: int
 ) -> str | None:
     return dispatch.needs_triton(device, capability, (9, 0)) or hopper_sizes(num_out, width, least_depth)
 
 
-# Saved programs hold these names: what is of a request stays `user` here.
-@dispatch.register("linear_compression_float8", "gluon", supports=_supports, priority=20)
-@custom_op("gemsmith::lce_float8_gluon")
-def _gluon(
-    candidate: Tensor,
-    candidate_scale: Tensor,
-    user: Tensor,
-    user_scale: Tensor,
-    w_candidate: Tensor,
-    w_candidate_scale: Tensor,
-    w_user: Tensor,
-    w_user_scale: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    from kernels.ikbo.hopper.lce_forward import compress
-
-    scales = w_candidate_scale * candidate_scale, w_user_scale * user_scale
-    return compress(candidate, w_candidate, user, w_user, offsets.contiguous(), scales, dtype)
-
-
-@_gluon.register_fake
-def _(candidate: Tensor, scale: Tensor, user: Tensor, user_scale: Tensor, w_candidate: Tensor, *rest: Any) -> Tensor:
-    return candidate.new_empty(candidate.shape[0], w_candidate.shape[0], candidate.shape[2], dtype=rest[-1])
+dispatch.declare(
+    "linear_compression_float8",
+    Backend("hopper", "kernels.ikbo.hopper.lce_operators:linear_compression_float8", _hopper),
+    Backend("reference", reference.linear_compression_float8),
+)
 
 
 @dispatch.flops("linear_compression_float8")

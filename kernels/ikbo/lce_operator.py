@@ -61,7 +61,7 @@ def gradients_with(
 def compression_operator(
     name: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]
 ) -> Callable[..., Tensor]:
-    """A function with the signature of the reference, for `dispatch.register`, made of the two functions."""
+    """A function with the signature of the reference, for `dispatch.Backend`, made of the two functions."""
     # The number of arguments of an operator is fixed, so there is an operator for each number of levels.
     operators = [_operator(f"lce_{name}_{levels}", levels, forward, backward) for levels in range(MAX_LEVELS + 1)]
 

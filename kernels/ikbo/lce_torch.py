@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.core import dispatch
+from kernels.core.rows import row_of
 from kernels.ikbo.lce_operator import compression_operator, gradients_with
-from kernels.jagged.reference import row_of
 
 ALIGNMENT = 16  # bytes
 
@@ -61,6 +60,4 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mm(grad.transpose(0, 1).flatten(1), x.transpose(0, 1).flatten(1).mT)
 
 
-dispatch.register("linear_compression", "torch", priority=10)(
-    compression_operator("torch", forward, gradients_with(batched, weight_gradient))
-)
+linear_compression = compression_operator("torch", forward, gradients_with(batched, weight_gradient))

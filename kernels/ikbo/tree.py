@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-from kernels.core.caches import forgetting
 from kernels.core.checks import check_lengths, check_offsets
+from kernels.core.dispatch import Backend
 from kernels.core.offsets import attended_pairs, scaled_offsets
-from kernels.core.operator import on_its_device
 from kernels.gdpa import gdpa
+from kernels.ikbo import reference
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
-from kernels.jagged.reference import jagged_to_padded, padded_to_jagged, repeat_heads
 
 
 def tree_attention(
@@ -122,138 +120,11 @@ def tree_attention(
     return out.unflatten(0, (num_candidates, num_seeds))
 
 
-@dispatch.register("tree_attention", "reference")
-def _reference(
-    q: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
-    q_offsets: list[Tensor],
-    k_offsets: list[Tensor],
-    max_q: list[int],
-    max_k: list[int],
-    scale: float,
-) -> Tensor:
-    """The specification: all scores of a query concatenated, level after level."""
-    total, num_heads = q.shape[:2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    for query_rows, key_rows, most, length in zip(q_offsets, k_offsets, max_q, max_k, strict=True):
-        check_lengths(query_rows, most, "max_candidates times S")
-        check_lengths(key_rows, length, "max_k")
-
-    def padded(values: Tensor, offsets: Tensor, maximum: int) -> Tensor:
-        return jagged_to_padded(values, offsets, maximum, 0.0, "first").transpose(1, 2)  # [R, H, L, d]
-
-    scores = []
-    for keys, query_rows, key_rows, most, length in zip(k, q_offsets, k_offsets, max_q, max_k, strict=True):
-        product = padded(q, query_rows, most) @ padded(repeat_heads(keys, num_heads), key_rows, length).mT
-        seen = (torch.arange(length, device=q.device) < key_rows.diff()[:, None])[:, None, None]
-        product = (product.to(wide) * scale).masked_fill(~seen, -torch.inf)
-        scores.append(padded_to_jagged(product.transpose(1, 2), query_rows, total))  # [N, H, length]
-    joined = torch.cat(scores, -1)
-    nothing = joined.isneginf().all(-1, keepdim=True)
-    weights = joined.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0).to(q.dtype)
-    out = torch.zeros(total, num_heads, v[0].shape[2], dtype=q.dtype, device=q.device)
-    parts = zip(weights.split(max_k, -1), v, q_offsets, k_offsets, max_q, max_k, strict=True)
-    for part, values, query_rows, key_rows, most, length in parts:
-        product = padded(part, query_rows, most) @ padded(repeat_heads(values, num_heads), key_rows, length)
-        out = out + padded_to_jagged(product.transpose(1, 2), query_rows, total)
-    return out
-
-
-def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
-    """Contiguous offsets: kernels read consecutive ones, but an argument may be a view of every k-th."""
-    return [[offsets.contiguous() for offsets in own] for own in lists]
-
-
-# A `kernels.core.operator` would hide tensors inside lists from autograd. As in one, nothing is remembered for offsets,
-# which compiled code may overwrite without counting the write.
-@torch.library.custom_op("gemsmith::tree_attention_gluon", mutates_args=())
-@on_its_device
-def _attend(
-    q: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
-    q_offsets: list[Tensor],
-    k_offsets: list[Tensor],
-    max_q: list[int],
-    max_k: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse [H, N]): attention to each level separately, averaged with the levels' shares of all weights."""
-    from kernels.attention.hopper.forward import attention_forward
-    from kernels.ikbo.triton.levels import join_levels
-
-    results = [
-        forgetting(attention_forward)(q, *level, scale, False, (-1, -1))
-        for level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
-    ]
-    return join_levels(*zip(*results, strict=True))
-
-
-@_attend.register_fake
-def _(q: Tensor, k: list[Tensor], v: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    total, num_heads = q.shape[:2]
-    return q.new_empty(total, num_heads, v[0].shape[2]), q.new_empty(num_heads, total, dtype=torch.float32)
-
-
-@torch.library.custom_op("gemsmith::tree_attention_gluon_backward", mutates_args=())
-@on_its_device
-def _differentiate(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
-    q_offsets: list[Tensor],
-    k_offsets: list[Tensor],
-    max_q: list[int],
-    max_k: list[int],
-    scale: float,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    from kernels.attention.hopper.backward import attention_backward
-    from kernels.ikbo.triton.levels import sum_of
-
-    # With the statistics of all levels, a level's weights are its part of the softmax, and its gradients are, too.
-    results = [
-        forgetting(attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
-        for keys, values, *level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
-    ]
-    return sum_of([dq for dq, _, _ in results]), [dk for _, dk, _ in results], [dv for _, _, dv in results]
-
-
-@_differentiate.register_fake
-def _(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: list[Tensor], v: list[Tensor], *rest: Any
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    return q.new_empty(q.shape), [x.new_empty(x.shape) for x in k], [x.new_empty(x.shape) for x in v]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, *lists, max_q, max_k, scale = inputs
-    ctx.constants = max_q, max_k, scale
-    ctx.levels = len(max_q)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, q, *(x for tensors in lists for x in tensors))
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
-    nothing = [None] * ctx.levels
-    if grad is None:  # none arrives
-        return None, nothing, nothing, nothing, nothing, None, None, None
-    out, lse, q, *tensors = ctx.saved_tensors
-    lists = [list(tensors[i : i + ctx.levels]) for i in range(0, len(tensors), ctx.levels)]
-    dq, dk, dv = _differentiate(grad, out, lse, q, *lists, *ctx.constants)
-    return dq, dk, dv, nothing, nothing, None, None, None
-
-
-_attend.register_autograd(_backward, setup_context=_save)
-
-
-@dispatch.register("tree_attention", "gluon", supports=hopper_attention, priority=10)
-def _gluon(*arguments: Any) -> Tensor:
-    return _attend(*arguments)[0]
+dispatch.declare(
+    "tree_attention",
+    Backend("hopper", "kernels.ikbo.hopper.tree:tree_attention", hopper_attention),
+    Backend("reference", reference.tree_attention),
+)
 
 
 @dispatch.flops("tree_attention")

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.core import dispatch
+from kernels.core import dispatch, rows
 from kernels.core.checks import check_floating, check_lengths, check_not_negative, check_offsets, check_rows
-from kernels.jagged import backends, reference  # noqa: F401  importing them registers their backends
+from kernels.core.dispatch import Backend, triton_floats, triton_moves
+from kernels.jagged import reference
 from kernels.jagged.pointwise import jagged_dense_elementwise, jagged_elementwise, jagged_linear
 from kernels.jagged.products import (
     array_jagged_bmm_jagged_out,
@@ -147,6 +148,24 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, 
     check_rows(y, offsets, "y")
     x, y = dispatch.autocast_operands(x=x, y=y)
     return dispatch.choose("jagged_dense_bmm", backend, x)(x, offsets, y, max_length)
+
+
+for _op, _file, _function, _supports, _specification in (
+    ("segment_sum", "segment", "segment_sum", triton_floats, reference.segment_sum),
+    ("segment_mean", "segment", "segment_mean", triton_floats, reference.segment_mean),
+    ("segment_max", "segment", "segment_max", triton_floats, reference.segment_max),
+    ("jagged_to_padded", "moves", "to_padded", triton_moves, rows.jagged_to_padded),
+    ("padded_to_jagged", "moves", "padded_to_jagged", triton_moves, rows.padded_to_jagged),
+    ("jagged_last", "moves", "jagged_last", triton_moves, reference.jagged_last),
+    ("jagged_concat", "gather", "jagged_concat", triton_moves, reference.jagged_concat),
+    ("jagged_index_select", "gather", "index_select", triton_moves, reference.jagged_index_select),
+    ("jagged_dense_bmm", "bmm", "dense_bmm", triton_floats, reference.jagged_dense_bmm),
+):
+    dispatch.declare(
+        _op,
+        Backend("triton", f"kernels.jagged.triton.{_file}:{_function}", _supports),
+        Backend("reference", _specification),
+    )
 
 
 @dispatch.flops("jagged_dense_bmm")

@@ -1,24 +1,17 @@
-"""Public functions and the specification of linear layers and element-wise operations on jagged values."""
+"""Public functions of linear layers and element-wise operations on jagged values."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.checks import check_floating, check_offsets, check_rows
+from kernels.core.dispatch import Backend, triton_floats
 from kernels.jagged import reference
-
-ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-COMBINE = {"add": torch.add, "mul": torch.mul}
+from kernels.jagged.reference import ACTIVATIONS, COMBINE
 
 
 def jagged_elementwise(
@@ -88,22 +81,33 @@ def _check_names(op: str, activation: str) -> None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
-@dispatch.register("jagged_elementwise", "reference")
-def _elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
-    y = reference.widened(y)
-    if offsets is not None:
-        y = y.index_select(0, reference.row_of(offsets, x.shape[0]))
-    return ACTIVATIONS[activation](COMBINE[op](reference.widened(x), y)).to(x.dtype)
+def _hopper_linear(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    inner: int,
+    width: int,
+    **facts: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):
+        return f"needs widths in multiples of 8 up to 256, got {inner} in and {width} out"
+    return None
 
 
-@dispatch.register("jagged_linear", "reference")
-def _linear(
-    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
-) -> Tensor:
-    z = F.linear(x, weight, bias)
-    if row_bias is not None:
-        z = z + row_bias.index_select(0, reference.row_of(offsets, x.shape[0]))
-    return ACTIVATIONS[activation](z)
+dispatch.declare(
+    "jagged_elementwise",
+    Backend("triton", "kernels.jagged.triton.elementwise:elementwise", triton_floats),
+    Backend("reference", reference.jagged_elementwise),
+)
+dispatch.declare(
+    "jagged_linear",
+    Backend("hopper", "kernels.jagged.hopper.linear.forward:jagged_linear", _hopper_linear),
+    Backend("triton", "kernels.jagged.triton.linear:jagged_linear", triton_floats),
+    Backend("reference", reference.jagged_linear),
+)
 
 
 @dispatch.flops("jagged_linear")

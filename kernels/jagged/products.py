@@ -1,4 +1,4 @@
-"""Public functions and the specification, in plain PyTorch, of jagged products, softmax and the square layout.
+"""Public functions of jagged products, softmax and the square layout.
 
 The square layout holds one L_b x L_b matrix a row, row-major, one behind another: values [sum of L_b^2], where row b's
 matrix begins at squares[b]. `squared_offsets` makes `squares`; its last entry is the length of the values.
@@ -6,12 +6,15 @@ matrix begins at squares[b]. `squared_offsets` makes `squares`; its last entry i
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.core import dispatch
-from kernels.core.checks import check_floating, check_lengths, check_offsets
+from kernels.core.checks import check_floating, check_offsets
+from kernels.core.dispatch import Backend, triton_floats
 from kernels.jagged import reference
 
 SHORT = 128  # places; rows of fewer do not fill tiles of 64
@@ -109,66 +112,73 @@ def _check_matrices(x: Tensor, y: Tensor) -> None:
         raise ValueError(f"expected x [N, D] and y [N, E], got {tuple(x.shape)} and {tuple(y.shape)}")
 
 
-def _pad(values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-    check_lengths(offsets, max_length, "max_length")
-    return reference.jagged_to_padded(values, offsets, max_length, 0.0, "first")
+def _whole_rows(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    width: int,
+    columns: int,
+    long_rows: bool,
+    **facts: Hashable,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+        return reason
+    if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:
+        return f"needs a width of 64 to 256 in steps of 16 and 1 to 8 columns, got {width} and {columns}"
+    return "gives a whole row to one program, which a long one may keep for long" if long_rows else None
 
 
-def _square_places(offsets: Tensor, squares: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(place in the values of the matrix row, its column), each [total] int64, of each place of the square layout."""
-    matrix, position = reference.place_in_row(squares, total)
-    length = offsets.diff().long()[matrix]
-    return offsets.long()[matrix] + position // length, position % length
+def _outer_products(
+    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if not 0 < width <= 256 or width % 8:
+        return f"needs a width in multiples of 8 up to 256, got {width}"
+    if dtype is torch.float32:
+        return _inner_products(device=device, capability=capability, dtype=dtype, width=width, short_rows=short_rows)
+    return None
 
 
-@dispatch.register("jagged_jagged_bmm", "reference")
-def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-    return _pad(x, offsets, max_length).mT @ _pad(y, offsets, max_length)
+def _inner_products(
+    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if not 128 < width <= 256 or width % 8:
+        return f"needs a width in multiples of 8 from 136 to 256, got {width}"
+    return "fills tiles of 64 places, which rows so short leave empty" if short_rows else None
 
 
-@dispatch.register("jagged_jagged_bmm_jagged_out", "reference")
-def _outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> Tensor:
-    scores = reference.padded_to_jagged(
-        _pad(x, offsets, max_length) @ _pad(y, offsets, max_length).mT, offsets, x.shape[0]
-    )
-    place, column = _square_places(offsets, squares, total)
-    return scores.flatten().index_select(0, place * max_length + column)
-
-
-def _to_matrix_rows(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int, max_length: int) -> Tensor:
-    """[sum of L_b^2] -> [N, max_length], zeros behind the end of each row."""
-    place, column = _square_places(offsets, squares, a.shape[0])
-    rows = a.new_zeros(num_values * max_length).index_copy(0, place * max_length + column, a)
-    return rows.view(num_values, max_length)
-
-
-@dispatch.register("array_jagged_bmm_jagged_out", "reference")
-def _inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool) -> Tensor:
-    matrices = _pad(_to_matrix_rows(a, offsets, squares, y.shape[0], max_length), offsets, max_length)
-    out = (matrices.mT if transpose else matrices) @ _pad(y, offsets, max_length)
-    return reference.padded_to_jagged(out, offsets, y.shape[0])
-
-
-def _softmax_of(values: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Softmax over the rows of any jagged tensor [total, ...]."""
-    wide = reference.widened(values)
-    row = reference.row_of(offsets, total)
-    largest = torch.segment_reduce(wide.detach(), "max", offsets=offsets, axis=0, unsafe=True)
-    exponential = (wide - largest.index_select(0, row)).exp()
-    return (exponential / reference.segment_sum(exponential, offsets).index_select(0, row)).to(values.dtype)
-
-
-@dispatch.register("jagged_softmax", "reference")
-def _softmax(values: Tensor, offsets: Tensor) -> Tensor:
-    return _softmax_of(values, offsets, values.shape[0])
-
-
-@dispatch.register("jagged2_softmax", "reference")
-def _matrix_softmax(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
-    # The rows of all matrices are the rows of a jagged tensor of their own.
-    row = reference.row_of(offsets, num_values)
-    row_offsets = pad(offsets.diff().long()[row].cumsum(0), (1, 0))
-    return _softmax_of(a, row_offsets, a.shape[0])
+dispatch.declare(
+    "jagged_jagged_bmm",
+    Backend("hopper", "kernels.jagged.hopper.bmm:jagged_bmm", _whole_rows),
+    Backend("triton", "kernels.jagged.triton.bmm:jagged_bmm", triton_floats),
+    Backend("reference", reference.jagged_jagged_bmm),
+)
+dispatch.declare(
+    "jagged_jagged_bmm_jagged_out",
+    Backend("hopper", "kernels.jagged.hopper.square.inner_product:jagged_jagged_bmm_jagged_out", _outer_products),
+    Backend("triton", "kernels.jagged.triton.square:jagged_jagged_bmm_jagged_out", triton_floats),
+    Backend("reference", reference.jagged_jagged_bmm_jagged_out),
+)
+dispatch.declare(
+    "array_jagged_bmm_jagged_out",
+    Backend("hopper", "kernels.jagged.hopper.square.inner_product:array_jagged_bmm_jagged_out", _inner_products),
+    Backend("triton", "kernels.jagged.triton.square:array_jagged_bmm_jagged_out", triton_floats),
+    Backend("reference", reference.array_jagged_bmm_jagged_out),
+)
+dispatch.declare(
+    "jagged_softmax",
+    Backend("triton", "kernels.jagged.triton.softmax:softmax", triton_floats),
+    Backend("reference", reference.jagged_softmax),
+)
+dispatch.declare(
+    "jagged2_softmax",
+    Backend("triton", "kernels.jagged.triton.softmax:matrix_softmax", triton_floats),
+    Backend("reference", reference.jagged2_softmax),
+)
 
 
 @dispatch.flops("jagged_jagged_bmm")

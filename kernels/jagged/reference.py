@@ -11,46 +11,24 @@ Shapes: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.core import dispatch
-from kernels.core.checks import check_lengths
+from kernels.core.checks import check_lengths, check_offsets
+from kernels.core.rows import jagged_to_padded, padded_to_jagged, place_in_row, row_of, scatter_rows, widened
+
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+COMBINE = {"add": torch.add, "mul": torch.mul}
 
 
-def row_of(offsets: Tensor, total: int) -> Tensor:
-    """Row index [total] int64 of each of the first `total` values."""
-    positions = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
-
-
-def place_in_row(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(row, position within the row), each [total] int64, of each of the first `total` values."""
-    row = row_of(offsets, total)
-    return row, torch.arange(total, device=offsets.device) - offsets.long()[row]
-
-
-def widened(x: Tensor) -> Tensor:
-    """x in float32, in which half-precision sums and functions are computed, or in its own dtype if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _scatter_rows(values: Tensor, kept: Tensor, index: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[size, ...] filled with `fill`, row index[i] replaced by values[i] where kept[i].
-
-    Kept indices are unique. Rows that are not kept go to one extra row that is cut off: unlike a boolean mask, this has
-    a shape that the host knows.
-    """
-    out = values.new_full((size + 1, *values.shape[1:]), fill)
-    return out.index_copy_(0, torch.where(kept, index, size), values)[:size]
-
-
-def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[N, Hkv, d] -> [N, num_heads, d]: each key or value head serves num_heads / Hkv consecutive query heads."""
-    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
-
-
-@dispatch.register("segment_sum", "reference")
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     # Half-precision sums over a thousand events lose whole digits.
     return torch.segment_reduce(widened(values), "sum", offsets=offsets, axis=0, initial=0, unsafe=True).to(
@@ -58,7 +36,6 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     )
 
 
-@dispatch.register("segment_mean", "reference")
 def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
     counts = offsets.diff().clamp(min=1).view(-1, *[1] * (values.dim() - 1))
     return (segment_sum(widened(values), offsets) / counts).to(values.dtype)
@@ -84,33 +61,10 @@ class _SegmentMax(torch.autograd.Function):
         return torch.where(ties, share[row], 0.0), None
 
 
-@dispatch.register("segment_max", "reference")
 def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     return _SegmentMax.apply(values, offsets)
 
 
-@dispatch.register("jagged_to_padded", "reference")
-def jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float, keep: str) -> Tensor:
-    row, position = place_in_row(offsets, values.shape[0])
-    if keep == "last":
-        position = position - (offsets.diff().long() - max_length).clamp(min=0)[row]
-    kept = (position >= 0) & (position < max_length)
-    num_rows = offsets.shape[0] - 1
-    padded = _scatter_rows(values, kept, row * max_length + position, num_rows * max_length, fill)
-    return padded.view(num_rows, max_length, *values.shape[1:])
-
-
-@dispatch.register("padded_to_jagged", "reference")
-def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
-    max_length = padded.shape[1]
-    row, position = place_in_row(offsets, total)
-    inside = position < max_length
-    values = padded.flatten(0, 1).index_select(0, torch.where(inside, row * max_length + position, 0))
-    # Not torch.where with a zero, which would turn ids into floats.
-    return values.masked_fill(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
-
-
-@dispatch.register("jagged_concat", "reference")
 def jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
     num_a, num_b = a_values.shape[0], b_values.shape[0]
     a_target = torch.arange(num_a, device=a_offsets.device) + b_offsets.long()[row_of(a_offsets, num_a)]
@@ -120,7 +74,6 @@ def jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offse
     return torch.empty_like(values).index_copy_(0, torch.cat([a_target, b_target]), values), a_offsets + b_offsets
 
 
-@dispatch.register("jagged_index_select", "reference")
 def jagged_index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
     lengths = offsets.diff()[rows]
     selected = pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
@@ -130,17 +83,109 @@ def jagged_index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: in
     return values.index_select(0, offsets.long()[rows][row] + position), selected
 
 
-@dispatch.register("jagged_last", "reference")
 def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
     row, position = place_in_row(offsets, values.shape[0])
     slot = position - offsets.diff().long()[row] + count
     num_rows = offsets.shape[0] - 1
-    last = _scatter_rows(values, slot >= 0, row * count + slot, num_rows * count)
+    last = scatter_rows(values, slot >= 0, row * count + slot, num_rows * count)
     return last.view(num_rows, count, *values.shape[1:])
 
 
-@dispatch.register("jagged_dense_bmm", "reference")
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
     check_lengths(offsets, max_length, "max_length")
     padded = jagged_to_padded(x, offsets, max_length, 0.0, "first")
     return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])
+
+
+def _pad(values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    check_lengths(offsets, max_length, "max_length")
+    return jagged_to_padded(values, offsets, max_length, 0.0, "first")
+
+
+def _square_places(offsets: Tensor, squares: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(place in the values of the matrix row, its column), each [total] int64, of each place of the square layout."""
+    matrix, position = place_in_row(squares, total)
+    length = offsets.diff().long()[matrix]
+    return offsets.long()[matrix] + position // length, position % length
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    return _pad(x, offsets, max_length).mT @ _pad(y, offsets, max_length)
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int
+) -> Tensor:
+    scores = padded_to_jagged(_pad(x, offsets, max_length) @ _pad(y, offsets, max_length).mT, offsets, x.shape[0])
+    place, column = _square_places(offsets, squares, total)
+    return scores.flatten().index_select(0, place * max_length + column)
+
+
+def _to_matrix_rows(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int, max_length: int) -> Tensor:
+    """[sum of L_b^2] -> [N, max_length], zeros behind the end of each row."""
+    place, column = _square_places(offsets, squares, a.shape[0])
+    rows = a.new_zeros(num_values * max_length).index_copy(0, place * max_length + column, a)
+    return rows.view(num_values, max_length)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool
+) -> Tensor:
+    matrices = _pad(_to_matrix_rows(a, offsets, squares, y.shape[0], max_length), offsets, max_length)
+    out = (matrices.mT if transpose else matrices) @ _pad(y, offsets, max_length)
+    return padded_to_jagged(out, offsets, y.shape[0])
+
+
+def _softmax_of(values: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Softmax over the rows of any jagged tensor [total, ...]."""
+    wide = widened(values)
+    row = row_of(offsets, total)
+    largest = torch.segment_reduce(wide.detach(), "max", offsets=offsets, axis=0, unsafe=True)
+    exponential = (wide - largest.index_select(0, row)).exp()
+    return (exponential / segment_sum(exponential, offsets).index_select(0, row)).to(values.dtype)
+
+
+def jagged_softmax(values: Tensor, offsets: Tensor) -> Tensor:
+    return _softmax_of(values, offsets, values.shape[0])
+
+
+def jagged2_softmax(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
+    # The rows of all matrices are the rows of a jagged tensor of their own.
+    row = row_of(offsets, num_values)
+    row_offsets = pad(offsets.diff().long()[row].cumsum(0), (1, 0))
+    return _softmax_of(a, row_offsets, a.shape[0])
+
+
+def jagged_elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
+    y = widened(y)
+    if offsets is not None:
+        y = y.index_select(0, row_of(offsets, x.shape[0]))
+    return ACTIVATIONS[activation](COMBINE[op](widened(x), y)).to(x.dtype)
+
+
+def jagged_linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    z = F.linear(x, weight, bias)
+    if row_bias is not None:
+        z = z + row_bias.index_select(0, row_of(offsets, x.shape[0]))
+    return ACTIVATIONS[activation](z)
+
+
+def jagged_flip(values: Tensor, offsets: Tensor) -> Tensor:
+    row, position = place_in_row(offsets, values.shape[0])
+    return values.index_select(0, offsets.long()[row + 1] - 1 - position)
+
+
+def jagged_slice(
+    values: Tensor, offsets: Tensor, start: Tensor, length: Tensor, total: int | None
+) -> tuple[Tensor, Tensor]:
+    counts = offsets.diff()
+    start = torch.minimum(start, counts)
+    sliced_offsets = pad(torch.minimum(length, counts - start).cumsum(0, dtype=offsets.dtype), (1, 0))
+    if total is None:
+        total = int(sliced_offsets[-1])
+    check_offsets(total, sliced_offsets)
+    row, position = place_in_row(sliced_offsets, total)
+    begin = offsets[:-1].long() + start
+    return values.index_select(0, begin[row] + position), sliced_offsets

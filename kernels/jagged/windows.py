@@ -1,13 +1,12 @@
-"""Public functions and the specification of slices and flips of jagged rows."""
+"""Public functions of slices and flips of jagged rows."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.core import dispatch
 from kernels.core.checks import check_not_negative, check_offsets, check_rows
+from kernels.core.dispatch import Backend, triton_moves
 from kernels.jagged import reference
 
 
@@ -38,20 +37,13 @@ def jagged_slice(
     return dispatch.choose("jagged_slice", backend, values)(values, offsets, start, length, total)
 
 
-@dispatch.register("jagged_flip", "reference")
-def _flip(values: Tensor, offsets: Tensor) -> Tensor:
-    row, position = reference.place_in_row(offsets, values.shape[0])
-    return values.index_select(0, offsets.long()[row + 1] - 1 - position)
-
-
-@dispatch.register("jagged_slice", "reference")
-def _slice(values: Tensor, offsets: Tensor, start: Tensor, length: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
-    counts = offsets.diff()
-    start = torch.minimum(start, counts)
-    sliced_offsets = pad(torch.minimum(length, counts - start).cumsum(0, dtype=offsets.dtype), (1, 0))
-    if total is None:
-        total = int(sliced_offsets[-1])
-    check_offsets(total, sliced_offsets)
-    row, position = reference.place_in_row(sliced_offsets, total)
-    begin = offsets[:-1].long() + start
-    return values.index_select(0, begin[row] + position), sliced_offsets
+dispatch.declare(
+    "jagged_flip",
+    Backend("triton", "kernels.jagged.triton.moves:flip", triton_moves),
+    Backend("reference", reference.jagged_flip),
+)
+dispatch.declare(
+    "jagged_slice",
+    Backend("triton", "kernels.jagged.triton.gather:slices", triton_moves),
+    Backend("reference", reference.jagged_slice),
+)

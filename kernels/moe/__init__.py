@@ -6,11 +6,14 @@ the routing.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-from kernels.moe import fused  # noqa: F401  importing it registers its backend
+from kernels.core.dispatch import Backend
+from kernels.moe import fused, reference
 from kernels.moe.reference import Order, combine, gather, swiglu
 from kernels.moe.selection import top_k
 from kernels.mxfp8 import check_recipe
@@ -67,8 +70,33 @@ def experts(
     return dispatch.choose("moe_experts", backend, x, **facts)(x, selected_experts, weights, gate_up, down, recipe)
 
 
+def _hopper(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    operands: str,
+    out_dtype: torch.dtype,
+    dim: int,
+    expert_dim: int,
+    num_experts: int,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+        return reason
+    if operands not in fused.GROUPS:
+        return f"multiplies operands of {', '.join(fused.GROUPS)}, not {operands}"
+    if dtype not in fused.FLOATS or out_dtype not in fused.FLOATS:
+        return f"takes and returns bfloat16 or float32, not {dtype} and {out_dtype}"
+    if dim % 32 or expert_dim % 128:
+        return f"needs dim in multiples of 32 and expert_dim in multiples of 128, got {dim} and {expert_dim}"
+    if num_experts > 1024:
+        return f"counts up to 1024 experts at once, got {num_experts}"
+    return None
+
+
+dispatch.declare("moe_experts", Backend("hopper", fused.experts, _hopper), Backend("reference", reference.experts))
+
+
 @dispatch.flops("moe_experts")
-def _flops(
-    x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str
-) -> float:
+def _flops(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> float:
     return 2 * selected_experts.numel() * (gate_up[0].numel() + down[0].numel())

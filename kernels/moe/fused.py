@@ -16,8 +16,6 @@ dh takes the memory of h, unless h is needed again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -263,31 +261,6 @@ def _gradients(ctx, grad, *_):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _supports(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    operands: str,
-    out_dtype: torch.dtype,
-    dim: int,
-    expert_dim: int,
-    num_experts: int,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)):
-        return reason
-    if operands not in GROUPS:
-        return f"multiplies operands of {', '.join(GROUPS)}, not {operands}"
-    if dtype not in FLOATS or out_dtype not in FLOATS:
-        return f"takes and returns bfloat16 or float32, not {dtype} and {out_dtype}"
-    if dim % 32 or expert_dim % 128:
-        return f"needs dim in multiples of 32 and expert_dim in multiples of 128, got {dim} and {expert_dim}"
-    if num_experts > 1024:
-        return f"counts up to 1024 experts at once, got {num_experts}"
-    return None
-
-
-@dispatch.register("moe_experts", "fused", supports=_supports, priority=10)
 def experts(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> Tensor:
     """See `kernels.moe.experts`."""
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))

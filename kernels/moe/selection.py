@@ -1,4 +1,4 @@
-"""Which experts score highest: the operator and its backends."""
+"""Which experts score highest."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-
-
-@dispatch.register("moe_top_k", "reference")
-def _reference(scores: Tensor, k: int) -> Tensor:
-    return scores.topk(k, dim=-1).indices
-
-
-def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, num_experts: int, k: int) -> str | None:
-    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if num_experts > 1024 or k > 32:
-        return f"holds up to 1024 scores of a token and chooses up to 32, got {num_experts} and {k}"
-    return None
-
-
-@dispatch.register("moe_top_k", "triton", supports=_supports, priority=10)
-def _triton(scores: Tensor, k: int) -> Tensor:
-    from kernels.moe.triton import top_k as triton_top_k
-
-    return triton_top_k.top_k(scores, k)
+from kernels.core.dispatch import Backend
+from kernels.moe import reference
 
 
 def top_k(scores: Tensor, k: int, *, backend: str | None = None) -> Tensor:
@@ -42,3 +24,18 @@ def top_k(scores: Tensor, k: int, *, backend: str | None = None) -> Tensor:
         raise ValueError(f"scores must be [N, E] with k in 1..E, got {list(scores.shape)} and k={k}")
     scores = scores.detach()
     return dispatch.choose("moe_top_k", backend, scores, num_experts=scores.shape[1], k=k)(scores, k)
+
+
+def _fits(*, device: str, capability: Hashable, dtype: torch.dtype, num_experts: int, k: int) -> str | None:
+    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if num_experts > 1024 or k > 32:
+        return f"holds up to 1024 scores of a token and chooses up to 32, got {num_experts} and {k}"
+    return None
+
+
+dispatch.declare(
+    "moe_top_k",
+    Backend("triton", "kernels.moe.triton.top_k:top_k", _fits),
+    Backend("reference", reference.top_k),
+)

@@ -9,24 +9,23 @@ recipes that are unknown.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.core import dispatch
-from kernels.mxfp8 import (  # noqa: F401  importing them registers their backends
-    backends,
-    grouped,
-    grouped_backends,
-    matmul,
-    operands,
-    plain,
-)
+from kernels.core.dispatch import Backend
+from kernels.mxfp8 import matmul, plain, reference
 from kernels.mxfp8.execution import experts_execution, linear_execution
 from kernels.mxfp8.reference import BLOCK, GROUPS, MXTensor, swizzle_scales, unswizzle_scales
 
 QUANTIZED = {"mxfp8": 32, "mxfp8_g128": 128}
 """Elements that share a scale, by recipe."""
 RECIPES = ("none", "bf16", *QUANTIZED)
+# Where torch._grouped_mm is a CUTLASS kernel; elsewhere it is a loop of its own.
+CUTLASS_CHIPS = ((9, 0), (10, 0))
 
 __all__ = [
     "QUANTIZED",
@@ -124,9 +123,77 @@ def check_recipe(recipe: str) -> None:
         raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
 
 
-@dispatch.flops("mxfp8_linear")
-@dispatch.flops("linear")
-@dispatch.flops("mxfp8_grouped_mm")
-@dispatch.flops("grouped_mm")
+def _last_axes(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int, **facts: Hashable) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)) or dispatch.needs_dtype(
+        dtype, *dispatch.FLOATS
+    ):
+        return reason
+    if axis < -2:
+        return f"quantises along one of the last two axes, not along {axis}"
+    return None
+
+
+def _hopper(
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 64
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, torch.bfloat16):
+        return reason
+    if in_features % 64 or out_features % 64:
+        return f"needs features in multiples of 64, got {in_features} and {out_features}"
+    if multiple % 64:
+        return f"sums over 64 rows of a group at a time, the groups are only known as multiples of {multiple}"
+    return None
+
+
+def _cutlass(
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
+) -> str | None:
+    if reason := dispatch.needs_capability(device, capability, *CUTLASS_CHIPS) or dispatch.needs_dtype(
+        dtype, torch.bfloat16
+    ):
+        return reason
+    if in_features % 8 or out_features % 8:
+        return f"needs rows of whole 16-byte units (features in multiples of 8), got {in_features} and {out_features}"
+    return None
+
+
+def _blackwell(
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (10, 0)):
+        return reason
+    if in_features % 128 or out_features % 128:
+        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    return None
+
+
+dispatch.declare(
+    "mxfp8_quantize",
+    Backend("hopper", "kernels.mxfp8.hopper.quantize:quantize", _last_axes),
+    Backend("reference", reference.quantize),
+)
+dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
+dispatch.declare("linear", Backend("reference", functional.linear))
+dispatch.declare("mxfp8_linear", Backend("reference", matmul.linear))
+dispatch.declare(
+    "grouped_mm",
+    Backend("hopper", "kernels.mxfp8.hopper.operators:grouped_mm", _hopper),
+    Backend("torch", plain.torch_grouped_mm, _cutlass),
+    Backend("reference", plain.grouped_mm),
+)
+dispatch.declare(
+    "grouped_wgrad",
+    Backend("hopper", "kernels.mxfp8.hopper.operators:grouped_wgrad", _hopper),
+    Backend("torch", plain.torch_grouped_wgrad, _cutlass),
+    Backend("reference", plain.grouped_wgrad),
+)
+dispatch.declare(
+    "mxfp8_grouped_mm",
+    Backend("reference", matmul.grouped_mm),
+    Backend("blackwell", "kernels.mxfp8.blackwell.experts:grouped_mm", _blackwell),  # compiled for sm_100, not run
+)
+
+
+@dispatch.flops("linear", "mxfp8_linear", "grouped_mm", "mxfp8_grouped_mm")
 def _flops(x: Tensor, weight: Tensor, *rest: object) -> float:
     return 2 * x.numel() * weight.shape[-2]

@@ -12,9 +12,9 @@ from torch import Tensor
 from kernels.core import dispatch
 
 _GROUPED = {
-    "gluon": "FP8 products of codes, their sums over 128 terms scaled and added in float32",
-    "gluon_strict": "operands dequantised exactly to bfloat16 on their way to the products, added in float32",
-    "triton": "block-scaled products of codes, added in float32",
+    "hopper": "FP8 products of codes, their sums over 128 terms scaled and added in float32",
+    "hopper_strict": "operands dequantised exactly to bfloat16 on their way to the products, added in float32",
+    "blackwell": "block-scaled products of codes, added in float32",
 }
 
 

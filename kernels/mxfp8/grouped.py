@@ -23,12 +23,14 @@ dequantised beforehand (`Rounded`): weights when they are quantised, in a weight
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.core import dispatch
+from kernels.core.dispatch import Backend
 from kernels.mxfp8.reference import BLOCK, MXTensor
 
 MATRIX, TILES, WORDS, BYTES, VALUES = range(5)
@@ -165,11 +167,56 @@ def _values(operand: Quantized | Rounded) -> Tensor:
     return dispatch.choose("mxfp8_dequantize", None, operand.codes)(quantized, dtype)
 
 
-@dispatch.register("mxfp8_grouped_fprop", "reference")
 def _fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     return fprop(_values(row_codes(a)), _values(b), ends).bfloat16()
 
 
-@dispatch.register("mxfp8_grouped_wgrad", "reference")
 def _wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
     return wgrad(_values(column_codes(dy)).t(), _values(x).t(), ends, dtype)
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x as TMA can address it: contiguous, on a boundary of 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def addressable_operands(*operands: Quantized) -> tuple[Tensor, ...]:
+    """Codes and scales of each operand, as kernels can address them."""
+    return tuple(addressable(tensor) for operand in operands for tensor in operand[:2])
+
+
+def _serves(target: tuple[int, int], groups: tuple[int, ...]) -> dispatch.Verifier:
+    """The verifier of a kernel for `target` and scales over one of `groups` elements."""
+
+    def supports(
+        *, device: str, capability: Hashable, dtype: torch.dtype, group: int, in_features: int, out_features: int
+    ) -> str | None:
+        if reason := dispatch.needs_triton(device, capability, target):
+            return reason
+        if group not in groups:
+            return f"takes scales over {groups[0]} elements, not over {group}"
+        if in_features % 128 or out_features % 128:
+            return f"needs features in multiples of 128, got {in_features} and {out_features}"
+        return None
+
+    return supports
+
+
+_g128 = _serves((9, 0), (128,))
+_strict = _serves((9, 0), (32,))
+_blackwell = _serves((10, 0), (32, 128))
+
+dispatch.declare(
+    "mxfp8_grouped_fprop",
+    Backend("hopper", "kernels.mxfp8.hopper.operators:fprop", _g128),
+    Backend("hopper_strict", "kernels.mxfp8.hopper.operators:strict_fprop", _strict),
+    Backend("reference", _fprop),
+    Backend("blackwell", "kernels.mxfp8.blackwell.operators:fprop", _blackwell),  # compiled for sm_100, not run
+)
+dispatch.declare(
+    "mxfp8_grouped_wgrad",
+    Backend("hopper", "kernels.mxfp8.hopper.operators:wgrad", _g128),
+    Backend("hopper_strict", "kernels.mxfp8.hopper.operators:strict_wgrad", _strict),
+    Backend("reference", _wgrad),
+    Backend("blackwell", "kernels.mxfp8.blackwell.operators:wgrad", _blackwell),
+)

@@ -62,7 +62,6 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-@dispatch.register("mxfp8_linear", "reference")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, group: int) -> Tensor:
     """x [M, K], weight [N, K], bias [N] or None -> [M, N]."""
     return _Linear.apply(x, weight, bias, out_dtype, group)
@@ -126,7 +125,6 @@ def scattered(rows: Tensor, target: Tensor, capacity: int) -> Tensor:
     return rows.new_zeros(capacity + 1, rows.shape[1]).index_copy_(0, target.long(), rows)[:capacity]
 
 
-@dispatch.register("mxfp8_grouped_mm", "reference")
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype, group: int) -> Tensor:
     """x [M, K], weight [E, N, K], offsets [E] cumulative ends -> [M, N]; zeros after the last end."""
     return _GroupedMM.apply(x, weight, offsets, out_dtype, group)

@@ -6,22 +6,12 @@ belong to no expert. `grouped_mm` is differentiable; `grouped_wgrad` is only its
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from kernels.core import dispatch
-
-# The CUTLASS kernels behind torch._grouped_mm; elsewhere it is a loop of its own.
-CAPABILITIES = ((9, 0), (10, 0))
-
-dispatch.register("linear", "reference")(functional.linear)
 
 
-@dispatch.register("grouped_mm", "reference")
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts, which needs their sizes: a sync on a GPU."""
     *groups, rest = x.split_with_sizes(_sizes(offsets, x.shape[0]))
@@ -29,7 +19,6 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([*outputs, x.new_zeros(rest.shape[0], weight.shape[1])])
 
 
-@dispatch.register("grouped_wgrad", "reference")
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy [M, N], x [M, K] -> [E, N, K], the sum over each expert's rows of dy^T x; on a GPU, a sync."""
     sizes = _sizes(offsets, x.shape[0])
@@ -43,18 +32,6 @@ def _sizes(offsets: Tensor, total: int) -> list[int]:
     if sorted(ends) != ends:
         raise ValueError(f"offsets must not decrease and must end by the number of rows {total}, got {ends[1:-1]}")
     return [end - start for start, end in pairwise(ends)]
-
-
-def _supports(
-    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
-) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, *CAPABILITIES) or dispatch.needs_dtype(
-        dtype, torch.bfloat16
-    ):
-        return reason
-    if in_features % 8 or out_features % 8:
-        return f"needs rows of whole 16-byte units (features in multiples of 8), got {in_features} and {out_features}"
-    return None
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -79,7 +56,6 @@ def _clear_rest(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.masked_fill_(beyond[:, None], 0.0)
 
 
-@dispatch.register("grouped_mm", "torch", supports=_supports, priority=10)
 def torch_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return grouped_mm(x, weight, offsets)
@@ -88,7 +64,6 @@ def torch_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedMM.apply(x.contiguous(), weight, offsets)
 
 
-@dispatch.register("grouped_wgrad", "torch", supports=_supports, priority=10)
 def torch_grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     # On sm_100 the gradient of an expert without rows is not written (pytorch/pytorch issue 172439).
     empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0

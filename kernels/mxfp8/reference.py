@@ -51,8 +51,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.core import dispatch
-
 BLOCK = 32
 GROUPS = (32, 128)
 SPREAD = 10  # powers of two between the row maxima that may share a scale of a square
@@ -81,7 +79,6 @@ def scale_bytes(amax: Tensor) -> Tensor:
     return torch.where(exponent == 255, SCALE_NAN, rounded_up).to(torch.uint8)
 
 
-@dispatch.register("mxfp8_quantize", "reference")
 def quantize(x: Tensor, axis: int, group: int = BLOCK, square: bool = False) -> MXTensor:
     axis = axis % x.dim()
     length = x.shape[axis]
@@ -115,7 +112,6 @@ def _exponent(magnitude: Tensor) -> Tensor:
     return magnitude.contiguous().view(torch.int32) >> 23 & 0xFF
 
 
-@dispatch.register("mxfp8_dequantize", "reference")
 def dequantize(quantized: MXTensor, dtype: torch.dtype) -> Tensor:
     codes, scales, axis = quantized
     blocks = _blocks(_decode(codes), axis) * _power_of_two(scales).unsqueeze(axis + 1)

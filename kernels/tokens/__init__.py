@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-from kernels.tokens import activation as _activation
-from kernels.tokens import norm, permutation, residual, rotary  # noqa: F401  register their backends
-from kernels.tokens.norm import EPSILON
+from kernels.core.constants import EPSILON
+from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, triton_floats
+from kernels.tokens import reference
 from kernels.tokens.parts import Unbind
 
 __all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+
+# Values of a row, or of a head, that a program keeps in registers; `activate` keeps several copies of them.
+MAX_WIDTH = 8192
+MAX_ACTIVATED = 2048
 
 
 def activate(
@@ -28,8 +32,8 @@ def activate(
     bias is [E] of any floating dtype, factor like z, activation "none" or "silu". Computed in at least float32 and
     rounded once, to the dtype of z. ValueError for other shapes, dtypes and names.
     """
-    if activation not in _activation.ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(_activation.ACTIVATIONS)}, got {activation!r}")
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
     if bias.shape != z.shape[-1:] or (factor is not None and (factor.shape, factor.dtype) != (z.shape, z.dtype)):
         raise ValueError(
             f"z {z.dtype} {tuple(z.shape)} takes a bias [{z.shape[-1]}] and a factor like z, got {tuple(bias.shape)} "
@@ -138,4 +142,53 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None,
         f"shapes do not fit: {what} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, positions "
         f"{None if positions is None else tuple(positions.shape)}; expected an even d, cos and sin [N, d / 2], or "
         "[P, d / 2] with integer positions [N]"
+    )
+
+
+def _activated(*, device: str, capability: Hashable, dtype: torch.dtype, width: int, bias: torch.dtype) -> str | None:
+    if reason := needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(bias, *FLOATS):
+        return reason
+    return None if 0 < width <= MAX_ACTIVATED else f"needs rows of 1 to {MAX_ACTIVATED} values, got {width}"
+
+
+def _added(*, width: int, dtype: torch.dtype, **facts: Hashable) -> str | None:
+    return _normed(width=width, dtype=dtype, out_dtype=dtype, **facts)
+
+
+def _normed(*, device: str, capability: Hashable, dtype: torch.dtype, width: int, out_dtype: torch.dtype) -> str | None:
+    if reason := needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(out_dtype, *FLOATS):
+        return reason
+    return None if 0 < width <= MAX_WIDTH else f"needs rows of 1 to {MAX_WIDTH} values, got {width}"
+
+
+def _rotated(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    width: int,
+    angles: torch.dtype,
+    angles_learn: bool,
+) -> str | None:
+    if reason := needs_triton(device, capability):
+        return reason
+    if reason := needs_dtype(dtype, *FLOATS) or needs_dtype(angles, *FLOATS):
+        return reason
+    if not 0 < width <= MAX_WIDTH:
+        return f"needs heads of 2 to {MAX_WIDTH} features, got {width}"
+    return "makes no gradient of cos and sin" if angles_learn else None
+
+
+for _op, _function, _supports, _specification in (
+    ("activate", "activation_operator:activate", _activated, reference.activate),
+    ("add_rms_norm", "residual_operator:add_rms_norm", _added, reference.add_rms_norm),
+    ("permute", "permutation_operator:permute", triton_floats, reference.permute),
+    ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
+    ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
+    ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),
+):
+    dispatch.declare(
+        _op,
+        Backend("triton", f"kernels.tokens.triton.{_function}", _supports),
+        Backend("reference", _specification),
     )

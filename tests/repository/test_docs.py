@@ -33,7 +33,7 @@ PAGES = sorted(
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page registers goes when its test ends."""
-    monkeypatch.setattr(dispatch, "_registry", {op: dict(backends) for op, backends in dispatch._registry.items()})
+    monkeypatch.setattr(dispatch, "_registry", dict(dispatch._registry))
     monkeypatch.setattr(dispatch, "_chosen", {})
 
 

@@ -53,6 +53,7 @@ class Progress:
     best_step: int = 0
     best_values: dict[str, float] = field(default_factory=dict)
     stale_validations: int = 0
+    validations: list[tuple[int, float]] = field(default_factory=list)  # step and NE of each
     skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     tracker: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +95,8 @@ class Progress:
         if not counted:
             return
         ne = sum(share * values[f"{task}/ne"] for task, share in counted.items()) / sum(counted.values())
+        if math.isfinite(ne):
+            self.validations.append((self.step, ne))
         if math.isfinite(ne) and (self.best_ne is None or ne < self.best_ne):
             self.best_ne, self.best_step, self.stale_validations = ne, self.step, 0
             self.best_values = values

@@ -33,11 +33,6 @@ class SpeedRun(Trainer):
     """A trainer whose `run` returns the content of `speed.json`: its rates, and each rank's memory and times."""
 
     def __init__(self, config: Config, world: World) -> None:
-        if config.runtime.steps < 2 * WARMUP_STEPS:
-            raise ValueError(
-                f"runtime.steps={config.runtime.steps}, of which {WARMUP_STEPS} do not count: a speed needs at least "
-                f"{2 * WARMUP_STEPS}, e.g. runtime.steps=100"
-            )
         self.measured = config.runtime.steps
         first = self.measured + 2  # the profiler starts at the end of the step before
         config.runtime.steps = first + TRACED_STEPS
@@ -66,10 +61,20 @@ class SpeedRun(Trainer):
         return results
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+def check_steps(config: Config) -> None:
+    """ValueError for a run that is too short to be measured."""
+    if config.runtime.steps < 2 * WARMUP_STEPS:
+        raise ValueError(
+            f"runtime.steps={config.runtime.steps}, of which {WARMUP_STEPS} do not count: a speed needs at least "
+            f"{2 * WARMUP_STEPS}, e.g. runtime.steps=100"
+        )
+
+
+@hydra.main(version_base="1.3", config_path="../../configs", config_name="train")
 @record
 def main(composed: DictConfig) -> None:
     config = to_config(composed)
+    check_steps(config)  # before ranks wait for each other and data is prepared
     world = distributed.start(config.runtime)
     try:
         SpeedRun(config, world).run()

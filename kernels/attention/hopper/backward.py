@@ -35,6 +35,7 @@ from kernels.attention.triton import short_backward
 from kernels.attention.triton.launch import rows_of
 from kernels.attention.triton.short import likely_short
 from kernels.core.caches import remembered
+from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
 
@@ -53,7 +54,6 @@ CAUSAL_TOKENS_IN_FLIGHT = 262144
 CAUSAL_TILES_IN_FLIGHT = 64
 # With this many times as many queries as keys, a row has few key tiles, which seldom wait for each other.
 LATE_FROM = 2
-HEAD_DIMS = (64, 128)
 # Three warpgroups of 128 threads, the last of which has one warp, share 512 x 128 registers: 240 for each of the first
 # two, and 24. With 232 for the first two the kernel takes a fifth longer.
 MAX_REGISTERS = 168
@@ -154,9 +154,9 @@ def attention_backward(
     num_queries, num_heads, head_dim = q.shape
     num_keys, kv_heads = k.shape[:2]
     group = num_heads // kv_heads
-    if head_dim not in HEAD_DIMS or q.dtype not in (torch.bfloat16, torch.float16) or num_heads % kv_heads:
+    if head_dim not in HOPPER_HEADS or q.dtype not in (torch.bfloat16, torch.float16) or num_heads % kv_heads:
         raise ValueError(
-            f"takes bfloat16 and float16, head dimensions {HEAD_DIMS} and whole groups of heads, "
+            f"takes bfloat16 and float16, head dimensions {HOPPER_HEADS} and whole groups of heads, "
             f"got {q.dtype}, {head_dim}, {num_heads} over {kv_heads}"
         )
     if scale <= 0:

@@ -23,11 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.attention.hopper import HEAD_DIMS
 from kernels.attention.hopper.descriptor import head_descriptor
 from kernels.attention.hopper.forward_consumer import attend
 from kernels.attention.hopper.items import ROWS, mixed_turn, paired_item
 from kernels.core import scheduling
+from kernels.core.chip import HOPPER_HEADS
 from kernels.core.launch import Launcher, processors
 from kernels.core.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
 
@@ -57,7 +57,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, H, dv] of q's dtype, lse [H, Nq] float32) of each row's queries over the same row's keys.
 
-    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HEAD_DIMS, H a multiple of Hkv.
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HOPPER_HEADS, H a multiple of Hkv.
     Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64; a row of more than
     max_q queries or max_k keys is a device assertion. Query i sees key j, both counted within their row, when
     i - left <= j <= i + right with window = (left, right), -1 for unlimited, and when j <= i if causal. lse is
@@ -68,8 +68,8 @@ def attention_forward(
         raise ValueError(f"scale must be positive, got {scale}")
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
-    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
-        raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
+    if head_dim not in HOPPER_HEADS or value_dim not in HOPPER_HEADS:
+        raise ValueError(f"head dimensions must be in {HOPPER_HEADS}, got {head_dim} and {value_dim}")
     out = q.new_empty(num_queries, num_heads, value_dim)
     lse = q.new_empty(num_heads, num_queries, dtype=torch.float32)
     if out.numel() == 0 or k.shape[0] == 0:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.operator import gradients_beside
+from kernels.attention.gradients import gradients_beside
 from kernels.attention.triton.launch import rows_of
 from kernels.attention.triton.tile import LN2, LOG2E, load_rows, store_rows
 from kernels.core.launch import Launcher, aligned, kinds

@@ -176,10 +176,10 @@ def _problem(
 
     contenders: dict[str, Callable[[], Runner]]
     if forms:
-        contenders = {form: partial(prepare, "gluon", form) for form in forms}
+        contenders = {form: partial(prepare, "hopper", form) for form in forms}
     elif ablation:
         contenders = {"triton": partial(prepare, "triton")}
-        contenders |= {f"gluon, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
+        contenders |= {f"hopper, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
     else:
         contenders = backends_of("gdpa", prepare)
     if activation == "gelu_tanh" and not (ablation or forms):

@@ -167,7 +167,7 @@ def _joint(direction: str, length: int, device: torch.device) -> Problem:
     elements = (3 if backward else 2) * queries + (4 if backward else 2) * users * length
     return Problem(
         # The contender that joins them, whatever the default is.
-        contenders={"gluon": partial(prepare, "gluon"), "two launches": prepare_two_launches}
+        contenders={"hopper": partial(prepare, "hopper"), "two launches": prepare_two_launches}
         | {"separate": partial(prepare, "reference")},
         check=check_relative_error(_wide(partial(attend, backend="reference"), inputs, grad, backward), LIMIT),
         flops=4.0 * queries * length * HEADS * HEAD_DIM * (2.5 if backward else 1),

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.bench.cases.ikbo_lce_peer import load_peer
+from kernels.core.rows import row_of
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.lce_torch import aligned_rows
 from kernels.jagged import segment_sum
-from kernels.jagged.reference import row_of
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def _stages(shape: Shape, device: torch.device) -> Problem:
         return Runner(lambda: inputs.compress(backend))
 
     contenders: dict[str, Callable[[], Runner]] = {
-        f"4: one kernel ({name})" if name == "gluon" else f"3: added in the epilogue ({name})": partial(prepare, name)
-        for name in ("gluon", "triton")
+        f"4: one kernel ({name})" if name == "hopper" else f"3: added in the epilogue ({name})": partial(prepare, name)
+        for name in ("hopper", "triton")
         if name in backends_of("linear_compression", prepare)
     }
     contenders |= {

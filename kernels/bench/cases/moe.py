@@ -61,7 +61,7 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
 
     def one_pass(form: int) -> Runner:
         """Quantise with scales as Hopper's products read them, as matrices, or in the tiles of tcgen05 instructions."""
-        dispatch.choose("mxfp8_quantize", "gluon", x, axis=-1)  # otherwise the reason
+        dispatch.choose("mxfp8_quantize", "hopper", x, axis=-1)  # otherwise the reason
         from kernels.mxfp8.hopper.quantize import quantize_both
 
         def matrix(codes: Tensor, scales: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
     expected = two_passes().step()
     return Problem(
         contenders={
-            "gluon": partial(one_pass, WORDS if group == 32 else BYTES),
-            "gluon, scales in tiles": partial(one_pass, TILES),
-            "gluon, matrices of scales": partial(one_pass, MATRIX),
+            "hopper": partial(one_pass, WORDS if group == 32 else BYTES),
+            "hopper, scales in tiles": partial(one_pass, TILES),
+            "hopper, matrices of scales": partial(one_pass, MATRIX),
             "reference": two_passes,
         },
         check=check_equal(expected),

@@ -79,7 +79,7 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = Fal
 
 def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, k: int, **facts: int):
     """Our kernel, or the reference where there are none."""
-    on_gpu = "gluon_strict" if recipe == "mxfp8" else "gluon"
+    on_gpu = "hopper_strict" if recipe == "mxfp8" else "hopper"
     name = on_gpu if device.type == "cuda" else "reference"
     if recipe == "bf16":
         return dispatch.choose(op, name, like, in_features=k, out_features=n, **facts)

@@ -24,12 +24,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kernels.attention.hopper import HEAD_DIMS
 from kernels.attention.hopper.backward_loader import STAGES
 from kernels.attention.hopper.descriptor import head_descriptor, lines_descriptor
 from kernels.attention.hopper.tables import wave_table
 from kernels.attention.triton.launch import rows_of
 from kernels.core.caches import remembered
+from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
 from kernels.gdpa.hopper.activations import head_kinds
@@ -66,7 +66,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = act_h(score_scale * q k^T) * out_scale @ v.
 
-    q and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d in HEAD_DIMS, H a multiple of Hkv
+    q and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, d in HOPPER_HEADS, H a multiple of Hkv
     and any strides except that of the last dimension, which is 1. The rest is as in `hopper.forward.forward`; no row is
     longer than max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches the gradients of
     neighbouring rows.
@@ -78,8 +78,8 @@ def backward(
     num_queries, num_heads, head_dim = q.shape
     num_keys, kv_heads = k.shape[:2]
     group = num_heads // kv_heads
-    if head_dim not in HEAD_DIMS or v.shape[2] != head_dim:
-        raise ValueError(f"head dimensions must be equal and in {HEAD_DIMS}, got {head_dim} and {v.shape[2]}")
+    if head_dim not in HOPPER_HEADS or v.shape[2] != head_dim:
+        raise ValueError(f"head dimensions must be equal and in {HOPPER_HEADS}, got {head_dim} and {v.shape[2]}")
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

@@ -19,10 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.attention.hopper import HEAD_DIMS
 from kernels.attention.hopper.descriptor import head_descriptor
 from kernels.attention.triton.launch import rows_of
 from kernels.core import scheduling
+from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
 from kernels.core.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
@@ -56,7 +56,7 @@ def forward(
 ) -> Tensor:
     """out [Nq, H, dv] of q's dtype: act_h(score_scale * q k^T) * out_scale @ v within rows.
 
-    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HEAD_DIMS, H a multiple of Hkv.
+    q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HOPPER_HEADS, H a multiple of Hkv.
     Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
     one of `kernels.core.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
     i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
@@ -65,8 +65,8 @@ def forward(
     """
     num_queries, num_heads, head_dim = q.shape
     value_dim = v.shape[2]
-    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
-        raise ValueError(f"head dimensions must be in {HEAD_DIMS}, got {head_dim} and {value_dim}")
+    if head_dim not in HOPPER_HEADS or value_dim not in HOPPER_HEADS:
+        raise ValueError(f"head dimensions must be in {HOPPER_HEADS}, got {head_dim} and {value_dim}")
     out = torch.empty(num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_()

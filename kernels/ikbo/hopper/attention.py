@@ -7,21 +7,20 @@ each tile.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.core import dispatch
+from kernels.attention.hopper import backward, forward
 from kernels.core.operator import custom_op
-from kernels.ikbo.attention import hopper_attention
+from kernels.ikbo.triton.groups import joined_groups
 
 _UNLIMITED = (-1, -1)
 _CALL = "Tensor q, Tensor k, Tensor v, Tensor[] q_offsets, Tensor k_offsets, SymInt[] max_q, SymInt max_k, float scale"
 
 
-@custom_op("gemsmith::joint_attention_gluon", schema=f"({_CALL}) -> (Tensor, Tensor)")
+@custom_op("gemsmith::joint_attention_hopper", schema=f"({_CALL}) -> (Tensor, Tensor)")
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -32,17 +31,14 @@ def _attend(
     max_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    from kernels.attention.hopper import forward as gluon
-    from kernels.ikbo.triton.groups import joined_groups
-
     queries, keys = joined_groups(q_offsets, k_offsets, max_q, max_k)
     if k.shape[0] == 0:  # the kernel then has no tiles
         schedule = None
     else:
-        block_k = gluon.block_of_keys(k.shape[0], k_offsets, max_k)
-        paired = gluon.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
-        schedule = gluon.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
-    return gluon.attention_forward(
+        block_k = forward.block_of_keys(k.shape[0], k_offsets, max_k)
+        paired = forward.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
+        schedule = forward.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
+    return forward.attention_forward(
         q, k, v, q_offsets[0], k_offsets, max(max_q), max_k, scale, False, _UNLIMITED, schedule
     )
 
@@ -54,7 +50,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @custom_op(
-    "gemsmith::joint_attention_gluon_backward",
+    "gemsmith::joint_attention_hopper_backward",
     schema=f"(Tensor grad, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
 )
 def _differentiate(
@@ -70,12 +66,9 @@ def _differentiate(
     max_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.attention.hopper.backward import attention_backward
-    from kernels.ikbo.triton.groups import joined_groups
-
     queries, _ = joined_groups(q_offsets, k_offsets, max_q, max_k)
     lengths = sum(max_q), max_k
-    return attention_backward(
+    return backward.attention_backward(
         grad, q, k, v, out, lse, queries, k_offsets.contiguous(), *lengths, scale, False, _UNLIMITED
     )
 
@@ -103,20 +96,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-def _supports(*, few_queries: bool, one_tile: bool, **facts: Hashable) -> str | None:
-    if few_queries and not one_tile:
-        return (
-            "needs a group with max_q of at least 64, or max_k of at most 128: it pads rows of queries to tiles of 64, "
-            "in memory for their gradients too if their keys are several tiles"
-        )
-    return hopper_attention(**facts)  # type: ignore[arg-type]
-
-
-@dispatch.register("joint_attention", "gluon", supports=_supports, priority=10)
-def _gluon(*arguments: Any) -> Tensor:
+def joint_attention(*arguments: Any) -> Tensor:
     *call, _ = arguments  # offsets say where groups end
     return _attend(*call)[0]
-
-
-# Making the list of groups checks all lengths anyway.
-_gluon.checks_lengths = True  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.chip import multiplies_registers
+from kernels.core.rows import row_of
 from kernels.core.triton import cdiv, near, precision_of
-from kernels.jagged.reference import row_of
 
 BLOCK_N = 128
 MIN_PROGRAMS = 512  # as many as keep a GPU busy with slices of a weight's gradient

@@ -336,3 +336,8 @@ def index_select(values: Tensor, offsets: Tensor, rows: Tensor, total: int | Non
     if total is None:
         total = int(selected[-1])
     return select(values, offsets, rows, selected, total), selected
+
+
+def jagged_concat(a_values: Tensor, a_offsets: Tensor, b_values: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(a_values.dtype, b_values.dtype)
+    return concat(a_values.to(dtype), a_offsets, b_values.to(dtype), b_offsets), a_offsets + b_offsets

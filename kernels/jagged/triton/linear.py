@@ -243,3 +243,16 @@ def weight_product(grad, x):
 linear.register_autograd(
     partial(linear_backward, lambda grad, _, weight: grad @ weight, weight_product), setup_context=save_linear
 )
+
+
+def keeps_input(activation: str, *operands: Tensor | None) -> bool:
+    """Whether a backward will need the input of the activation."""
+    differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
+    return differentiable and activation not in ("none", "relu")
+
+
+def jagged_linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    keep = keeps_input(activation, x, weight, bias, row_bias)
+    return linear(x, offsets, weight, bias, row_bias, activation, keep)[0]

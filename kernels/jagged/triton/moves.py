@@ -242,3 +242,11 @@ unwindow.register_autograd(
     lambda ctx, grad: (window(grad, *ctx.saved_tensors, ctx.total), None, None, None, None),
     setup_context=_save_window,
 )
+
+
+def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
+    return to_jagged(padded, offsets, total, "first")
+
+
+def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    return to_padded(values, offsets, count, 0.0, "right")

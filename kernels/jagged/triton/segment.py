@@ -300,3 +300,15 @@ def _largest_gradient(ctx, grad, _):
 
 reduce.register_autograd(_reduce_gradient, setup_context=_save_reduce)
 largest.register_autograd(_largest_gradient, setup_context=_save_largest)
+
+
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    return reduce(values, offsets, "sum", values.dtype)
+
+
+def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    return reduce(values, offsets, "mean", values.dtype)
+
+
+def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
+    return largest(values, offsets)[0]

@@ -369,3 +369,15 @@ def _fused(y: Tensor) -> bool:
 
 register_outer(outer, inner)
 register_inner(inner, outer, inner_gradients, _fused)
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int
+) -> Tensor:
+    return outer(x, y, offsets, squares, total)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool
+) -> Tensor:
+    return inner(a, y, offsets, squares, transpose)

@@ -13,6 +13,7 @@ from kernels.core.operator import custom_op
 from kernels.mxfp8.grouped import MATRIX, TABLES, TILES
 from kernels.mxfp8.hopper.blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
 from kernels.mxfp8.hopper.quantize_tiles import has_whole_tiles, quantize_tiles
+from kernels.mxfp8.reference import MXTensor
 
 
 def launch_options() -> dict[str, int]:
@@ -157,3 +158,20 @@ def quantize_both(
 @quantize_both.register_fake
 def _(x, rows, columns, group, square, form):
     return *_empty(x, False, form, rows), *_empty(x, True, form, columns)
+
+
+def quantize(x: Tensor, axis: int, group: int, square: bool) -> MXTensor:
+    """With blocks along the last axis but one, codes and scales are transposed views: they are contiguous along it."""
+    along_rows = axis % x.dim() == x.dim() - 1
+    if x.dim() == 1:
+        matrix = x[None]
+    elif along_rows and not square:
+        matrix = x.flatten(0, -2)  # whole tiles of a batch of few rows, and a batch of any size
+    else:
+        matrix = x
+    results = quantize_both(matrix, along_rows, not along_rows, group, square, MATRIX)
+    if along_rows:
+        codes, scales = results[:2]
+        return MXTensor(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), axis % x.dim())
+    codes, scales = results[2:]
+    return MXTensor(codes.mT, scales.mT, axis % x.dim())

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.core.constants import EPSILON
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
-from kernels.tokens.norm import EPSILON
 from kernels.tokens.triton.tokens import tile, tiling
 
 _EPSILON = tl.constexpr(EPSILON)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.core.constants import EPSILON
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv, flat, next_power_of_2, tile_shape
-from kernels.tokens.norm import EPSILON
 
 _EPSILON = tl.constexpr(EPSILON)
 _VALUES = 4096  # of a program; how many heads these are depends on their width

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kernels.attention import jagged_attention
-from kernels.attention import operator as attention
 from kernels.core import dispatch
-from kernels.testing import check_gradients, compile_ahead, poisoned_empty
+from kernels.testing import check_gradients, compile_ahead, poisoned_empty, serving
 from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs
 from tests.kernels.core.devices import SHARED_LIMITS
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -44,8 +43,7 @@ def test_in_the_interpreter(heads: tuple[int, int], widths: tuple[int, int], mon
     from tests.kernels.core.interpreting import interpret
 
     interpret(monkeypatch, triton_attention_decode, tile)
-    served = dispatch.Backend("decode", attention.decode_attention, dispatch.always, 30)
-    monkeypatch.setitem(dispatch._registry["jagged_attention"], "decode", served)
+    monkeypatch.setitem(dispatch._registry, "jagged_attention", serving("jagged_attention", "decode"))
     dispatch._chosen.clear()
     check(heads, widths, torch.float32, "cpu", "decode")
     dispatch._chosen.clear()

@@ -16,7 +16,7 @@ from kernels.attention import jagged_attention, time_bucket
 from kernels.attention.bias import Bias, position_index
 from kernels.attention.operator import attention_operator
 from kernels.core import dispatch
-from kernels.jagged.reference import place_in_row
+from kernels.core.rows import place_in_row
 from kernels.testing import check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -185,10 +185,10 @@ def test_who_serves() -> None:
     ):
         assert reason in explain(**facts | {"capability": (9, 0)} | change)
     for feature in ("block_local", "biased"):
-        refusal = dispatch.explain("jagged_attention", "varlen", **facts | {"capability": (9, 0), feature: True})
+        refusal = dispatch.explain("jagged_attention", "torch", **facts | {"capability": (9, 0), feature: True})
         assert "neither block-local attention nor biases" in refusal
     hopper = facts | {"capability": (9, 0)}
-    assert "chosen" in dispatch.explain("jagged_attention", "gluon", **hopper)
+    assert "chosen" in dispatch.explain("jagged_attention", "hopper", **hopper)
     for change in (
         {"capability": (8, 0)},
         {"head_dim": 32},
@@ -196,7 +196,7 @@ def test_who_serves() -> None:
         {"positive_scale": False},
         {"few_queries": True},
     ):
-        assert "chosen" not in dispatch.explain("jagged_attention", "gluon", **hopper | change)
+        assert "chosen" not in dispatch.explain("jagged_attention", "hopper", **hopper | change)
 
 
 @pytest.mark.parametrize(("tables", "features"), [(True, True), (False, True), (False, False)])

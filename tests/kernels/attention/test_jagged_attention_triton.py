@@ -65,16 +65,17 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 INTERPRETED = """
 import torch
 from kernels.core import dispatch
-from kernels.attention.operator import triton_attention
+from kernels.attention.triton.operators import attention
+from kernels.testing import serving
 from tests.kernels.attention import test_jagged_attention_triton as cases
 
-dispatch._registry["jagged_attention"]["triton"] = dispatch.Backend("triton", triton_attention, dispatch.always, 20)
+dispatch._registry["jagged_attention"] = serving("jagged_attention", "triton")
 cases.LENGTHS = [0, 35, 1], [3, 40, 0]
 for name in cases.CASES:
     cases.check(name, (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("both", (2, 1), (24, 40), torch.float32, "cpu")
 empty = torch.tensor([0])
-assert triton_attention(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, 1.0, False, (-1, -1)).shape == (0, 1, 16)
+assert attention(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, 1.0, False, (-1, -1)).shape == (0, 1, 16)
 print("checked", len(cases.CASES))
 """
 
@@ -305,7 +306,7 @@ def test_varlen_matches_the_reference(lengths: list[int], causal: bool, window: 
     )
     with poisoned_empty():
         check_gradients(
-            partial(attend, backend="varlen"),
+            partial(attend, backend="torch"),
             partial(attend, backend="reference"),
             inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16),
             outputs(300),
@@ -318,7 +319,7 @@ def test_varlen_with_rows_that_lack_queries_or_keys() -> None:
     offsets = {"q_offsets": offsets_of([3, 0, 130, 2]).cuda(), "k_offsets": offsets_of([0, 5, 40, 0]).cuda()}
     with poisoned_empty():
         check_gradients(
-            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="varlen"),
+            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="torch"),
             partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="reference"),
             inputs_of(**offsets, heads=(2, 2), widths=(32, 32), dtype=torch.bfloat16),
             outputs(130),

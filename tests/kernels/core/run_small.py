@@ -31,7 +31,7 @@ def operators(offsets: Tensor) -> None:
     squared = sum(length * length for length in LENGTHS)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     # A width of no whole tile, a narrow one that Hopper kernels take, and one that all of them do.
-    for backend, width in (("triton", 40), ("gluon", 64), ("gluon", 200)) if hopper else (("triton", 40),):
+    for backend, width in (("triton", 40), ("hopper", 64), ("hopper", 200)) if hopper else (("triton", 40),):
         sizes = jagged_operators.Sizes(len(LENGTHS), max(LENGTHS), width, 6, sum(LENGTHS), squared)
         for dtype, tf32 in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
             torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -65,7 +65,7 @@ def attention(offsets: Tensor) -> None:
         "k_times": torch.arange(sum(LENGTHS), device="cuda") * 90,
     }
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    for backend in ("triton", "gluon") if hopper else ("triton",):
+    for backend in ("triton", "hopper") if hopper else ("triton",):
         for dim in (64, 128):
             q = torch.randn(sum(LENGTHS), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             k, v = (torch.randn_like(q[:, :2]).requires_grad_() for _ in range(2))

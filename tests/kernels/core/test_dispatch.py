@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.core import dispatch
+from kernels.core.dispatch import Backend
 
 CPU = torch.zeros(1)
 
@@ -22,7 +24,6 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, empty in (("_registry", {}), ("_forced", {}), ("_chosen", {}), ("_reported", set())):
         monkeypatch.setattr(dispatch, name, empty)
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
-    dispatch.register("double", "reference")(lambda: "reference")
 
     def on_gpu(*, device: str, capability: tuple[int, int] | None, dtype: torch.dtype, width: int) -> str | None:
         return dispatch.needs_capability(device, capability, (9, 0))
@@ -30,15 +31,24 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     def even(*, width: int, **facts: object) -> str | None:
         return "needs an even width" if width % 2 else None
 
-    dispatch.register("double", "hopper", supports=on_gpu, priority=20)(lambda: "hopper")
-    dispatch.register("double", "even", supports=even, priority=10)(lambda: "even")
+    dispatch.declare(
+        "double",
+        Backend("hopper", lambda: "hopper", on_gpu),
+        Backend("even", lambda: "even", even),
+        Backend("reference", lambda: "reference"),
+        Backend("last", f"{__name__}:last"),
+    )
     return "double"
 
 
-def test_highest_priority_that_can_serve_is_chosen(op: str) -> None:
+def last() -> str:
+    return "last"
+
+
+def test_the_first_that_can_serve_is_chosen(op: str) -> None:
     assert dispatch.choose(op, None, CPU, width=2)() == "even"
     assert dispatch.choose(op, None, CPU, width=3)() == "reference"
-    assert dispatch.operators() == {"double": ["hopper", "even", "reference"]}
+    assert dispatch.operators() == {"double": ["hopper", "even", "reference", "last"]}
 
 
 def test_choice_is_cached_per_facts_and_forgotten_on_force(op: str) -> None:
@@ -47,7 +57,7 @@ def test_choice_is_cached_per_facts_and_forgotten_on_force(op: str) -> None:
     def supports(**facts: object) -> None:
         asked.append(facts)
 
-    dispatch.register(op, "counting", supports=supports, priority=30)(lambda: "counting")
+    dispatch.prefer(op, Backend("counting", lambda: "counting", supports))
     for _ in range(3):
         assert dispatch.choose(op, None, CPU, width=2)() == "counting"
     assert len(asked) == 1
@@ -58,7 +68,7 @@ def test_choice_is_cached_per_facts_and_forgotten_on_force(op: str) -> None:
 
 
 def test_fallback_is_logged_once_per_reason(op: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="kernels.core.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.core.dispatch")
     for width in (1, 2, 3, 5):
         dispatch.choose(op, None, CPU, width=width)
     messages = [record.getMessage() for record in caplog.records]
@@ -101,8 +111,8 @@ def test_explicit_request_that_cannot_serve_raises_with_reason_and_alternatives(
     ("spec", "message"),
     [
         ("dubble=even", "unknown operator 'dubble'; known: double"),
-        ("double=evn", "no backend 'evn' of operator 'double'; known: even, hopper, reference"),
-        ("evn", "no backend 'evn' of any operator; known: even, hopper, reference"),
+        ("double=evn", "no backend 'evn' of operator 'double'; known: even, hopper, last, reference"),
+        ("evn", "no backend 'evn' of any operator; known: even, hopper, last, reference"),
     ],
 )
 def test_misspelt_specs_name_what_is_known(op: str, spec: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +133,39 @@ def test_failed_force_leaves_the_earlier_request(op: str) -> None:
 def test_misspelt_names_in_calls_name_what_is_known(op: str) -> None:
     with pytest.raises(ValueError, match="unknown operator 'dubble'; known: double"):
         dispatch.choose("dubble", None, CPU)
-    with pytest.raises(ValueError, match=r"double has no backend 'evn'.*it has: hopper, even, reference"):
+    with pytest.raises(ValueError, match=r"double has no backend 'evn'.*it has: hopper, even, reference, last"):
         dispatch.choose(op, "evn", CPU, width=2)
 
 
-def test_registration_refuses_what_would_be_ambiguous(op: str) -> None:
+def test_a_backend_behind_the_specification_is_imported_and_serves_by_name_only(op: str) -> None:
+    assert dispatch.choose(op, "last", CPU, width=2)() == "last"
+
+
+def test_declarations_refuse_what_would_be_ambiguous(op: str) -> None:
     with pytest.raises(ValueError, match="already has a backend 'even'"):
-        dispatch.register(op, "even", priority=7)(lambda: None)
-    with pytest.raises(ValueError, match="priority 10"):
-        dispatch.register(op, "other", priority=10)(lambda: None)
+        dispatch.prefer(op, Backend("even", lambda: None))
+    with pytest.raises(ValueError, match="double is declared already"):
+        dispatch.declare(op, Backend("other", lambda: None))
+
+
+def test_a_compiler_imports_a_backend_and_does_not_trace_the_import(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "doubling.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    dispatch.prefer(op, Backend("doubling", "doubling:double"))
+    compiled = torch.compile(lambda x: dispatch.choose(op, None, x, width=1)(x), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_explain_answers_for_a_machine_that_is_not_here(op: str) -> None:
     text = dispatch.explain(op, device="cuda", capability=(9, 0), dtype=torch.bfloat16, width=3)
     assert text.splitlines() == [
         "double with device=cuda, capability=(9, 0), dtype=torch.bfloat16, width=3",
-        "  hopper       priority  20  chosen",
-        "  even         priority  10  no: needs an even width",
-        "  reference    priority   0  can serve",
+        "  hopper        chosen",
+        "  even          no: needs an even width",
+        "  reference     can serve",
+        "  last          can serve",
     ]
     # A capability list is exact: what runs on sm_90 is not assumed to run on a later chip.
     later = dispatch.explain(op, device="cuda", capability=(10, 0), dtype=torch.bfloat16, width=3)
@@ -168,7 +193,7 @@ def test_a_fact_without_a_usual_value_is_asked_for(op: str) -> None:
     def needs_flavour(*, flavour: str, **facts: object) -> None:
         return None
 
-    dispatch.register(op, "flavoured", supports=needs_flavour, priority=30)(lambda: None)
+    dispatch.prefer(op, Backend("flavoured", lambda: None, needs_flavour))
     with pytest.raises(ValueError, match=r"backends of double also need flavour: .*, flavour=\.\.\."):
         dispatch.explain(op, like=CPU)
 

@@ -166,7 +166,7 @@ def test_memory_is_linear_in_the_number_of_values(name: str) -> None:
     with torch.device("cuda"):
         offsets = offsets_of([0] * 999 + [2000])
         leaves = [leaf(2000, 2, 64) for _ in range(3)]
-    fixed: dict[str, Any] = {"max_q": 4000, "max_k": 4000, "backend": "gluon"}
+    fixed: dict[str, Any] = {"max_q": 4000, "max_k": 4000, "backend": "hopper"}
 
     def step() -> None:
         if name == "softmax":

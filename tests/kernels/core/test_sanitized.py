@@ -32,6 +32,6 @@ def test_memcheck_finds_nothing(what: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "done" in result.stdout
     if what == "operators" and torch.cuda.get_device_capability() == (9, 0):
-        ran = {line.split()[1] for line in result.stdout.splitlines() if line.startswith("gluon ")}
-        assert ran == {name for name in OPERATORS if "gluon" in dispatch.operators().get(name, ())}
+        ran = {line.split()[1] for line in result.stdout.splitlines() if line.startswith("hopper ")}
+        assert ran == {name for name in OPERATORS if "hopper" in dispatch.operators().get(name, ())}
     assert "ERROR SUMMARY: 0 errors" in result.stdout

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.attention import jagged_attention
 from kernels.core import activations, dispatch
+from kernels.core.rows import place_in_row
 from kernels.gdpa import ACTIVATIONS, gdpa, padded, reference
 from kernels.gdpa.operator import gdpa_operator
-from kernels.jagged.reference import place_in_row
 from kernels.testing import check_gradients, poisoned_empty
 from tests.kernels.gdpa.gdpa_cases import DEFINITIONS, EXACT, EXACT_POLYNOMIAL, gradients, inputs_of, oracle, outputs
 from tests.kernels.jagged.jagged_problems import offsets_of

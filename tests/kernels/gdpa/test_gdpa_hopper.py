@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from kernels.gdpa import ACTIVATIONS, gdpa, reference
 from kernels.gdpa.hopper import backward as gluon_backward
 from kernels.gdpa.hopper import forward as gluon_forward
+from kernels.gdpa.hopper import operators
 from kernels.gdpa.hopper.activations import head_kinds
-from kernels.gdpa.hopper_backend import gluon_gdpa
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
 from tests.kernels.core.descriptors import descriptor
@@ -261,7 +261,7 @@ def test_gradients_match_float64(name: str, uneven: bool, monkeypatch: pytest.Mo
     call = dict(zip(names, rest, strict=True))
     with poisoned_empty():
         check_gradients(
-            partial(gluon_gdpa, **call),
+            partial(operators.gdpa, **call),
             partial(reference.gdpa, **call),
             {"q": q, "k": k, "v": v},
             outputs(call["max_k"]),
@@ -309,7 +309,7 @@ def test_shared_queries_dense_keys_and_an_index() -> None:
     ):
         fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 170, "score_scale": 0.1, **call}
         check_gradients(
-            partial(gdpa, **fixed, backend="gluon"),
+            partial(gdpa, **fixed, backend="hopper"),
             partial(gdpa, **fixed, backend="reference"),
             {"q": inputs["q"], **dense},
             outputs(170),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.gdpa import add_norms, layer_norm, norms
-from kernels.gdpa.norms import EPSILON
+from kernels.core.constants import EPSILON
+from kernels.gdpa import add_norms, layer_norm, norms, reference
+from kernels.gdpa.triton import norm_operators
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.devices import SHARED_LIMITS
 
@@ -91,7 +92,7 @@ def test_autocast_leaves_the_dtype_alone() -> None:
         x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert norms._layer_norm(x).dtype is norms._add_norms(x, x).dtype is torch.bfloat16
+            assert reference.layer_norm(x).dtype is reference.add_norms(x, x).dtype is torch.bfloat16
         finally:
             torch.set_autocast_enabled("cuda", False)
 
@@ -113,7 +114,7 @@ def test_kernels_in_the_interpreter(name: str, shape: tuple[int, ...], monkeypat
 
     interpret(monkeypatch, triton_norms)
     _, formula, names = OPERATORS[name]
-    served = norms._before if name == "layer_norm" else norms._behind
+    served = norm_operators.layer_norm if name == "layer_norm" else norm_operators.add_norms
     with poisoned_empty():
         check_gradients(
             lambda **tensors: served(*tensors.values()), formula, inputs_of(names, shape, torch.float32), ROUNDED
@@ -151,6 +152,6 @@ def test_kernels_on_a_gpu(name: str, shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
-    operator = {"layer_norm": norms._before, "add_norms": norms._behind}[name]
+    operator = {"layer_norm": norm_operators.layer_norm, "add_norms": norm_operators.add_norms}[name]
     inputs = inputs_of(OPERATORS[name][2], (5, 48), torch.float32, "cuda")
     torch.library.opcheck(operator.definition, tuple(value.requires_grad_() for value in inputs.values()))

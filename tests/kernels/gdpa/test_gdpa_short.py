@@ -15,7 +15,7 @@ from kernels.attention.triton.short import BACKWARD_REGISTERS, LONGEST, OPTIONS
 from kernels.gdpa import reference
 from kernels.gdpa.hopper import backward as gluon_backward
 from kernels.gdpa.hopper import forward as gluon_forward
-from kernels.gdpa.hopper_backend import gluon_gdpa
+from kernels.gdpa.hopper import operators
 from kernels.gdpa.triton import activations, launch
 from kernels.gdpa.triton import backward as triton_backward
 from kernels.gdpa.triton import forward as triton_forward
@@ -197,7 +197,7 @@ def test_outputs_and_gradients_match_float64(name: str) -> None:
     call = dict(zip(names, rest, strict=True))
     with poisoned_empty():
         check_gradients(
-            partial(gluon_gdpa, **call),
+            partial(operators.gdpa, **call),
             partial(reference.gdpa, **call),
             {"q": q, "k": k, "v": v},
             outputs(call["max_k"]),

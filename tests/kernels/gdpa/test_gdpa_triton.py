@@ -57,21 +57,22 @@ INTERPRETED = """
 import torch
 from kernels.core import dispatch
 from kernels.gdpa.triton import launch as triton_launch
-from kernels.gdpa.triton_backend import triton_gdpa
+from kernels.gdpa.triton.operators import gdpa
+from kernels.testing import serving
 from tests.kernels.gdpa import test_gdpa_triton as cases
 
 # Small tiles, so that short rows have whole ones, tails and several of each.
 triton_launch._TILES = dict.fromkeys(triton_launch._TILES, (16, 32, 4, 1))
-dispatch._registry["gdpa"]["triton"] = dispatch.Backend("triton", triton_gdpa, dispatch.always, 20)
+dispatch._registry["gdpa"] = serving("gdpa", "triton")
 cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
 for name in cases.CASES:
     cases.check(name, (4, 2) if "mixed" in name else (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
 empty = torch.tensor([0])
-none = triton_gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, ("relu",), 1.0, 1.0, (-1, -1))
+none = gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, ("relu",), 1.0, 1.0, (-1, -1))
 assert none.shape == (0, 1, 16)
 every, x = torch.tensor([0, 3, 5, 9, 12]), torch.randn(12, 1, 16)  # every second offset: pairs of rows as one
-merged = [triton_gdpa(x, x, x, *2 * [o], 7, 7, ("relu",), 1.0, 1.0, (-1, -1)) for o in (every[::2], every[::2].clone())]
+merged = [gdpa(x, x, x, *2 * [o], 7, 7, ("relu",), 1.0, 1.0, (-1, -1)) for o in (every[::2], every[::2].clone())]
 assert torch.equal(*merged)
 print("checked", len(cases.CASES))
 """

@@ -192,12 +192,12 @@ def test_hopper_serves_what_its_kernels_take(op: str) -> None:
         return next(line.split()[0] for line in text.splitlines() if "chosen" in line)
 
     pytest.importorskip("triton")
-    assert chosen() == chosen(head_dim=64, value_dim=64) == "gluon"
+    assert chosen() == chosen(head_dim=64, value_dim=64) == "hopper"
     for change in ({"capability": (10, 0)}, {"dtype": torch.float32}, {"head_dim": 96}, {"positive_scale": False}):
         assert chosen(**change) == "reference"
     if op == "joint_attention":
         assert chosen(few_queries=True) == "reference"
-        assert chosen(few_queries=True, one_tile=True) == "gluon"
+        assert chosen(few_queries=True, one_tile=True) == "hopper"
 
 
 GPU_COUNTS = {
@@ -230,7 +230,9 @@ def test_hopper_matches_every_candidate_by_itself(case: str, seeds: int, index_d
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         most = max(*counts, 64)
-        return target_attention(q, k, v, candidates, keys, max_candidates=most, max_k=max(*lengths, 1), backend="gluon")
+        return target_attention(
+            q, k, v, candidates, keys, max_candidates=most, max_k=max(*lengths, 1), backend="hopper"
+        )
 
     compare(ours, lambda q, k, v: oracle(q, k, v, counts, lengths, None), inputs)
 
@@ -265,7 +267,7 @@ def compare_joint(groups: list[list[int]], lengths: list[int], heads: int, head_
             max_q=[max(*counts, 1) for counts in groups],
             max_k=max(*lengths, 1),
             sizes=sizes,
-            backend="gluon",
+            backend="hopper",
         )
 
     def separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.ikbo import joint_attention, tree, tree_attention
-from kernels.ikbo.hopper import attention
+from kernels.ikbo import joint_attention, tree_attention
+from kernels.ikbo.hopper import attention as hopper_attention
+from kernels.ikbo.hopper import tree as hopper_tree
 from kernels.testing import Tolerance, check_gradients
 from tests.kernels.ikbo.test_ikbo_attention import compare, gpu_operands, on_hopper
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -187,7 +188,7 @@ def test_hopper_levels_are_joined_by_their_shares(case: str) -> None:
     def ours(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
         # Every other element of what they are views of.
         queries = [x.repeat_interleave(2)[::2] for x in (2 * ads[vendors], 2 * ads)]
-        return tree._gluon(q, [k0, k1], [v0, v1], queries, keys, [20, 20], [5, 5], 8**-0.5)
+        return hopper_tree.tree_attention(q, [k0, k1], [v0, v1], queries, keys, [20, 20], [5, 5], 8**-0.5)
 
     def expected(q: Tensor, k0: Tensor, k1: Tensor, v0: Tensor, v1: Tensor) -> Tensor:
         return oracle(q.view(-1, 2, 2, 8), [k0, k1], [v0, v1], tree_of).flatten(0, 1)
@@ -203,7 +204,7 @@ def test_hopper_groups_meet_the_keys_of_their_request() -> None:
     k, v = torch.randn(2, 5, 2, 8, dtype=torch.float64)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention._gluon(q, k, v, [own, target], keys, [3, 4], 3, 0.3, sizes)
+        return hopper_attention.joint_attention(q, k, v, [own, target], keys, [3, 4], 3, 0.3, sizes)
 
     def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return joint_attention(q, k, v, [own, target], keys, max_q=(3, 4), max_k=3, sizes=sizes, scale=0.3)
@@ -225,7 +226,7 @@ def test_hopper_matches_each_ad_by_itself(case: str) -> None:
     tree_of = GPU_TREES[case]
     shapes = [(sum(tree_of[1]), 64, 2, 128), *((sum(tree_of[2 + level]), 2, 128) for _ in "kv" for level in (0, 1))]
     compare(
-        lambda q, k0, k1, v0, v1: attend(q, [k0, k1], [v0, v1], tree_of, "gluon"),
+        lambda q, k0, k1, v0, v1: attend(q, [k0, k1], [v0, v1], tree_of, "hopper"),
         lambda q, k0, k1, v0, v1: oracle(q, [k0, k1], [v0, v1], tree_of),
         gpu_operands(*shapes),
     )

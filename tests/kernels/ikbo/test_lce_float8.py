@@ -85,7 +85,7 @@ def test_bad_operands_are_named() -> None:
 def test_hopper_kernel_against_the_specification(counts: tuple[int, ...], depth: int, request_depth: int) -> None:
     arguments = quantized(make(counts, 433, depth, request_depth, 256, "cuda"))
     with poisoned_empty():
-        out = linear_compression_float8(*arguments, backend="gluon")
+        out = linear_compression_float8(*arguments, backend="hopper")
     candidate, request = (x.codes.double() * x.scale for x in arguments[:2])
     w_candidate, w_request = (x.codes.double() * x.scale.double()[:, None] for x in arguments[2:4])
     oracle = linear_compression(candidate, request, w_candidate, w_request, arguments[4], backend="reference")

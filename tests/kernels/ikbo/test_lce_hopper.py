@@ -132,7 +132,7 @@ def test_against_the_reference(shape: str, dtype: torch.dtype) -> None:
     tolerance = Tolerance("products of sums rounded once more", roundings=2, reduction=150_000)
     with poisoned_empty():
         check_gradients(
-            lambda **tensors: call("gluon", **tensors),
+            lambda **tensors: call("hopper", **tensors),
             lambda **tensors: call("reference", **tensors),
             SHAPES[shape].inputs("cuda", dtype),
             tolerance,

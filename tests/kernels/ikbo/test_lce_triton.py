@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.core import dispatch
-from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
+from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty, serving
 
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
@@ -25,8 +24,7 @@ LARGER = {"tails of blocks": Case(((1, 0, 3),), num_out=70, depth=66, user_depth
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     interpret(monkeypatch, lce)
-    backends = dispatch._registry["linear_compression"]
-    monkeypatch.setitem(backends, "triton", replace(backends["triton"], supports=dispatch.always))
+    monkeypatch.setitem(dispatch._registry, "linear_compression", serving("linear_compression", "triton"))
     dispatch._chosen.clear()
     yield
     dispatch._chosen.clear()

@@ -40,11 +40,11 @@ def test_compiles(width: int, columns: int) -> None:
 def test_what_it_serves() -> None:
     hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "width": 256, "columns": 8}
     served = dispatch.explain("jagged_jagged_bmm", **hopper, long_rows=False)
-    assert "gluon        priority  20  chosen" in served
+    assert "hopper        chosen" in served
     others = {"capability": (10, 0), "dtype": torch.float32, "width": 72, "columns": 9, "long_rows": True}
     for name, value in others.items():
         facts = hopper | {"long_rows": False, name: value}
-        assert "refused" in dispatch.explain("jagged_jagged_bmm", "gluon", **facts)
+        assert "refused" in dispatch.explain("jagged_jagged_bmm", "hopper", **facts)
 
 
 def test_what_serves_is_remembered_whatever_the_longest_row() -> None:
@@ -87,7 +87,7 @@ def test_matches_the_reference(lengths: list[int], width: int, columns: int, dty
     inputs = {"x": random(sum(lengths), width + before)[:, before:], "y": random(sum(lengths), columns + 1)[:, 1:]}
     with poisoned_empty():
         check_gradients(
-            lambda x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend="gluon"),
+            lambda x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend="hopper"),
             lambda x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend="reference"),
             inputs,
             Tolerance("rounded once; sums over 517 places or 256 columns", roundings=2, reduction=517),
@@ -101,5 +101,5 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     offsets = offsets_of([5, 3, 40, 7]).cuda()
     x, y = torch.ones(55, 64, device="cuda").bfloat16(), torch.ones(55, 8, device="cuda").bfloat16()
     x[6] = float("nan")
-    out = jagged.jagged_jagged_bmm(x, y, offsets, 40, backend="gluon")
+    out = jagged.jagged_jagged_bmm(x, y, offsets, 40, backend="hopper")
     assert out.isfinite().all((1, 2)).tolist() == [True, False, True, True]

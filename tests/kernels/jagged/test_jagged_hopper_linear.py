@@ -122,10 +122,10 @@ def test_what_it_serves() -> None:
         return next(line.split()[0] for line in lines if line.endswith("chosen"))
 
     for change in ({}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"inner": 8, "width": 8}):
-        assert chosen(**change) == "gluon"
+        assert chosen(**change) == "hopper"
     for change in ({"capability": (10, 0)}, {"width": 12}, {"inner": 264}, {"width": 0}):
         assert chosen(**change) == "triton"
-        assert "refused" in dispatch.explain("jagged_linear", "gluon", **hopper | change)
+        assert "refused" in dispatch.explain("jagged_linear", "hopper", **hopper | change)
     assert chosen(dtype=torch.float64) == "reference"
 
 
@@ -165,7 +165,7 @@ def check(lengths: list[int], inputs: dict[str, torch.Tensor], activation: str) 
         return jagged.jagged_linear(offsets=offsets, activation=activation, backend=backend, **tensors)
 
     with poisoned_empty():
-        check_gradients(partial(run, "gluon"), partial(run, "reference"), inputs, ROUNDED, GRADIENTS)
+        check_gradients(partial(run, "hopper"), partial(run, "reference"), inputs, ROUNDED, GRADIENTS)
 
 
 @hopper
@@ -176,7 +176,7 @@ def test_matches_the_reference(lengths: list[int], inner: int, width: int, dtype
     check(lengths, inputs, "gelu")
     with torch.no_grad():  # what the activation was applied to is not kept then
         given = {"offsets": offsets_of(lengths).cuda(), "activation": "gelu"}
-        out = jagged.jagged_linear(**inputs, **given, backend="gluon")
+        out = jagged.jagged_linear(**inputs, **given, backend="hopper")
         exact = jagged.jagged_linear(**{name: tensor.double() for name, tensor in inputs.items()}, **given)
         assert_close_to_oracle(out, exact, ROUNDED)
 
@@ -193,7 +193,7 @@ def test_what_is_not_finite_stays_in_its_row(
     for row, value in ((1, float("inf")), (2, float("nan")), (6, -float("inf")), (11, float("nan"))):
         inputs["row_bias"][row, 7 * row] = value
     inputs["x"][20, 3], inputs["x"][50, 4] = float("nan"), float("inf")
-    out = jagged.jagged_linear(**inputs, offsets=offsets, backend="gluon")
+    out = jagged.jagged_linear(**inputs, offsets=offsets, backend="hopper")
     exact = jagged.jagged_linear(**{k: v.double() for k, v in inputs.items()}, offsets=offsets, backend="reference")
     assert torch.equal(out.isfinite(), exact.isfinite())
     assert torch.allclose(out.double(), exact, rtol=1e-2, atol=1e-1, equal_nan=True)
@@ -228,9 +228,9 @@ def test_float32(inner: int, width: int, activation: str, tf32: bool, allow_tf32
 
     with poisoned_empty():
         allow_tf32(not tf32)  # which is asked for in every call
-        results("gluon", torch.float32)
+        results("hopper", torch.float32)
         allow_tf32(tf32)
-        served = results("gluon", torch.float32)
+        served = results("hopper", torch.float32)
     exact = results("reference", torch.float64)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(served, exact, strict=True)]
     assert errors[0] > 1e-5 if tf32 else errors[0] < 1e-6, errors
@@ -294,5 +294,5 @@ def test_tf32_is_asked_for_again_before_the_backward(before: bool, allow_tf32: C
         allow_tf32(not before)
         return torch.autograd.grad(out.square().sum(), list(leaves.values()))
 
-    served, exact = gradients("gluon", torch.float32), gradients("reference", torch.float64)
+    served, exact = gradients("hopper", torch.float32), gradients("reference", torch.float64)
     assert max(float((a - b).norm() / b.norm()) for a, b in zip(served, exact, strict=True)) < 2e-3

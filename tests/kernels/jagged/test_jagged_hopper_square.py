@@ -76,7 +76,7 @@ def test_what_it_serves() -> None:
         (inner, {}),
         (inner, {"dtype": torch.float32}),
     ):
-        assert "gluon        priority  20  chosen" in dispatch.explain(op, **hopper | facts)
+        assert "hopper        chosen" in dispatch.explain(op, **hopper | facts)
     for op, facts in (
         (outer, {"capability": (10, 0)}),
         (outer, {"width": 20}),
@@ -86,7 +86,7 @@ def test_what_it_serves() -> None:
         (inner, {"width": 128}),
         (inner, {"short_rows": True}),
     ):
-        assert "refused" in dispatch.explain(op, "gluon", **hopper | facts)
+        assert "refused" in dispatch.explain(op, "hopper", **hopper | facts)
 
 
 LENGTHS = [[0, 5, 0, 70, 1, 0], [1], [0, 0], [], [64, 32, 96, 128], [0] * 50 + [517] + [0] * 50, [1] * 170 + [33] * 900]
@@ -117,8 +117,8 @@ def test_matches_the_reference(lengths: list[int], width: int, dtype: torch.dtyp
 
     tolerance = Tolerance("the result rounded; sums over a row or its width", reduction=max(longest, width))
     with poisoned_empty():
-        check_gradients(partial(run, "gluon"), partial(run, "reference"), inputs, tolerance)
-        assert torch.equal(run("gluon", **inputs), run("gluon", **inputs))
+        check_gradients(partial(run, "hopper"), partial(run, "reference"), inputs, tolerance)
+        assert torch.equal(run("hopper", **inputs), run("hopper", **inputs))
 
 
 @pytest.mark.gpu
@@ -146,12 +146,12 @@ def test_inner_matches_the_reference(lengths: list[int], width: int, dtype: torc
 
     def gradients() -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-        return torch.autograd.grad(run("gluon", **leaves), list(leaves.values()), inputs["y"])
+        return torch.autograd.grad(run("hopper", **leaves), list(leaves.values()), inputs["y"])
 
     tolerance = Tolerance("the result rounded; sums over a row or its width", reduction=max(longest, width))
     with poisoned_empty():
-        check_gradients(partial(run, "gluon"), partial(run, "reference"), inputs, tolerance)
-        assert torch.equal(run("gluon", **inputs), run("gluon", **inputs))
+        check_gradients(partial(run, "hopper"), partial(run, "reference"), inputs, tolerance)
+        assert torch.equal(run("hopper", **inputs), run("hopper", **inputs))
         assert all(map(torch.equal, gradients(), gradients()))
 
 
@@ -187,10 +187,10 @@ def test_float32(lengths: list[int], width: int, tf32: bool, allow_tf32: Callabl
         return [tensor.detach() for tensor in made]
 
     if total == 0:
-        assert all(tensor.numel() == 0 for tensor in results(torch.float32, "gluon"))
+        assert all(tensor.numel() == 0 for tensor in results(torch.float32, "hopper"))
         return
     with poisoned_empty():
-        made, again = results(torch.float32, "gluon"), results(torch.float32, "gluon")
+        made, again = results(torch.float32, "hopper"), results(torch.float32, "hopper")
     exact = results(torch.float64, "reference")
     assert all(map(torch.equal, made, again))
     errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(made, exact, strict=True)]

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from kernels import mxfp8
 from kernels.core import dispatch
-from kernels.mxfp8 import grouped_backends, plain
-from kernels.mxfp8.hopper import grouped_bf16
+from kernels.mxfp8 import plain
+from kernels.mxfp8.hopper import grouped_bf16, operators
 from kernels.testing import Tolerance, check_gradients
 
 SIZES = [40, 0, 70, 1]
@@ -50,7 +50,7 @@ def test_products_and_gradients(view: bool) -> None:
     x = random(130, 192)[:, ::2] if view else random(130, 96)
     weight = random(4, 96, 64).mT if view else random(4, 64, 96)
     check_gradients(
-        lambda x, weight: grouped_backends.grouped_mm(x, weight, ends),
+        lambda x, weight: operators.grouped_mm(x, weight, ends),
         lambda x, weight: mxfp8.grouped_mm(x, weight, ends, recipe="none", backend="reference"),
         {"x": x, "weight": weight},
         ROUNDED,
@@ -59,7 +59,7 @@ def test_products_and_gradients(view: bool) -> None:
 
 def test_the_gradient_of_a_sum() -> None:
     x, weight = random(130, 96).requires_grad_(), random(4, 64, 96).requires_grad_()
-    dx, dw = torch.autograd.grad(grouped_backends.grouped_mm(x, weight, ends_of(SIZES)).sum(), (x, weight))
+    dx, dw = torch.autograd.grad(operators.grouped_mm(x, weight, ends_of(SIZES)).sum(), (x, weight))
     assert torch.equal(dx[111:], torch.zeros(19, 96))
     assert (dw[1] == 0).all()
     assert dw[0].isfinite().all()
@@ -68,7 +68,7 @@ def test_the_gradient_of_a_sum() -> None:
 def test_weight_gradients_have_gradients() -> None:
     ends = ends_of(SIZES)
     check_gradients(
-        lambda dy, x: grouped_backends.grouped_wgrad(dy, x, ends),
+        lambda dy, x: operators.grouped_wgrad(dy, x, ends),
         lambda dy, x: plain.grouped_wgrad(dy, x, ends),
         {"dy": random(111, 64), "x": random(111, 96)},
         ROUNDED,
@@ -79,8 +79,8 @@ def test_weight_gradients_have_gradients() -> None:
 def test_nothing_to_multiply(shape: tuple[int, int]) -> None:
     rows, experts = shape
     x, weight, ends = random(rows, 96), random(experts, 64, 96), torch.zeros(experts, dtype=torch.int32)
-    assert torch.equal(grouped_backends.grouped_mm(x, weight, ends), torch.zeros(rows, 64, dtype=torch.bfloat16))
-    gradient = grouped_backends.grouped_wgrad(random(rows, 64), x, ends)
+    assert torch.equal(operators.grouped_mm(x, weight, ends), torch.zeros(rows, 64, dtype=torch.bfloat16))
+    gradient = operators.grouped_wgrad(random(rows, 64), x, ends)
     assert torch.equal(gradient, torch.zeros(experts, 64, 96, dtype=torch.bfloat16))
 
 
@@ -88,10 +88,10 @@ def test_a_weight_gradient_that_cannot_be_served_is_refused_in_the_forward(monke
     hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
     monkeypatch.setattr(dispatch, "_facts_of", lambda tensor: hopper)
     x, weight, ends = random(130, 128).requires_grad_(), random(4, 64, 128), ends_of(SIZES)
-    dispatch.force("grouped_mm=gluon,grouped_wgrad=gluon")
+    dispatch.force("grouped_mm=hopper,grouped_wgrad=hopper")
     try:
         mxfp8.grouped_mm(x, weight, ends, recipe="bf16").sum().backward()
-        with pytest.raises(dispatch.UnsupportedError, match=r"'gluon' of grouped_wgrad.*only known as multiples of 1"):
+        with pytest.raises(dispatch.UnsupportedError, match=r"'hopper' of grouped_wgrad.*only known as multiples of 1"):
             mxfp8.grouped_mm(x, weight.requires_grad_(), ends, recipe="bf16")
         with torch.no_grad():
             mxfp8.grouped_mm(x, weight, ends, recipe="bf16")
@@ -104,5 +104,5 @@ def test_operators_are_well_formed() -> None:
     # Its backward has the weight gradient from another backend, on the CPU from one that asks for the sizes.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (x, weight, ends_of(SIZES))
-    torch.library.opcheck(grouped_backends._grouped_mm.definition, arguments, test_utils=checks)
-    torch.library.opcheck(grouped_backends._grouped_wgrad.definition, (dy, x, ends_of(SIZES)))
+    torch.library.opcheck(operators._grouped_mm.definition, arguments, test_utils=checks)
+    torch.library.opcheck(operators._grouped_wgrad.definition, (dy, x, ends_of(SIZES)))

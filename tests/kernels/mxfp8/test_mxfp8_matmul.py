@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import mxfp8
 from kernels.core import dispatch
-from kernels.mxfp8 import matmul, operands
+from kernels.mxfp8 import matmul
+from kernels.mxfp8.blackwell import experts
 from kernels.mxfp8.matmul import aligned_groups
 from kernels.mxfp8.plain import torch_grouped_mm
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, sqnr_db
@@ -146,7 +147,7 @@ def test_products_of_codes_are_those_of_the_reference(sizes: list[int], group: i
     total, offsets = sum(sizes), ends_of(sizes)
     x, weight = random(total + 3, 256).requires_grad_(), random(len(sizes), 128, 256).requires_grad_()
     dy, results = random(total + 3, 128), []
-    for multiply in (operands.grouped_mm, matmul.grouped_mm):
+    for multiply in (experts.grouped_mm, matmul.grouped_mm):
         y = multiply(x, weight, offsets, torch.float32, group)
         results.append((y, *torch.autograd.grad(y, (x, weight), dy)))
     for name, ours, expected in zip(("y", "dx", "dw"), *results, strict=True):
@@ -160,10 +161,10 @@ def test_products_of_codes_are_those_of_the_reference(sizes: list[int], group: i
 def test_block_scaled_products_are_reached_by_name() -> None:
     facts: dict[str, Any] = {"device": "cuda", "capability": (10, 0), "dtype": torch.float32}
     widths = {"in_features": 256, "out_features": 128}
-    assert "chosen" in dispatch.explain("mxfp8_grouped_mm", "operands", **facts, **widths).splitlines()[-1]
+    assert "chosen" in dispatch.explain("mxfp8_grouped_mm", "blackwell", **facts, **widths).splitlines()[-1]
     facts["dtype"] = torch.float8_e4m3fn
     for op in ("mxfp8_grouped_fprop", "mxfp8_grouped_wgrad"):
-        assert "triton       priority  -3  chosen" in dispatch.explain(op, "triton", **facts, **widths, group=32)
+        assert "blackwell     chosen" in dispatch.explain(op, "blackwell", **facts, **widths, group=32)
 
 
 def test_wgrad_blocks_do_not_straddle_experts() -> None:
@@ -301,7 +302,7 @@ def test_torch_grouped_mm_says_what_it_needs() -> None:
     facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "in_features": 64, "out_features": 12}
     text = dispatch.explain("grouped_mm", **facts)
     assert "no: needs rows of whole 16-byte units (features in multiples of 8), got 64 and 12" in text
-    assert "torch        priority  10  chosen" in dispatch.explain("grouped_mm", **facts | {"out_features": 16})
+    assert "torch         chosen" in dispatch.explain("grouped_mm", **facts | {"out_features": 16})
     assert "needs sm_90, sm_100" in dispatch.explain("grouped_mm", **facts | {"capability": (9, 9)})
 
 

@@ -15,21 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import tokens
 from kernels.core import dispatch
+from kernels.core.constants import EPSILON
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import (
     activate,
     add_rms_norm,
-    norm,
     parts,
-    permutation,
     permute,
+    reference,
     rms_norm,
-    rotary,
     rotate,
     rotate_qkv,
     unbind,
 )
-from kernels.tokens.norm import EPSILON
+from kernels.tokens.triton import norm_operator, permutation_operator, rotary_operator
 from tests.kernels.core.devices import SHARED_LIMITS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
@@ -205,7 +204,7 @@ def test_autocast_leaves_the_dtype_alone() -> None:
         x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert norm.rms_norm(x, torch.bfloat16).dtype is torch.bfloat16
+            assert reference.rms_norm(x, torch.bfloat16).dtype is torch.bfloat16
         finally:
             torch.set_autocast_enabled("cuda", False)
 
@@ -219,7 +218,7 @@ def test_norm_in_the_interpreter(
     interpreted(monkeypatch)
     with poisoned_empty():
         check_gradients(
-            lambda x: norm._rms_norm(x, out_dtype), normalised, {"x": view_of_wider(shape).float()}, ROUNDED
+            lambda x: norm_operator.rms_norm(x, out_dtype), normalised, {"x": view_of_wider(shape).float()}, ROUNDED
         )
 
 
@@ -230,7 +229,7 @@ def test_rotation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest
     cos, sin = (angle.float() for angle in angles_of(shape))
     with poisoned_empty():
         check_gradients(
-            lambda x: rotary._rotate(x, cos, sin, None, False),
+            lambda x: rotary_operator._rotate(x, cos, sin, None, False),
             lambda x: turned(x, cos.to(x), sin.to(x)),
             {"x": view_of_wider(shape).float()},
             ROUNDED,
@@ -244,7 +243,7 @@ def test_rotation_of_a_projection_in_the_interpreter(
     shape: tuple[int, ...], table: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreted(monkeypatch)
-    check_qkv(rotary._RotateQKV.apply, shape, table, torch.float32, "cpu")
+    check_qkv(rotary_operator.rotate_qkv, shape, table, torch.float32, "cpu")
 
 
 def check_qkv(
@@ -257,7 +256,7 @@ def check_qkv(
     with poisoned_empty():
         check_gradients(
             lambda qkv: joined(function(qkv, *given)),
-            lambda qkv: joined(rotary.rotate_qkv(qkv, cos.to(qkv), sin.to(qkv), positions)),
+            lambda qkv: joined(reference.rotate_qkv(qkv, cos.to(qkv), sin.to(qkv), positions)),
             {"qkv": qkv},
             ROUNDED,
         )
@@ -270,8 +269,8 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
     cos, sin = (angle.float() for angle in angles_of(shape))
     x = torch.randn(shape, requires_grad=True)
     for served, formula in (
-        (rotary._rotate(x, cos, sin, None, False), turned(x, cos, sin)),
-        (norm._rms_norm(x, x.dtype), normalised(x)),
+        (rotary_operator._rotate(x, cos, sin, None, False), turned(x, cos, sin)),
+        (norm_operator.rms_norm(x, x.dtype), normalised(x)),
     ):
         ours, expected = (torch.autograd.grad(out.sum(), x)[0] for out in (served, formula))
         torch.testing.assert_close(ours, expected)
@@ -281,7 +280,7 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
 def test_permutation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
-    permuted(lambda x, order: permutation._permute(x, order, False), shape, torch.float32, "cpu")
+    permuted(lambda x, order: permutation_operator._permute(x, order, False), shape, torch.float32, "cpu")
 
 
 def permuted(
@@ -399,8 +398,10 @@ def test_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
-    torch.library.opcheck(norm._rms_norm.definition, (x, torch.bfloat16))
+    torch.library.opcheck(norm_operator.rms_norm.definition, (x, torch.bfloat16))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
-    torch.library.opcheck(rotary._rotate.definition, (x, cos, sin, None, False))
-    torch.library.opcheck(rotary._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None))
-    torch.library.opcheck(permutation._permute.definition, (x, torch.randperm(5, device="cuda"), False))
+    torch.library.opcheck(rotary_operator._rotate.definition, (x, cos, sin, None, False))
+    torch.library.opcheck(
+        rotary_operator._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None)
+    )
+    torch.library.opcheck(permutation_operator._permute.definition, (x, torch.randperm(5, device="cuda"), False))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
-from kernels.tokens import activate, activation
+from kernels.tokens import activate
+from kernels.tokens.triton import activation_operator
 from tests.kernels.tokens.test_tokens import EXACT, HAS_TRITON, ROUNDED, interpreted
 
 SUMMED = Tolerance("a sum of all rows in float32, results rounded", roundings=4, reduction=30_000)
@@ -56,7 +57,7 @@ def test_activation_in_the_interpreter(
 
     interpreted(monkeypatch)
     monkeypatch.setattr(triton_activation, "processors", lambda device: 1)  # each program has several tiles of rows
-    check_activation(activation._activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
+    check_activation(activation_operator.activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
 
 
 @pytest.mark.gpu
@@ -97,4 +98,4 @@ def test_more_than_two_to_the_31_elements() -> None:
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     for factor in (x[:, 1], None):
-        torch.library.opcheck(activation._activate.definition, (x[:, 0], x[0, 1], "silu", factor))
+        torch.library.opcheck(activation_operator.activate.definition, (x[:, 0], x[0, 1], "silu", factor))

@@ -27,7 +27,14 @@ from kernels.jagged.hopper.linear.consumer_fp32 import multiply_single
 from kernels.jagged.hopper.linear.loader import HELD, find, load, place
 from kernels.jagged.hopper.linear.tiles import ROWS, WINDOW, addressable, descriptor
 from kernels.jagged.hopper.linear.weight import weight_gradient
-from kernels.jagged.triton.linear import linear_backward, linear_gradients, linear_like, save_linear, weight_product
+from kernels.jagged.triton.linear import (
+    keeps_input,
+    linear_backward,
+    linear_gradients,
+    linear_like,
+    save_linear,
+    weight_product,
+)
 
 MAX_WIDTH = 256
 LINE = 128  # bytes of a row of a piece
@@ -272,3 +279,10 @@ def _backward(ctx, grad, _):
 
 linear.register_fake(linear_like)
 linear.register_autograd(_backward, setup_context=_save)
+
+
+def jagged_linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, row_bias: Tensor | None, activation: str
+) -> Tensor:
+    keep = keeps_input(activation, x, weight, bias, row_bias)
+    return linear(x, offsets, weight, bias, row_bias, activation, keep)[0]

@@ -25,6 +25,7 @@ from kernels.jagged.hopper.square import outer_product
 from kernels.jagged.hopper.square.fp32 import PLACES, copy_single, multiply_single
 from kernels.jagged.hopper.square.half import copy_half, multiply_half
 from kernels.jagged.hopper.square.tiles import ROWS, find_tiles, ring_barriers, tile_list, tile_numbers, tile_table
+from kernels.jagged.products import SHORT
 from kernels.jagged.triton import square as triton_square
 
 
@@ -249,3 +250,16 @@ def _(x, y, offsets, squares, total):
 
 triton_square.register_outer(outer, inner)
 triton_square.register_inner(inner, outer, inner_gradients, lambda y: precision_of(y.dtype) != "tf32x3")
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int
+) -> Tensor:
+    fused_gradients = x.shape[1] > 128 and max_length >= SHORT
+    return (outer if fused_gradients else outer_product.outer)(x, y, offsets, squares, total)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool
+) -> Tensor:
+    return inner(a, y, offsets, squares, transpose)

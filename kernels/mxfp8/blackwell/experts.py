@@ -6,8 +6,6 @@ multiply the codes; which backend of these does is asked for by name, like this 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -63,18 +61,6 @@ class _GroupedMM(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _supports(
-    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (10, 0)):
-        return reason
-    if in_features % 128 or out_features % 128:
-        return f"needs features in multiples of 128, got {in_features} and {out_features}"
-    return None
-
-
-# By name, like the products that it is for: compiled for sm_100 and not run.
-@dispatch.register("mxfp8_grouped_mm", "operands", supports=_supports, priority=-1)
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype, group: int) -> Tensor:
     """As the reference; results of products are rounded to bfloat16 before they become `out_dtype`."""
     return _GroupedMM.apply(x, weight, offsets, out_dtype, group)

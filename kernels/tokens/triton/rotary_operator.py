@@ -1,59 +1,20 @@
-"""Rotary position embedding (RoPE, arXiv 2104.09864): specification and registration."""
+"""Rotary position embedding by the Triton kernels, as an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.core import dispatch
 from kernels.core.operator import custom_op
-
-MAX_WIDTH = 8192  # features of a head; a program keeps whole tokens in registers
-
-
-@dispatch.register("rotate", "reference")
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
-    if positions is not None:
-        cos, sin = cos[positions], sin[positions]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-@dispatch.register("rotate_qkv", "reference")
-def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.unbind(1)
-    return rotate(q, cos, sin, positions), rotate(k, cos, sin, positions), v
-
-
-def _supports(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    width: int,
-    angles: torch.dtype,
-    angles_learn: bool,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability):
-        return reason
-    if reason := dispatch.needs_dtype(dtype, *dispatch.FLOATS) or dispatch.needs_dtype(angles, *dispatch.FLOATS):
-        return reason
-    if not 0 < width <= MAX_WIDTH:
-        return f"needs heads of 2 to {MAX_WIDTH} features, got {width}"
-    return "makes no gradient of cos and sin" if angles_learn else None
+from kernels.tokens.triton import tokens
 
 
 @custom_op("gemsmith::rotate")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
-    from kernels.tokens.triton import tokens as triton_tokens
-
-    return triton_tokens.rotate(x, cos, sin, positions, inverse)
+    return tokens.rotate(x, cos, sin, positions, inverse)
 
 
 @_rotate.register_fake
@@ -74,8 +35,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
 _rotate.register_autograd(_backward, setup_context=_save)
 
 
-@dispatch.register("rotate", "triton", supports=_supports, priority=10)
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
     return _rotate(x, cos, sin, positions, False)
 
 
@@ -83,12 +43,10 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> T
 def _rotate_qkv_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
 ) -> Tensor:
-    from kernels.tokens.triton import tokens as triton_tokens
-
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
-    triton_tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])
-    triton_tokens.rotate(dk, cos, sin, positions, True, out=gradient[:, 1])
-    triton_tokens.copy_heads(dv, gradient[:, 2])
+    tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])
+    tokens.rotate(dk, cos, sin, positions, True, out=gradient[:, 1])
+    tokens.copy_heads(dv, gradient[:, 2])
     return gradient
 
 
@@ -115,4 +73,4 @@ class _RotateQKV(torch.autograd.Function):
         return _rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None
 
 
-dispatch.register("rotate_qkv", "triton", supports=_supports, priority=10)(_RotateQKV.apply)
+rotate_qkv = _RotateQKV.apply

@@ -1,35 +1,18 @@
-"""A residual sum with its norm and chosen rows of it: specification and registration."""
+"""A residual sum with its norm and chosen rows of it by the Triton kernels, as an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kernels.core import dispatch
 from kernels.core.operator import custom_op
-from kernels.tokens import norm
-
-
-@dispatch.register("add_rms_norm", "reference")
-def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    total = x if change is None else x + change
-    # A row of zeros after the last one is row -1.
-    picked = total[:0] if rows is None else pad(total, (0, 0, 0, 1))[rows]
-    return total, norm.rms_norm(total, total.dtype), picked
-
-
-def _supports(*, device: str, capability: Hashable, dtype: torch.dtype, width: int) -> str | None:
-    return norm._supports(device=device, capability=capability, dtype=dtype, width=width, out_dtype=dtype)
+from kernels.tokens.triton import residual
 
 
 @custom_op("gemsmith::add_rms_norm")
 def _add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.tokens.triton import residual
-
     return residual.add_rms_norm(x, change, rows)
 
 
@@ -43,8 +26,6 @@ def _(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Te
 def _add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor, d_picked: Tensor | None, total: Tensor, rows: Tensor | None
 ) -> Tensor:
-    from kernels.tokens.triton import residual
-
     return residual.add_rms_norm_backward(d_total, d_normed, d_picked, total, rows)
 
 
@@ -76,7 +57,6 @@ def _backward(
 _add_rms_norm.register_autograd(_backward, setup_context=_save)
 
 
-@dispatch.register("add_rms_norm", "triton", supports=_supports, priority=10)
-def _forward(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     total, normed, picked = _add_rms_norm(x, change, rows)
     return x if change is None else total, normed, picked

@@ -1,0 +1,48 @@
+"""The specifications of the operators on single tokens, in plain PyTorch; the equations are in the README."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import pad
+
+from kernels.core.constants import EPSILON
+
+ACTIVATIONS = {"none": lambda u: u, "silu": F.silu}
+
+
+def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> Tensor:
+    wide = torch.promote_types(z.dtype, torch.float32)
+    y = ACTIVATIONS[activation](z.to(wide) + bias.to(wide))
+    return (y if factor is None else y * factor.to(wide)).to(z.dtype)
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if change is None else x + change
+    # A row of zeros after the last one is row -1.
+    picked = total[:0] if rows is None else pad(total, (0, 0, 0, 1))[rows]
+    return total, rms_norm(total, total.dtype), picked
+
+
+def permute(values: Tensor, order: Tensor) -> Tensor:
+    return values.index_select(0, order)
+
+
+def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
+    return F.rms_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return rotate(q, cos, sin, positions), rotate(k, cos, sin, positions), v

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gdpa import ACTIVATIONS, add_norms, gdpa, layer_norm
+from modules.checks import check_tokens
 from modules.config import option
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
@@ -87,6 +88,7 @@ class GDPASelfAttention(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
 
     def queries(self, values: Tensor, offsets: Tensor, rotation: Rotation | None = None) -> Tensor:
+        check_tokens(values, self.query_key_value.in_features, self.query_key_value)
         return values
 
     def forward(
@@ -98,8 +100,9 @@ class GDPASelfAttention(nn.Module):
         queries: Tensor | None = None,
     ) -> Tensor:
         """`queries` [N, dim] replace `values`, also as the source of keys and values."""
+        queries = self.queries(values, offsets) if queries is None else queries
         check_maximum(offsets, self.max_length, "max_length")
-        projected = self.query_key_value(values if queries is None else queries)
+        projected = self.query_key_value(queries)
         query, key, value = projected.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         query, key = _normalised(self.qk_norm, query, key)
         if rotation is not None:
@@ -161,6 +164,7 @@ class GDPAPooling(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor, *, queries: Tensor | None = None) -> Tensor:
         """`queries` [num_seeds, dim] replace the seeds."""
+        check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         queries = self.seeds if queries is None else queries
         query = self.query(queries).view(-1, self.num_heads, self.head_dim)
@@ -226,10 +230,12 @@ class PersonalizedFFN(nn.Module):
         nn.init.uniform_(self.mix, -bound, bound)
 
     def queries(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
+        check_tokens(values, self.num_heads * self.head_dim)
         return values
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
         """`queries` [N, dim] replace `values` as queries."""
+        queries = self.queries(values, offsets, summary) if queries is None else queries
         check_maximum(offsets, self.max_length, "max_length")
         if summary.shape[1:] != (self.num_summary, self.num_heads * self.head_dim):
             raise ValueError(
@@ -240,7 +246,7 @@ class PersonalizedFFN(nn.Module):
         # A batched product: matmul would transpose the summary, to make one large product with features as rows.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
-        query = (values if queries is None else queries).view(-1, self.num_heads, self.head_dim)
+        query = queries.view(-1, self.num_heads, self.head_dim)
         attended = gdpa(
             *_normalised(self.qk_norm, query, key),
             value,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.attention import jagged_attention
+from modules.checks import check_tokens
 from modules.maxima import check_maximum
 from modules.rotary import Rotation, rotate_qkv
 
@@ -33,6 +34,7 @@ class JaggedSelfAttention(nn.Module):
     def forward(self, values: Tensor, offsets: Tensor, rotation: Rotation | None = None) -> Tensor:
         """`rotation` is (cos, sin) of the tokens' positions, from `modules.rotary.rotation`; without it the order of
         tokens has no effect except through masks."""
+        check_tokens(values, self.query_key_value.in_features, self.query_key_value)
         check_maximum(offsets, self.max_length, "max_length")
         projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
         query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)

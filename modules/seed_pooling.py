@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kernels.ikbo import target_attention
 from kernels.tokens import unbind
+from modules.checks import check_tokens
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.norms import rms_norm
@@ -59,6 +60,7 @@ class SeedPooling(nn.Module):
         nn.init.normal_(self.seeds)
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         num_rows, num_seeds = offsets.shape[0] - 1, self.seeds.shape[0]
         query = self.query(rms_norm(self.seeds)).view(1, num_seeds, self.num_heads, self.head_dim)

@@ -11,6 +11,7 @@ from kernels.attention import jagged_attention
 from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.tokens import unbind
+from modules.checks import check_dtype, check_tokens
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
 from modules.plain import is_plain
@@ -57,7 +58,8 @@ class TargetAttention(nn.Module):
         """queries [C, num_queries, dim], candidate_offsets [R + 1], sequence values [N, dim] and offsets [R + 1]
         -> [C, num_queries, dim]. A candidate of a request without events gets zeros. A sequence of candidate_offsets
         is a tree, see `kernels.ikbo.nested_offsets`."""
-        _check_queries(queries, self.num_queries)
+        _check_queries(queries, self.num_queries, self.query)
+        check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         attended = target_attention(
@@ -122,7 +124,8 @@ class SelfAndTargetAttention(nn.Module):
         """
         if not isinstance(candidate_offsets, Tensor):
             candidate_offsets = nested_offsets(*candidate_offsets)
-        _check_queries(queries, self.num_queries)
+        _check_queries(queries, self.num_queries, self.query)
+        check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
@@ -196,6 +199,7 @@ class SelfAndTargetAttention(nn.Module):
         return projected.unflatten(-1, (self.num_heads, self.head_dim))
 
 
-def _check_queries(queries: Tensor, num_queries: int) -> None:
+def _check_queries(queries: Tensor, num_queries: int, layer: nn.Module) -> None:
     if queries.dim() != 3 or queries.shape[1] != num_queries:
         raise ValueError(f"queries must be [C, num_queries={num_queries}, dim], got {list(queries.shape)}")
+    check_dtype(queries, layer, "queries")

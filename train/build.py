@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,6 +22,7 @@ from modules.flops import BatchFlops, count_flops
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
+from train.checkpoint import save as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
@@ -125,3 +128,13 @@ def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
         table_std=model.table_std,
         dropout=model.embedding_dropout,
     )
+
+
+def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
+    """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
+    checkpoint.check_data(path, source.fingerprint)
+    spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
+    arch = build_arch(config.model, spec)
+    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
+    checkpoint.load_weights(path, model)
+    return model.eval().to(device)

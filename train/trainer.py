@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,8 +21,11 @@ from train.build import build
 from train.checkpoint import save as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.save import Checkpointer, Progress
+from train.config.environment import to_saved
 from train.config.schema import Config
+from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
+from train.distill import build_distillation
 from train.evaluate import evaluate_split
 from train.loss import ranking_loss, shares_of_tasks
 from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
@@ -86,11 +90,13 @@ class Trainer:
         self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
+        self.distillation = build_distillation(self.job)
         self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
         self.forward_flops = self.job.forward_flops
+        self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)
         self.launches = LaunchWatch(config, world)
@@ -104,14 +110,14 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
         self.about: dict[str, Any] = {
-            "config": dataclasses.asdict(config),
+            "config": to_saved(config),
             "plan": self.job.plan,
             "world_size": world.size,
             "data_fingerprint": self.source.fingerprint,
             "versions": versions.collect(),
         }
         self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
-        self.preemption = Preemption(world)
+        self.preemption = Preemption(world, runtime.collective_timeout)
         self.stall = StallWatch(self.run_dir, world.rank, runtime.collective_timeout)
         self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 
@@ -146,13 +152,15 @@ class Trainer:
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            checkpoint.check_config(saved, self.about["config"])
+            checkpoint.check_config(saved, dataclasses.asdict(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.balance.restore(self.progress.tokens_per_expert)
             self.skipped_steps.fill_(self.progress.skipped_steps)
+            if self.distillation is not None and self.distillation.adapter is not None:
+                self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
         elif self.config.checkpoint.load:
@@ -162,6 +170,18 @@ class Trainer:
             write_json(self.run_dir / "config.json", self.about)
             self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
+
+    def _dealer(self) -> Dealer:
+        """Deals requests by the model's own FLOPs, of a request with as many candidates as the sampled ones have."""
+        sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
+        candidates = sample.num_candidates / sample.num_requests
+
+        def flops(length: float, squared: float) -> float:
+            return self.forward_flops(1, candidates, length, squared)
+
+        fixed = flops(0, 0)
+        cost = Cost(fixed, flops(1, 0) - fixed, flops(0, 1) - fixed)
+        return Dealer(cost, self.world.size, self.config.parallel.balance)
 
     def _last_step(self) -> int:
         """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
@@ -211,6 +231,7 @@ class Trainer:
             id_dropout=data.id_dropout,
             history_dropout=data.history_dropout,
             pad_events=data.pad_events,
+            dealer=self.dealer,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
@@ -293,8 +314,9 @@ class Trainer:
             logits = self.model(batch)
         loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
+        taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
-        return loss + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
+        return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -310,6 +332,9 @@ class Trainer:
         values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
+        if self.dealer is not None:
+            values |= self.dealer.compute()
+            self.dealer.reset()
         shown = _every(self.progress.step, runtime.log_every) or self._finished()
         self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
@@ -392,6 +417,8 @@ class Trainer:
         self.progress.tokens_per_expert = self.balance.counts()
         self.progress.skipped_steps = int(self.skipped_steps.item())
         self.progress.tracker = self.tracker.state_dict()
+        if self.distillation is not None and self.distillation.adapter is not None:
+            self.progress.adapter = self.distillation.adapter.state()
         with self.throughput.paused(), self.whole_run.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step

@@ -105,7 +105,76 @@ def write_amazon_electronics(folder: Path) -> None:
         write(folder / name, header, rows)
 
 
+def write_splits(folder: Path, header: str, suffix: str = ".csv", **given: Iterable[object]) -> None:
+    """Files of the three splits with the same rows."""
+    for name in ("train", "valid", "test"):
+        if suffix == ".csv":
+            write(folder / f"{name}.csv", header, columns(header, **given))
+        else:
+            rows = {column: list(given.get(column, digits())) for column in header.split(",")}
+            pq.write_table(pa.table(rows), folder / f"{name}.parquet")
+
+
+def write_ml1m(folder: Path) -> None:
+    """The tables that `tools.datasets ml1m` makes."""
+    header = "user,item,position,rating,user_ratings,user_mean,movie_ratings,movie_mean"
+    users = [i // 10 for i in range(ROWS)]
+    write_splits(folder, header, ".parquet", user=users, position=[i % 10 for i in range(ROWS)])
+    pq.write_table(
+        pa.table({"item": range(6), "year": [1990] * 6, "genres": [["Drama"]] * 6}), folder / "movies.parquet"
+    )
+    attributes = {name: ["1"] * 6 for name in ("gender", "age", "occupation")}
+    pq.write_table(pa.table({"user": range(6), **attributes}), folder / "users.parquet")
+
+
+def write_amazon_sequences(folder: Path) -> None:
+    write_splits(folder, "user,item,position,label", ".parquet", label=digits(2), position=range(ROWS))
+
+
+def write_kuaivideo(folder: Path) -> None:
+    header = "timestamp,user_id,item_id,is_click,is_like,is_follow,pos_items,neg_items"
+    sequences = ["^".join(map(str, items)) for items in LISTS]
+    given = {"item_id": [0] * ROWS, "user_id": [0] * ROWS, "pos_items": sequences, "neg_items": ["0"] * ROWS}
+    for name in ("train.csv", "test.csv"):
+        write(folder / name, header, columns(header, is_click=digits(2), **given))
+
+
+def write_taobao_ad_x1(folder: Path) -> None:
+    header = f"clk,btag_his,cate_his,brand_his,userid,{PROFILE},new_user_class_level,{AD},pid,btag"
+    sequences = {name: ["^".join(map(str, items)) for items in LISTS] for name in ("cate_his", "brand_his")}
+    same = {name: [1] * ROWS for name in header.split(",") if not name.endswith("_his") and name != "clk"}
+    for name in ("train.csv", "test.csv"):
+        write(folder / name, header, columns(header, clk=digits(2), btag_his=["1^1"] * ROWS, **sequences, **same))
+
+
+def write_criteo_x1(folder: Path) -> None:
+    names = [*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    write_splits(folder, ",".join(["label", *names]), label=digits(2))
+
+
+def write_avazu_x1(folder: Path) -> None:
+    write_splits(folder, ",".join(["label", *(f"feat_{i}" for i in range(1, 23))]), label=digits(2))
+
+
+def write_movielens_latest_x1(folder: Path) -> None:
+    write_splits(folder, "label,user_id,item_id,tag_id", label=digits(2))
+
+
+def write_movielens_ids(folder: Path) -> None:
+    rows = {"userId": digits(), "movieId": digits(), "rating": [3.0 + i % 3 for i in range(ROWS)]}
+    pq.write_table(pa.table({**rows, "timestamp": range(ROWS)}), folder / "ratings.parquet")
+
+
 EXAMPLES = {
+    "ml1m": (write_ml1m, {"rated"}, 3),
+    "ml1m_features": (write_ml1m, {"rated"}, 3),
+    "amazon_sequences": (write_amazon_sequences, {"bought"}, 3),
+    "kuaivideo": (write_kuaivideo, {"clicked", "passed"}, 2),
+    "taobao_ad_x1": (write_taobao_ad_x1, {"category", "brand", "kind"}, 2),
+    "criteo_x1": (write_criteo_x1, set(), 3),
+    "avazu_x1": (write_avazu_x1, set(), 3),
+    "movielens_latest_x1": (write_movielens_latest_x1, set(), 3),
+    "movielens_ids": (write_movielens_ids, {"rated"}, 1),
     "taobao_ad": (write_taobao_ad, {"behaviour"}, 1),
     "taobao_ad_raw": (write_taobao_ad_raw, {"view", "intent"}, 1),
     "taobao_ad_flat": (write_taobao_ad_flat, {"click"}, 2),
@@ -118,7 +187,7 @@ EXAMPLES = {
 
 def test_every_shipped_example_is_tried_here():
     shipped = {path.stem for path in (CONFIGS / "data").glob("*.yaml")}
-    assert shipped == {*EXAMPLES, "movielens", "synthetic", "events"}
+    assert shipped == {*EXAMPLES, "movielens", "synthetic", "production", "events"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -10,21 +12,24 @@ from tests.data.test_data_events import make_config, make_table, rows_of, whole,
 from train.data import build_source
 
 
-def test_a_run_on_other_files_keeps_rows_of_ids_and_scales_of_numbers(tmp_path):
+def test_a_run_on_other_files_keeps_rows_of_ids_and_scales_of_numbers(tmp_path, caplog):
     build_source(make_config(tmp_path, make_table(seed=2))).keep_mapping(tmp_path / "run")  # and its data was changed
     first = build_source(make_config(tmp_path, make_table(), candidate_numeric=["price"], min_count=2))
     first.keep_mapping(tmp_path / "run")
     table = make_table(seed=1)
     table |= {"item": table["item"] + 15, "price": table["price"] * 2}
-    second = build_source(
-        make_config(tmp_path, table, candidate_numeric=["price"], vocabulary_of=str(tmp_path / "run"))
-    )
+    with caplog.at_level(logging.INFO, "train"):
+        second = build_source(
+            make_config(tmp_path, table, candidate_numeric=["price"], vocabulary_of=str(tmp_path / "run"))
+        )
     earlier, now = words(first, "item"), words(second, "item")
     assert now[: len(earlier)] == earlier
     new = now[len(earlier) :]
     assert new == sorted(new)
     trained = set(table["item"][np.argsort(table["time"], kind="stable")][:160].astype(str))
     assert set(new) == trained - set(earlier)
+    told = f"table 'item': {len(earlier) - 1} ids keep their rows, {len(new)} new ones got rows, 0 others"
+    assert any(message.startswith(told) for message in caplog.messages)
     assert second.meta["numeric"] == first.meta["numeric"]
     assert second.extends == first.fingerprint != second.fingerprint
     counts = pq.read_table(second.folder / "vocabulary" / "item.parquet")["count"].to_pylist()

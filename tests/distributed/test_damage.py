@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from tests.launching import TINY_DLRM, train_here, train_ranks
+from tests.launching import ROOT, TINY_DLRM, environment, python, train_here, train_ranks
 from train.checkpoint import manifest
 from train.checkpoint.manifest import DamagedError
 from train.checkpoint.read import read_metadata
@@ -214,3 +216,39 @@ def test_ranks_sum_what_they_write_and_verify_together(tmp_path: Path) -> None:
     log = (tmp_path / "train.log").read_text()
     assert "the checksum of __1_0.distcp" in log
     assert f"resumed from {tmp_path}/checkpoints/step_00000002" in log
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.launching import TINY_DLRM, train_here
+from train.checkpoint import save
+
+write = save._write_files
+
+def die_in_the_second(path, state, world):
+    if path.name == "step_00000004.partial":
+        (path / "__0_0.distcp").write_bytes(b"half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, state, world)
+
+save._write_files = die_in_the_second
+train_here(Path(sys.argv[1]), *sys.argv[2:], base=TINY_DLRM)
+"""
+
+
+@pytest.mark.reliability(
+    "a rank is killed (SIGKILL) while it writes a checkpoint",
+    "what is half written counts as no checkpoint and is removed; the run goes on from the one before",
+)
+def test_a_kill_in_a_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    killed = subprocess.run(python("-c", KILLED, str(tmp_path), *OPTIONS), cwd=ROOT, env=environment(), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004.partial",
+    ]
+    train_here(tmp_path, *OPTIONS, base=TINY_DLRM)
+    assert f"resumed from {tmp_path / 'checkpoints/step_00000002'}" in (tmp_path / "train.log").read_text()
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    manifest.verify_alone(tmp_path / NEWEST)

@@ -86,3 +86,15 @@ def test_in_bfloat16_layers_are_gathered_as_autocast_rounds_them(tmp_path: Path)
         losses.append([record.values["loss"] for record in training(tmp_path / dense)])
     assert losses[0] != losses[1]  # the parameters that autocast leaves in float32 are rounded, too: by up to 2^-9
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_requests_dealt_by_cost_give_the_same_loss_from_more_even_ranks(tmp_path: Path) -> None:
+    records = []
+    for name, balance in (("order", 0), ("dealt", 2)):
+        options = ("runtime.steps=3", f"parallel.balance={balance}", "precision=fp32")
+        train_ranks(2, tmp_path / name, *options, base=(*TINY, *CONSTANT))
+        records.append(training(tmp_path / name))
+    for order, dealt in zip(*records, strict=True):
+        assert dealt.values["loss"] == pytest.approx(order.values["loss"], rel=1e-4)  # sums are taken in another order
+        assert dealt.values["imbalance"] < dealt.values["imbalance_in_order"]
+        assert "imbalance" not in order.values

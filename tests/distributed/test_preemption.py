@@ -104,7 +104,7 @@ def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> Non
 def steps_until_all_know(seconds: float, told_at: int, folder: Path) -> None:
     """Steps of one length; the second rank is told within one of them."""
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
-    preemption, step = Preemption(world), 0
+    preemption, step = Preemption(world, 60), 0
     with preemption:
         while True:
             step += 1
@@ -134,6 +134,22 @@ def test_ranks_agree_to_stop_by_time(seconds: float, told_at: int, tmp_path: Pat
     else:
         assert told_at + 8 < int(first)  # more steps than slow ones may take
         assert float(late) < 2.5 * PERIOD
+
+
+def one_hangs() -> None:
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    preemption = Preemption(world, 1)
+    if world.rank == 0:
+        preemption.agreed()
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
+            preemption.agreed()
+    else:
+        time.sleep(4)
+    os._exit(0)  # the group cannot be left in order
+
+
+def test_agreeing_waits_no_longer_than_a_collective() -> None:
+    run_ranks(one_hangs, 2)
 
 
 @pytest.mark.reliability("SIGUSR1 to the launcher alone", "it reaches all ranks; a checkpoint, status 75")

@@ -22,6 +22,7 @@ from train.config.schema import (
     PrecisionConfig,
     RuntimeConfig,
     SyntheticConfig,
+    TablesConfig,
     TrackingConfig,
 )
 from train.loss import ranking_loss
@@ -52,7 +53,7 @@ class MeanArch(nn.Module):
 class Step:
     """Model, guard, optimiser and pipeline as the trainer wires them."""
 
-    def __init__(self, optimizer: OptimizerConfig, comm_precision: str = "fp32") -> None:
+    def __init__(self, optimizer: OptimizerConfig, comm_precision: str = "fp32", whole: tuple[str, ...] = ()) -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
         config = Config(
@@ -60,7 +61,11 @@ class Step:
             data=SyntheticConfig(batch_size=6),
             precision=PrecisionConfig(name="fp32"),
             optimizer=optimizer,
-            parallel=ParallelConfig(sharding_types=["row_wise"], comm_precision=comm_precision),
+            parallel=ParallelConfig(
+                sharding_types=["row_wise"],
+                comm_precision=comm_precision,
+                tables=[TablesConfig(match=[name], sharding_types=["data_parallel"]) for name in whole],
+            ),
             checkpoint=CheckpointConfig(),
             tracking=TrackingConfig(),
             runtime=RuntimeConfig(),
@@ -131,6 +136,28 @@ def _shards_are_partial() -> None:
 
 def test_no_rank_holds_a_whole_table() -> None:
     run_ranks(_shards_are_partial, 2)
+
+
+def _data_parallel_table() -> None:
+    step = Step(OptimizerConfig(warmup_steps=0, weight_decay=0.1), whole=("user",))
+    (name,) = (name for name in step.dense() if "embeddings" in name)
+    assert name == "embedding.collection.embeddings.user.weight"
+    before = step.dense()[name]
+    step.pipeline.progress(iter([random_batch(step.spec, seed=step.world.rank)]))
+    after = step.dense()[name]
+    both = [torch.empty_like(after) for _ in range(2)]
+    dist.all_gather(both, after)
+    assert torch.equal(both[0], both[1])
+    users = random_batch(step.spec, seed=0).request_sparse, random_batch(step.spec, seed=1).request_sparse
+    seen = torch.cat([sparse["user"].values() for sparse in users]).unique()
+    changed = set((after != before).any(1).nonzero().squeeze(1).tolist())
+    assert changed  # a request without candidates changes nothing, and unseen rows do not decay
+    assert changed <= set(seen.tolist())
+    distributed.stop()
+
+
+def test_a_data_parallel_table_is_the_same_on_all_ranks() -> None:
+    run_ranks(_data_parallel_table, 2)
 
 
 def _rows_in_bfloat16() -> None:

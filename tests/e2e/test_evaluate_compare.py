@@ -22,6 +22,7 @@ from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, python, run, train_ranks
 from tests.processes import run_ranks
 from train import evaluate
+from train.build import load_model
 from train.checkpoint import save as checkpoint
 from train.checkpoint.save import read_meta
 from train.commands import compare, export, importance, score
@@ -121,7 +122,7 @@ def test_an_exported_model_scores_requests_as_the_run_did(
     assert (tmp_path / "exported" / "latency.png").stat().st_size > 0
 
     monkeypatch.setattr(score.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
-    model = export.load_model(path, from_dict(read_meta(path)["config"], []), source, 32, torch.device("cpu"))
+    model = load_model(path, from_dict(read_meta(path)["config"], []), source, 32, torch.device("cpu"))
     score.check(tmp_path / "exported", model, torch.bfloat16, short)
     with torch.no_grad():
         for parameter in model.arch.parameters():

@@ -12,6 +12,7 @@ from modules.broadcast import CandidateRows
 from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer, DotInteraction
 from modules.jagged_attention import JaggedSelfAttention
+from modules.pooling import PMA
 from modules.rotary import rotation
 from modules.target_attention import SelfAndTargetAttention, TargetAttention
 from modules.wukong import WukongLayer
@@ -69,6 +70,46 @@ def interaction(kind: type[torch.nn.Module], num_own: int, **options: int) -> ob
 def test_the_error_names_what_the_module_was_given(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+LAYERS = {
+    "JaggedSelfAttention": lambda x, q: JaggedSelfAttention(DIM, HEADS, max_length=5)(x, OFFSETS),
+    "GDPASelfAttention": lambda x, q: GDPASelfAttention(DIM, HEADS, max_length=5)(x, OFFSETS),
+    "GDPABlock": lambda x, q: GDPABlock(GDPASelfAttention(DIM, HEADS, max_length=5))(x, OFFSETS),
+    "GDPAPooling": lambda x, q: GDPAPooling(DIM, HEADS, 2, max_length=5)(x, OFFSETS),
+    "PersonalizedFFN": lambda x, q: PersonalizedFFN(DIM, HEADS, 3, 4, max_length=5)(x, OFFSETS, tokens(2, 3)),
+    "TargetAttention": lambda x, q: TargetAttention(DIM, HEADS, 2, max_candidates=3, max_length=5)(
+        q, CANDIDATES, x, OFFSETS
+    ),
+    "SelfAndTargetAttention": lambda x, q: SelfAndTargetAttention(DIM, HEADS, 2, max_candidates=3, max_length=5)(
+        q, CANDIDATES, x, OFFSETS
+    ),
+    "PMA": lambda x, q: PMA(DIM, HEADS, 2, max_candidates=3, max_length=5)(q, CANDIDATES, x, OFFSETS),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_padded_tokens_and_wrong_dtypes_are_named(layer: str) -> None:
+    """They were RuntimeErrors of a product inside, and padded tokens of a fitting number passed for jagged ones."""
+    call, queries = LAYERS[layer], tokens(5, 2)
+    call(tokens(8), queries)
+    for padded in (tokens(2, 4), tokens(2, 5)):  # 8 tokens in all, as the offsets say, and 10
+        with pytest.raises(ValueError, match=r"values must be \[N, dim=8\] .* got \[2, \d, 8\]; .*padded_to_jagged"):
+            call(padded, queries)
+    with pytest.raises(ValueError, match=r"must be \[N, dim=8\] beside their offsets, got \[16, 4\]$"):
+        call(tokens(8).view(16, 4), queries)
+    with pytest.raises(ValueError, match=r"torch.float64 and the module's|must have one dtype"):
+        call(tokens(8).double(), queries)
+    with pytest.raises(ValueError, match=r"must be floating, got torch.int64; e.g. values.float\(\)"):
+        call(tokens(8).long(), queries)
+    with torch.autocast("cpu", torch.bfloat16):
+        call(tokens(8).bfloat16(), queries)
+
+
+def test_queries_of_another_dtype_are_named() -> None:
+    for layer in ("TargetAttention", "SelfAndTargetAttention"):
+        with pytest.raises(ValueError, match="queries are torch.float64 and the module's weights torch.float32"):
+            LAYERS[layer](tokens(8), tokens(5, 2).double())
 
 
 def test_a_block_takes_its_inputs_by_name() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from tools.datasets import files, ml1m
+from tools.datasets import amazon, files, gowalla, ml1m, sessions
+from tools.datasets.__main__ import main
 
 
 def put(folder: Path, **texts: str) -> Path:
@@ -86,3 +89,50 @@ def test_no_statistic_holds_the_label_of_its_row() -> None:
     drift = abs(changed[training].mean() - mean) * 10 / 10  # the prior is a mean of all training ratings
     for name, values in before.items():
         assert abs(after[name][100] - values[100]) <= drift + 1e-6
+
+
+def test_amazon_negatives_are_items_that_the_user_does_not_have() -> None:
+    user, item = np.repeat([3, 8], [4, 2]), np.array([1, 2, 3, 4, 1, 5])
+    for seed in range(20):
+        drawn = amazon.negatives(user, item, np.random.default_rng(seed))
+        assert set(drawn[:4]) == {5}
+        assert set(drawn[4:]) <= {2, 3, 4}
+
+
+def test_amazon_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amazon, "SIZES", {"Beauty": (2, 5, 7)})
+    put(tmp_path, data__Beauty="1 1 2 3\n2 4 1 5 2\n")
+    (tmp_path / "data/Beauty_item2attributes.json").write_text('{"1": [7], "2": []}')
+    amazon.prepare("Beauty", tmp_path, tmp_path / "out")
+    rows = {name: pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist() for name in ("train", "valid", "test")}
+    bought = {name: [(row["user"], row["item"]) for row in each if row["label"]] for name, each in rows.items()}
+    assert bought == {"train": [(1, 1), (2, 4), (2, 1)], "valid": [(1, 2), (2, 5)], "test": [(1, 3), (2, 2)]}
+    assert [len(each) for each in rows.values()] == [6, 4, 4]
+
+
+def test_gowalla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gowalla, "SIZES", {"train": 3, "valid": 1, "test": 0})
+    put(tmp_path, data__gowalla__train="0 5 6\n1 5\n", data__gowalla__valid="0 7\n1\n", data__gowalla__test="0\n")
+    gowalla.prepare(tmp_path, tmp_path / "out")
+    assert pq.read_table(tmp_path / "out/train.parquet").to_pydict() == {"user": [0, 0, 1], "item": [5, 6, 5]}
+
+
+def test_sessions_hold_their_target_last_and_pickles_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "SIZES", {"Tmall": (3, 1)})
+    folder = tmp_path / "datasets/Tmall"
+    folder.mkdir(parents=True)
+    (folder / "all_train_seq.txt").write_bytes(pickle.dumps([[4, 5, 6], [7, 8]]))
+    (folder / "test.txt").write_bytes(pickle.dumps(([[4, 9]], [6])))
+    sessions.prepare("Tmall", tmp_path, tmp_path / "out")
+    assert pq.read_table(tmp_path / "out/test.parquet")["item"].to_pylist() == [4, 9, 6]
+    assert pq.read_table(tmp_path / "out/train.parquet")["session"].to_pylist() == [0, 0, 0, 1, 1]
+    (folder / "test.txt").write_bytes(pickle.dumps(Path("x")))
+    with pytest.raises(pickle.UnpicklingError, match="only lists of numbers"):
+        sessions.prepare("Tmall", tmp_path, tmp_path / "out")
+
+
+def test_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["amazon_toys", "--from", str(tmp_path)]) == 1
+    assert "git clone --depth 1 https://github.com/RUCAIBox/CIKM2020-S3Rec" in capsys.readouterr().err

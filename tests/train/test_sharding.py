@@ -84,6 +84,22 @@ def test_tables_that_fit_nowhere_are_told_by_the_keys_that_say_how_much_there_is
         planned(1, monkeypatch, "data.num_items=100000000", "parallel.hbm_gib=8", "parallel.host_gib=1")
 
 
+def test_tables_with_rules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = (
+        "{match: [context_*], sharding_types: [data_parallel]}",
+        "{match: [item], sharding_types: [row_wise], kernels: [fused_uvm_caching], cache_share: 0.1}",
+        "{match: [item, user], sharding_types: [table_wise]}",  # the first that matches counts
+    )
+    tables = planned(4, monkeypatch, f"parallel.tables=[{','.join(rules)}]")
+    assert {tables[name].sharding_type for name in tables if name.startswith("context")} == {"data_parallel"}
+    assert (tables["item"].sharding_type, tables["item"].compute_kernel) == ("row_wise", "fused_uvm_caching")
+    assert tables["item"].cache_params is not None
+    assert tables["item"].cache_params.load_factor == 0.1
+    assert tables["user"].sharding_type == "table_wise"
+    with pytest.raises(ValueError, match=r"parallel\.tables: 'itme' matches no module and no parameter; .* item"):
+        planned(4, monkeypatch, "parallel.tables=[{match: [itme]}]")
+
+
 def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}
 
@@ -97,3 +113,17 @@ def test_an_optimiser_without_a_kernel_for_the_cpu_is_refused_there() -> None:
     model = RankingModel(nn.Identity(), nn.Identity())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"optimizer\.sparse=adam has no fused CPU kernel; use .*=rowwise_adagrad"):
         sparse.shard(model, config, world, {})
+
+
+def test_what_a_cpu_or_a_frozen_table_cannot_do_is_refused() -> None:
+    register_schema()
+    group: object = None
+    world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
+    frozen = ("parallel.tables=[{match: [user], sharding_types: [data_parallel]}]",)
+    for overrides, named in ((("parallel.index_dedup=true",), "has no kernel on a CPU"), (frozen, "user cannot be")):
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
+        model = RankingModel(FeatureEmbedding(build_source(config.data).spec, 16), nn.Identity())
+        model.requires_grad_(False)
+        with pytest.raises(ValueError, match=named):
+            sparse.shard(model, config, world, {})

@@ -8,14 +8,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tools.datasets import ml1m
+from tools.datasets import amazon, gowalla, ml1m, sessions
 
 DATASETS: dict[str, Callable[[Path, Path], None]] = {
     "ml1m": ml1m.prepare,
+    "gowalla_m1": gowalla.prepare,
+    "amazon_beauty": partial(amazon.prepare, "Beauty"),
+    "amazon_sports": partial(amazon.prepare, "Sports_and_Outdoors"),
+    "amazon_toys": partial(amazon.prepare, "Toys_and_Games"),
+    "diginetica": partial(sessions.prepare, "diginetica"),
+    "nowplaying": partial(sessions.prepare, "Nowplaying"),
+    "tmall": partial(sessions.prepare, "Tmall"),
 }
 
 

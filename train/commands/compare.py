@@ -12,7 +12,6 @@ budget (or equal), 1: not.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import logging
@@ -41,6 +40,7 @@ from train.build import build
 from train.checkpoint import save as checkpoint
 from train.commands import compare_report
 from train.config.compose import to_config
+from train.config.environment import to_saved
 from train.config.overrides import split_values
 from train.config.schema import Config, register_schema
 from train.data import build_source
@@ -252,7 +252,7 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
         )
         if not (initial / checkpoint.META).exists() and arm == first:
             job = build(config, world)
-            about = {"config": dataclasses.asdict(config), "data_fingerprint": job.source.fingerprint}
+            about = {"config": to_saved(config), "data_fingerprint": job.source.fingerprint}
             checkpoint.save_weights(initial, job.model, world, about)
             del job
             gc.collect()

@@ -28,14 +28,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from kernels import defined_in
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
-from modules.embedding import FeatureEmbedding
-from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
+from train.build import load_model
 from train.checkpoint import save as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
-from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
 from train.process.files import write_json
@@ -47,16 +45,6 @@ LOOKED_AT = 1000
 """Requests that are looked at together; the best of them is the example, if it will do."""
 MOST_LOOKED_AT = 100_000
 """How many of the newest requests are searched for an example."""
-
-
-def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
-    """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
-    checkpoint.check_data(path, source.fingerprint)
-    spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model, spec)
-    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
-    checkpoint.load_weights(path, model)
-    return model.eval().to(device)
 
 
 @torch.no_grad()

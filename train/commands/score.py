@@ -37,8 +37,8 @@ from modules.batch import FeatureSpec, RequestBatch, with_candidates
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
+from train.build import load_model
 from train.checkpoint import save as checkpoint
-from train.commands.export import load_model
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source

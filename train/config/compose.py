@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from modules.config import check_options
 from modules.models import CONFIGS, CustomConfig
+from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.schema import SOURCES, Config
 
@@ -23,16 +26,27 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     refuse_unknown(config)
     validate(config)
+    environment.note(config, composed)
     return config
 
 
 def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
-    """A configuration read back from a checkpoint, with `key=value` overrides of existing keys."""
+    """A configuration read back from a checkpoint, with `key=value` overrides of existing keys.
+
+    Raises ValueError for what is saved by no run, or by another version.
+    """
+    for group in ("model", "data"):
+        if not isinstance(saved.get(group), dict) or "name" not in saved[group]:
+            raise ValueError(f"the saved configuration has no {group}.name, and is none of a run")
     schema = OmegaConf.structured(Config)
     sources = {node.name: node for node in SOURCES}
     schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
-    composed = OmegaConf.merge(schema, saved, OmegaConf.from_dotlist(overrides))
+    try:
+        known = OmegaConf.merge(schema, saved)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the saved configuration is none of this version: {error.full_key}: {error.msg}") from error
+    composed = OmegaConf.merge(known, OmegaConf.from_dotlist(overrides))
     assert isinstance(composed, DictConfig)
     return to_config(composed)
 
@@ -54,6 +68,12 @@ def validate(config: Config) -> None:
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
     model.check()
+    if config.parallel.balance and data.batch_size % config.parallel.balance:
+        raise ValueError(
+            f"parallel.balance={config.parallel.balance} must divide data.batch_size={data.batch_size}, so that "
+            "ranks get equally many requests, e.g. parallel.balance="
+            f"{math.gcd(config.parallel.balance, data.batch_size)}"
+        )
     if optimizer.dense == "muon" and config.parallel.dense != "ddp":
         raise ValueError(
             f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "

@@ -174,6 +174,21 @@ class OptimizerConfig:
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 
 
+KERNELS = ("fused", "fused_uvm", "fused_uvm_caching")
+
+
+@dataclass
+class TablesConfig:
+    """How tables are sharded whose names match a glob; what is not given is as for other tables."""
+
+    match: list[str] = MISSING
+    # data_parallel: whole on every rank, and stepped by the optimiser of the dense part
+    sharding_types: list[str] | None = option(None, choices=(*SHARDING_TYPES, "data_parallel"))
+    # fused: in GPU memory | fused_uvm: in host memory | fused_uvm_caching: there, with a cache of rows on the GPU
+    kernels: list[str] | None = option(None, choices=KERNELS)
+    cache_share: float | None = option(None, most=1)  # of the rows, that the cache of fused_uvm_caching holds
+
+
 @dataclass
 class ParallelConfig:
     # ddp: each rank holds the dense part | fsdp: all ranks share one | hsdp: each shard_ranks one
@@ -181,13 +196,25 @@ class ParallelConfig:
     shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
     recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
     expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
+    # requests that stay together when those of a step are dealt out over ranks by cost; 0: ranks take them in order
+    balance: int = 0
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
+    tables: list[TablesConfig] = field(default_factory=list)  # tables with rules of their own, the first that matches
+    index_dedup: bool = False  # send each id of a batch once, however often it occurs (GPUs only)
     # of looked-up rows and their gradients on the way between ranks
     comm_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
     host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
     reserve: float = option(0.15, below=1, example=0.1)  # fraction of GPU memory left to the dense part and activations
+
+
+@dataclass
+class DistillConfig:
+    predictions: str = ""  # folder that train.evaluate split=train has written of a teacher: its soft labels
+    checkpoint: str = ""  # or a teacher's checkpoint, or a run's best one, which scores every batch
+    weight: float = 1.0  # of the loss on soft labels, beside that on labels
+    adapter: bool = False  # learn from the fresh labels to correct the teacher before the student sees it
 
 
 @dataclass
@@ -252,6 +279,7 @@ class Config:
     optimizer: OptimizerConfig = MISSING
     parallel: ParallelConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
+    distill: DistillConfig = field(default_factory=DistillConfig)
     tracking: TrackingConfig = MISSING
     runtime: RuntimeConfig = MISSING
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
 from train.data.batch import empty_batch, pad_events
+from train.data.dealing import Dealer
 from train.data.dropout import check_tables, drop_histories, drop_ids
 from train.data.sampling import sample_negatives
 from train.data.source import Source
@@ -41,6 +43,7 @@ def build_loader(
     id_dropout: Mapping[str, float] | None = None,
     history_dropout: float = 0,
     pad_events: int = 0,
+    dealer: Dealer | None = None,
     pin_memory: bool = False,
 ) -> DataLoader:
     """This rank's batches of an epoch from its `start`-th request on; `len()` is their number, the same on every rank.
@@ -54,6 +57,7 @@ def build_loader(
     `negative_rate` below 1: see `sample_negatives`, which draws by (seed, epoch); requests are counted before it.
     `id_dropout`, `history_dropout`: see `train.data.dropout`, which draws likewise.
     `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
+    `dealer`: decides which of a global batch's requests are this rank's; the global batch is the same.
     """
     order = _Order(
         source.num_requests(split),
@@ -62,6 +66,7 @@ def build_loader(
         world_size=world_size,
         start=start,
         shuffle_key=(seed, epoch) if shuffle and not source.shuffled else None,
+        share=None if dealer is None else partial(_dealt, dealer, source, split, rank),
     )
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
@@ -159,7 +164,10 @@ class _Order(Sampler):
         world_size: int,
         start: int,
         shuffle_key: tuple[int, int] | None,
+        share: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        """`share`: this rank's requests of a whole global batch; None: an even, contiguous part."""
+        self.share = share
         self.num_requests = num_requests
         self.global_batch = batch_size * world_size
         self.rank = rank
@@ -176,8 +184,16 @@ class _Order(Sampler):
             order = np.random.default_rng(self.shuffle_key).permutation(self.num_requests)
         for begin in range(self.start, self.num_requests, self.global_batch):
             size = min(self.global_batch, self.num_requests - begin)
+            if self.share is not None and size == self.global_batch:
+                everyone = np.arange(begin, begin + size)
+                yield self.share(everyone if order is None else order[everyone])
+                continue
             first, end = (begin + share * size // self.world_size for share in (self.rank, self.rank + 1))
             yield np.arange(first, end) if order is None else order[first:end]
+
+
+def _dealt(dealer: Dealer, source: Source, split: str, rank: int, requests: np.ndarray) -> np.ndarray:
+    return requests[dealer.share(source.lengths(split, requests), rank)]
 
 
 def _as_is(batch: Any) -> Any:

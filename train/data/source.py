@@ -49,6 +49,10 @@ class Source(Protocol):
         """The requests of these numbers (int64), in this order, on the CPU."""
         ...
 
+    def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
+        """[N] int64: events of all types that `batch` would give each of these requests."""
+        ...
+
     def label_rates(self) -> dict[str, float]:
         """Positive rate of each task's observed labels in the training split, by the weights of their rows."""
         ...
@@ -125,6 +129,13 @@ class PreparedSource:
             row=arrays["row"][candidates],
         )
 
+    def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
+        rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
+        total = np.zeros(len(rows), np.int64)
+        for event in self.spec.histories:
+            total += self._events_of(event, rows)[1]
+        return total
+
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
         return store.load(self.folder)
@@ -144,10 +155,14 @@ class PreparedSource:
                 taken += 1
         return columns
 
+    def _events_of(self, event: EventType, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row's events end, and how many of them it gets."""
+        ends = self._arrays[f"history.{event.name}.ends"][rows]
+        return ends, np.minimum(ends - self._arrays[f"history.{event.name}.starts"][rows], event.max_length)
+
     def _events(self, event: EventType, rows: np.ndarray) -> Events:
         name = f"history.{event.name}"
-        ends = self._arrays[f"{name}.ends"][rows]
-        lengths = np.minimum(ends - self._arrays[f"{name}.starts"][rows], event.max_length)
+        ends, lengths = self._events_of(event, rows)
         picked = ranges(ends - lengths, lengths)
         ids = self._arrays[f"{name}.ids"][picked]
         return Events(list(ids.T), self._arrays[f"{name}.times"][picked], lengths)

@@ -137,6 +137,11 @@ class SyntheticSource:
             return self.cfg.num_requests
         return self.cfg.eval_requests or max(1, self.cfg.num_requests // 10)
 
+    def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
+        key = self._key(split, requests)
+        events = enumerate(self.spec.histories)
+        return sum((self._lengths(self._event_key(key, i), event) for i, event in events), np.zeros(len(key), np.int64))
+
     def locate(self, row: int) -> str:
         return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"
 
@@ -187,7 +192,7 @@ class SyntheticSource:
     def _draw(self, split: str, requests: np.ndarray) -> _Draw:
         cfg, spec = self.cfg, self.spec
         number, split_index = np.asarray(requests, np.int64), SPLITS.index(split)
-        key = _mix(self._seed, np.array([split_index], np.uint64), number.astype(np.uint64))
+        key = self._key(split, requests)
         time = START + number + sum(self.num_requests(name) for name in SPLITS[:split_index])
         counts = np.full(len(number), cfg.candidates)
         if cfg.candidate_jitter:
@@ -206,8 +211,7 @@ class SyntheticSource:
 
         events, history_logits = [], np.zeros((len(owner), len(cfg.tasks)), np.float32)
         for index in range(len(cfg.event_types)):
-            event_key = _mix(key, np.array([index], np.uint64))
-            history, matches = self._history(event_key, spec.histories[index], interests, time)
+            history, matches = self._history(self._event_key(key, index), spec.histories[index], interests, time)
             share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
             for task in range(len(cfg.tasks)):
                 history_logits[:, task] += (STRONG if task % len(cfg.event_types) == index else WEAK) * share
@@ -235,14 +239,25 @@ class SyntheticSource:
             label_uniform=_uniform(_bits(candidate, "label", len(cfg.tasks))),
         )
 
+    def _key(self, split: str, requests: np.ndarray) -> np.ndarray:
+        numbers = np.asarray(requests, np.int64).astype(np.uint64)
+        return _mix(self._seed, np.array([SPLITS.index(split)], np.uint64), numbers)
+
+    def _event_key(self, key: np.ndarray, index: int) -> np.ndarray:
+        return _mix(key, np.array([index], np.uint64))
+
+    def _lengths(self, key: np.ndarray, event: EventType) -> np.ndarray:
+        """Events of one type that each request has."""
+        sigma = self.cfg.history_sigma
+        mean = self.cfg.mean_history * self.cfg.history_scale.get(event.name, 1.0)
+        length = np.exp(np.log(mean) - sigma**2 / 2 + sigma * _normal(_bits(key, "length")))
+        return np.minimum(length, event.max_length).astype(np.int64)
+
     def _history(
         self, key: np.ndarray, event: EventType, interests: np.ndarray, time: np.ndarray
     ) -> tuple[Events, np.ndarray]:
         """(events of one type, how many of them each request has in each category [R, num_categories])."""
-        sigma, num_categories = self.cfg.history_sigma, self.cfg.num_categories
-        mean = self.cfg.mean_history * self.cfg.history_scale.get(event.name, 1.0)
-        length = np.exp(np.log(mean) - sigma**2 / 2 + sigma * _normal(_bits(key, "length")))
-        lengths = np.minimum(length, event.max_length).astype(np.int64)
+        num_categories, lengths = self.cfg.num_categories, self._lengths(key, event)
         owner = np.repeat(np.arange(len(key)), lengths)
         age = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(owner)) - 1  # 0 is the newest
         bits = splitmix64(key[owner] + age.astype(np.uint64) * GOLDEN)

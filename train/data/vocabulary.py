@@ -64,6 +64,7 @@ class Vocabulary:
         }
 
     def _known(self, table: str, seen: pa.Table, min_count: float, earlier: pa.StringArray | None) -> pa.Table:
+        goes_on = earlier is not None
         earlier = pa.array([], pa.string()) if earlier is None else earlier
         counts = seen.group_by("value").aggregate([("count", "sum")])
         enough = pc.greater_equal(counts["count_sum"], max(min_count, 1))
@@ -72,7 +73,18 @@ class Vocabulary:
         found = pc.index_in(values, value_set=counts["value"].combine_chunks())
         rows = pa.array(np.arange(len(values)) + first_row(self.oov_rows))
         known = pa.table({"row": rows, "value": values, "count": counts["count_sum"].take(found).fill_null(0)})
-        if min_count > 1:
+        if goes_on:
+            strange = pc.and_(
+                pc.greater(counts["count_sum"], 0), pc.invert(pc.is_in(counts["value"], value_set=earlier))
+            )
+            logger.info(
+                "table %r: %d ids keep their rows, %d new ones got rows, %d others of the training split have none",
+                table,
+                len(earlier),
+                len(values) - len(earlier),
+                pc.sum(strange).as_py() - (len(values) - len(earlier)),
+            )
+        elif min_count > 1:
             occurred = np.count_nonzero(counts["count_sum"])
             logger.info(
                 "table %r: %d ids have rows, %d that occur in training have none; known are %.2f %% of all occurrences",

@@ -106,10 +106,11 @@ class Optimizer:
         muon: dict[tuple[float, float], list[Tensor]] = {}
         for name, param in self._parts.items():
             group = of[name]
-            default = config.weight_decay if param.ndim > 1 else 0.0
+            is_table = ".embeddings." in name  # of a data-parallel one
+            default = config.weight_decay if param.ndim > 1 and not is_table else 0.0
             decay = default if group.weight_decay is None else group.weight_decay
             peak = config.lr if group.lr is None else group.lr
-            takes_muon = config.dense == "muon" and param.ndim == 2 and min(param.shape) > 1
+            takes_muon = config.dense == "muon" and param.ndim == 2 and min(param.shape) > 1 and not is_table
             (muon if takes_muon else adam).setdefault((peak, decay), []).append(param)
 
         def dicts(groups: dict[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
-from train.config.schema import Config, OptimizerConfig
+from train.config.schema import Config, OptimizerConfig, TablesConfig
 from train.data.source import Source
-from train.optim.groups import grouped
+from train.optim.groups import chosen, grouped
 from train.parallel.dense import data_parallel
 from train.parallel.mesh import Mesh
 from train.process.distributed import World
@@ -47,10 +48,14 @@ def shard(
         raise ValueError(
             f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
         )
-    _give_optimizers(model, config.optimizer)
+    if world.device.type == "cpu" and config.parallel.index_dedup:
+        raise ValueError("parallel.index_dedup=true has no kernel on a CPU; use parallel.index_dedup=false")
+    _give_optimizers(model, config.optimizer, config.parallel.tables)
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [
-        EmbeddingCollectionSharder(qcomm_codecs_registry=_codecs(config, world))
+        EmbeddingCollectionSharder(
+            qcomm_codecs_registry=_codecs(config, world), use_index_dedup=config.parallel.index_dedup
+        )
     ]
     plan = _plan(model, sharders, config, world, ids)
     # Shards of one table are on several ranks: with equal seeds they would get equal weights.
@@ -66,11 +71,18 @@ def shard(
     return parallel, plan
 
 
-def _give_optimizers(model: RankingModel, config: OptimizerConfig) -> None:
+def _give_optimizers(model: RankingModel, config: OptimizerConfig, tables: Sequence[TablesConfig]) -> None:
     """Each table its fused optimiser, with the settings of its group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    rules = rules_of([name.split(".")[-2] for name in names.values() if ".embeddings." in name], tables)
     groups = grouped(list(names.values()), config.groups)
     for table in (table for each in model.embedding.collections for table in each.parameters()):
+        name = names[table].split(".")[-2]
+        if not table.requires_grad and "data_parallel" in (rules[name].sharding_types or ()):
+            raise ValueError(
+                f"parallel.tables: {name} cannot be data_parallel, which the dense optimiser steps, and frozen "
+                "(optimizer.frozen); give it another sharding_types, e.g. [table_wise]"
+            )
         if not table.requires_grad:
             # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
             table.requires_grad_()
@@ -83,6 +95,15 @@ def _give_optimizers(model: RankingModel, config: OptimizerConfig) -> None:
             # FBGEMM ignores the decay in its default mode.
             settings |= {"weight_decay": decay, "weight_decay_mode": DECAY_MODES[config.sparse_weight_decay_mode]}
         apply_optimizer_in_backward(OPTIMIZERS[config.sparse], [table], settings)
+
+
+def rules_of(tables: Sequence[str], rules: Sequence[TablesConfig]) -> dict[str, TablesConfig]:
+    """The rule of each table: the first of which a glob matches. ValueError for a glob that matches none."""
+    found = {table: TablesConfig(match=[]) for table in tables}
+    for rule in reversed(rules):
+        for glob in rule.match:
+            found |= dict.fromkeys(chosen(tables, glob, "parallel.tables"), rule)
+    return found
 
 
 def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:
@@ -123,15 +144,18 @@ def _plan(
         types = [kind for kind in types if kind != "column_wise"]
     # By default the planner assumes one id a feature, so that histories cost nothing, and does not split rows of up to
     # 128 columns.
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=types,
+    tables = [table for collection in model.embedding.collections for table in collection.embedding_configs()]
+    rules = rules_of([table.name for table in tables], parallel.tables)
+    constraints = {}
+    for table in tables:
+        rule = rules[table.name]
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=types if rule.sharding_types is None else rule.sharding_types,
+            compute_kernels=None if rule.kernels is None else [*rule.kernels, "dense"],
             pooling_factors=[ids[feature] for feature in table.feature_names],
             min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * world.size)) * 4),
+            cache_params=None if rule.cache_share is None else CacheParams(load_factor=rule.cache_share),
         )
-        for collection in model.embedding.collections
-        for table in collection.embedding_configs()
-    }
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world.size,

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -39,8 +40,9 @@ class Preempted(SystemExit):
 class Preemption:
     """Inside its `with`, signals are noted. After one, on any rank, `agreed` turns true at the same step on all."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, seconds: float) -> None:
+        """`seconds`: the timeout of the collectives; ranks wait no longer for one that hangs."""
+        self.world, self._timeout = world, timedelta(seconds=seconds)
         self._told = False
         self._previous: dict[signal.Signals, Any] = {}
         self._shared = torch.zeros(2, dtype=torch.float64)  # was any rank told, and seconds a step of the slowest
@@ -85,7 +87,7 @@ class Preemption:
         """Wait for the reduction that is under way: was any rank told? The same steps follow on all ranks."""
         if self._reduction is None:
             return False
-        self._reduction.wait()
+        self._reduction.wait(self._timeout)
         self._reduction = None
         told, seconds = self._shared.tolist()
         self._slow = seconds >= PERIOD

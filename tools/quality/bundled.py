@@ -25,7 +25,7 @@ from train.data import Source, build_source
 from train.metrics import MetricSet
 from train.process import versions
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = "+experiment=movielens_quality"
 MODELS = ("interformer", "din", "dcnv2", "dlrm")
 METRICS = ("auc", "gauc", "ne")

@@ -1,0 +1,34 @@
+"""Checks of a module's inputs, with errors in the module's own words."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kernels.core.dispatch import autocast_dtype
+
+PADDED = "; rows of padded [B, L, d] become jagged by kernels.jagged.padded_to_jagged"
+
+
+def check_tokens(tokens: Tensor, width: int, layer: nn.Module | None = None, name: str = "values") -> None:
+    """ValueError unless `tokens` are jagged, [N, width], and `layer`, which takes them first, multiplies their dtype.
+
+    Padded tokens would be taken for jagged ones where their number happens to fit.
+    """
+    if not isinstance(tokens, Tensor):  # a proxy of a trace
+        return
+    if tokens.dim() != 2 or tokens.shape[1] != width:
+        hint = PADDED if tokens.dim() == 3 else ""
+        raise ValueError(f"{name} must be [N, dim={width}] beside their offsets, got {list(tokens.shape)}{hint}")
+    check_dtype(tokens, layer, name)
+
+
+def check_dtype(x: Tensor, layer: nn.Module | None, name: str) -> None:
+    """ValueError unless `layer` multiplies x: both have one floating dtype, or autocast gives them one."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating, got {x.dtype}; e.g. {name}.float()")
+    # Other classes, such as quantised layers, convert their input themselves.
+    if type(layer) is nn.Linear and autocast_dtype(x) != autocast_dtype(layer.weight):
+        raise ValueError(
+            f"{name} are {x.dtype} and the module's weights {layer.weight.dtype}; they must be alike outside autocast, "
+            f"e.g. {name}.to({layer.weight.dtype})"
+        )

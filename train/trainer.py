@@ -47,12 +47,13 @@ from train.speedup.launching import LaunchWatch
 from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
-LEAST_RECORDS = 24  # of training in a run: few points would be no curve
 WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
 class Trainer:
     """One run: build, resume if the run directory holds a checkpoint, train, validate, test, write results."""
+
+    least_records = 24  # of training in a run: fewer points would be no curve
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -69,7 +70,7 @@ class Trainer:
         self.progress = Progress()
         self.total_steps = self._last_step()
         self._check_schedule()
-        self.log_every = min(runtime.log_every, max(1, self.total_steps // LEAST_RECORDS))
+        self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble,

@@ -61,7 +61,7 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
         return
     real = type(offsets) is Tensor and not torch.compiler.is_compiling()  # and not the fake of a trace
     if real and _runs_triton(offsets.device):
-        from kernels.jagged.triton.lengths import assert_lengths
+        from kernels.core.lengths import assert_lengths
 
         longest = int(maximum)
         remembered(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets)

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.moe import fused, reference
+from kernels.moe import reference
 from kernels.moe.reference import Order, combine, gather, swiglu
 from kernels.moe.selection import top_k
-from kernels.mxfp8 import check_recipe
+from kernels.mxfp8 import QUANTIZED, check_recipe
 
 __all__ = ["Order", "combine", "experts", "gather", "swiglu", "top_k"]
+
+GROUPS = {"bf16": 0, **QUANTIZED}
+"""Elements that share a scale, by recipe; 0 is not quantised."""
+FLOATS = (torch.bfloat16, torch.float32)
 
 
 def experts(
@@ -83,9 +87,9 @@ def _hopper(
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if operands not in fused.GROUPS:
-        return f"multiplies operands of {', '.join(fused.GROUPS)}, not {operands}"
-    if dtype not in fused.FLOATS or out_dtype not in fused.FLOATS:
+    if operands not in GROUPS:
+        return f"multiplies operands of {', '.join(GROUPS)}, not {operands}"
+    if dtype not in FLOATS or out_dtype not in FLOATS:
         return f"takes and returns bfloat16 or float32, not {dtype} and {out_dtype}"
     if dim % 32 or expert_dim % 128:
         return f"needs dim in multiples of 32 and expert_dim in multiples of 128, got {dim} and {expert_dim}"
@@ -94,7 +98,11 @@ def _hopper(
     return None
 
 
-dispatch.declare("moe_experts", Backend("hopper", fused.experts, _hopper), Backend("reference", reference.experts))
+dispatch.declare(
+    "moe_experts",
+    Backend("hopper", "kernels.moe.hopper.experts:experts", _hopper),
+    Backend("reference", reference.experts),
+)
 
 
 @dispatch.flops("moe_experts")

@@ -74,6 +74,51 @@ def test_a_kernel_family_is_entered_through_its_package(package: str) -> None:
     assert not wrong
 
 
+WINGS = ("triton", "hopper", "blackwell")
+# What a fused layer is made of has a door of its own.
+DOORS = {"kernels.mxfp8.grouped"}
+
+
+def test_kernel_families_enter_each_other_through_their_package() -> None:
+    """Or through `kernels.core`; only the wings, where kernels are, may share device code."""
+    wrong = set()
+    for path in files("kernels"):
+        family, *inner = path.relative_to(ROOT / "kernels").with_suffix("").parts
+        if not inner or family in ("core", "bench"):
+            continue
+        for name in imported(path):
+            _, other, *rest = (*name.split("."), "", "")
+            module = (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+            elsewhere = name.startswith("kernels.") and other not in (family, "core")
+            shared = (inner[0] in WINGS and rest[0] in WINGS) or name in DOORS
+            if elsewhere and module and not shared:
+                wrong.add(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    packages = ("kernels", "modules", "train", "launch")
+    module_of = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for name in packages for path in files(name)
+    }
+    modules = {module.removesuffix(".__init__") for module in module_of.values()}
+    # A package's `__init__` names what is inside it, so only the files themselves are looked at.
+    edges = {
+        module: imported(path) & modules - {module} for path, module in module_of.items() if path.name != "__init__.py"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join([*above[above.index(module) :], module])
+        if module not in done:
+            for other in sorted(edges.get(module, ())):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
 def test_the_scan_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "modules/moe/layer.py"

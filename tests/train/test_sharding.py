@@ -40,7 +40,7 @@ def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dic
     group: object = None
     world = World(0, ranks, 0, ranks, torch.device("cuda"), group, group, group)  # type: ignore[arg-type]
     monkeypatch.setattr(World, "broadcast", lambda world, value: value)
-    plan = sparse._plan(model, [EmbeddingCollectionSharder()], config, world, sparse.ids_per_request(source))
+    plan = sparse.plan_tables(model, [EmbeddingCollectionSharder()], config, world, sparse.ids_per_request(source))
     ((_, tables),) = plan.plan.items()
     return dict(tables)  # type: ignore[call-overload]
 

@@ -370,7 +370,30 @@ def report(facts: Facts, findings: list[Finding]) -> str:
     return "\n".join([*lines, "", verdict])
 
 
-def main() -> int:
+def fit_report(arguments: list[str]) -> tuple[str, bool]:
+    """Bytes of a rank for a configuration, and whether they fit; imports what `diagnose` may find broken."""
+    from hydra import compose, initialize_config_dir
+
+    from train.config.compose import to_config
+    from train.config.overrides import split_options
+    from train.config.schema import register_schema
+    from train.parallel.fit import fit
+
+    defaults = {"ranks": "1", "node_ranks": "8", "gpu_gib": "140"}
+    options, overrides = split_options(arguments, defaults, "ranks=8 gpu_gib=80 +experiment=synthetic_h200")
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", overrides))
+    ranks = int(options["ranks"])
+    result = fit(config, ranks, min(ranks, int(options["node_ranks"])), float(options["gpu_gib"]))
+    return result.report(), result.fits
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        text, fits = fit_report(arguments)
+        print(text)
+        return int(not fits)
     facts = gather()
     findings = diagnose(facts)
     print(report(facts, findings))
@@ -378,4 +401,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -32,6 +32,7 @@ from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
 from train.build import load_model
 from train.checkpoint import save as checkpoint
+from train.commands.score import check
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source
@@ -76,8 +77,6 @@ def operator_modules(program: ExportedProgram) -> list[str]:
 
 
 def main(arguments: list[str]) -> Path:
-    from train.commands.score import check  # which imports this module
-
     defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000", "compile": "true"}
     options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR out=DIR")
     most, compiling = options["max_candidates"], options["compile"]

@@ -32,6 +32,8 @@ SPEED_FILE = "speed.json"
 class SpeedRun(Trainer):
     """A trainer whose `run` returns the content of `speed.json`: its rates, and each rank's memory and times."""
 
+    least_records = 1  # each waits for the device
+
     def __init__(self, config: Config, world: World) -> None:
         self.measured = config.runtime.steps
         first = self.measured + 2  # the profiler starts at the end of the step before

@@ -57,7 +57,7 @@ def shard(
             qcomm_codecs_registry=_codecs(config, world), use_index_dedup=config.parallel.index_dedup
         )
     ]
-    plan = _plan(model, sharders, config, world, ids)
+    plan = plan_tables(model, sharders, config, world, ids)
     # Shards of one table are on several ranks: with equal seeds they would get equal weights.
     torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
     parallel = DistributedModelParallel(
@@ -123,13 +123,14 @@ def ids_per_request(source: Source) -> dict[str, float]:
     return {key: max(count, 1) / len(requests) for key, count in counts}
 
 
-def _plan(
+def plan_tables(
     model: RankingModel,
     sharders: list[ModuleSharder[nn.Module]],
     config: Config,
     world: World,
     ids: dict[str, float],
 ) -> ShardingPlan:
+    """Where the shards of each table lie. ValueError, with what a rank may fill, if they fit nowhere."""
     parallel = config.parallel
     on_gpu = world.device.type == "cuda"
     hbm = int(parallel.hbm_gib * GIB) if parallel.hbm_gib else None

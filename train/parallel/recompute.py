@@ -43,7 +43,7 @@ def recompute(model: RankingModel, globs: Sequence[str], *, compiled: bool) -> N
             f"is around it; name whole layers, such as {layer}, or use runtime.compile=false"
         )
     for module in chosen.values():
-        module.forward = _Recomputed(module.forward)
+        module.forward = Recomputed(module.forward)
     if chosen:
         log.info("run again in the backward: %s", ", ".join(chosen))
 
@@ -62,7 +62,7 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-class _Recomputed:
+class Recomputed:
     """A forward that in training keeps its arguments instead of what its backward reads."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ trunk. docs/gem.md says what the description leaves open, which is much, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
+from modules.gdpa import GDPAConfig
 from modules.history import HistoryEncoder
 from modules.lce import LCE
 from modules.models.gem.heads import DomainHeads
@@ -37,6 +38,8 @@ class GEMConfig(ModelConfig):
     levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
     window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
     pffn_hidden: int = option(32, least=1)
+    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
+    level_gdpa: GDPAConfig = field(default_factory=GDPAConfig)  # of coarser levels' attention, and of all pooling
     num_tokens: int = option(4, least=1)  # of each level's summary
     num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
     num_fmb: int = option(8, least=1)
@@ -181,6 +184,8 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
         max_length=max_length,
         window=window,
         dropout=config.dropout,
+        pffn=config.pffn_gdpa,
+        attention=config.level_gdpa,
     )
 
 

@@ -182,8 +182,8 @@ def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
         config.num_context,
         config.pffn_hidden,
         max_length=max_length,
-        qk_norm=True,
-        out_scale=1.0,  # the block's norm follows
+        kron_terms=config.pffn_kron_terms,
+        **vars(config.pffn_gdpa),
     )
     return GDPABlock(pffn)
 

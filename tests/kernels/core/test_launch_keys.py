@@ -21,7 +21,7 @@ from kernels.attention.hopper import backward as gluon_attention_backward
 from kernels.attention.hopper import forward as gluon_attention_forward
 from kernels.attention.hopper import tables
 from kernels.attention.triton import decode, short_backward
-from kernels.core import scheduling
+from kernels.core import lengths, scheduling
 from kernels.core.launch import Launcher
 from kernels.gdpa.hopper import backward as gluon_backward
 from kernels.gdpa.hopper import forward as gluon_forward
@@ -34,7 +34,7 @@ from kernels.jagged.hopper.linear import backward_fp32
 from kernels.jagged.hopper.linear import forward as linear_forward
 from kernels.jagged.hopper.linear import weight as linear_weight
 from kernels.jagged.hopper.square import inner_product, outer_product
-from kernels.jagged.triton import bmm, bmm_narrow, gather, lengths, moves, parts, segment
+from kernels.jagged.triton import bmm, bmm_narrow, gather, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS

@@ -14,9 +14,8 @@ pytest.importorskip("triton")
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
-from kernels.core import checks
+from kernels.core import checks, lengths
 from kernels.ikbo.triton import groups
-from kernels.jagged.triton import lengths
 from kernels.testing import compile_ahead
 from tests.kernels.core.devices import SHARED_LIMITS
 from tests.kernels.core.interpreting import interpret

@@ -15,7 +15,8 @@ from kernels.testing import poisoned_empty, sqnr_db
 from modules.moe import MoE
 
 pytest.importorskip("triton")
-from kernels.moe import fused
+from kernels.moe import GROUPS
+from kernels.moe.hopper import experts as fused
 from kernels.moe.hopper import gather, swiglu, swiglu_quantized
 from kernels.moe.triton import route
 from kernels.mxfp8.hopper import dequantize, quantize
@@ -281,7 +282,7 @@ def test_gpu_experts_are_as_good_as_dequantised_products_in_float32(recipe: str)
 def test_gpu_operator_passes_opcheck(recipe: str) -> None:
     chosen, leaves, _ = layer(60, 96, 128, 3, 2)
     x, weights, gate_up, down = (value.cuda() for value in leaves.values())
-    arguments = (x, chosen.cuda(), weights, gate_up, down, fused.GROUPS[recipe], torch.bfloat16, True)
+    arguments = (x, chosen.cuda(), weights, gate_up, down, GROUPS[recipe], torch.bfloat16, True)
     torch.library.opcheck(fused._forward.definition, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.operator import custom_op, watched
+from kernels.moe import GROUPS
 from kernels.moe.reference import ROWS, Permutation, capacity_of
 from kernels.mxfp8 import QUANTIZED
 from kernels.mxfp8.grouped import (
@@ -36,12 +37,8 @@ from kernels.mxfp8.grouped import (
     swaps,
     wgrad,
 )
-from kernels.mxfp8.reference import BLOCK
 
-GROUPS = {"bf16": 0, **QUANTIZED}
-"""Elements that share a scale, by recipe; 0 is not quantised."""
 _KEPT = 10  # tensors
-FLOATS = (torch.bfloat16, torch.float32)
 
 
 def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
@@ -198,7 +195,7 @@ def _differentiate(
         dx = route.combine(d_rows, permutation.rows, None, dtype)
         del d_rows, d_hidden
     if needs_gate_up:
-        if group == BLOCK and kept_rows[0].numel():
+        if group == QUANTIZED["mxfp8"] and kept_rows[0].numel():
             rows = Rounded(dequantize.dequantize_interleaved(*kept_rows))
             if overwrite:
                 kept_rows[0].untyped_storage().resize_(0)

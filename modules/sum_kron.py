@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from modules.lce import LCE
-from modules.mlp import linear_flops
 
 
 class SumKronLinear(nn.Module):
@@ -31,7 +30,3 @@ class SumKronLinear(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.project(self.mix(tokens).reshape(tokens.shape[0], self.num_out, self.terms * self.dim))
-
-    def flops(self, num_rows: float) -> float:
-        """Forward FLOPs."""
-        return self.mix.flops(num_rows, 0, self.dim) + num_rows * self.num_out * linear_flops(self.project)

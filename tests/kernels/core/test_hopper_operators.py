@@ -85,12 +85,13 @@ OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]]
     "inner": ("jagged_inner_stream", inner, [[TOTAL, 40]]),
     "joint": ("joint_attention_hopper", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
     "tree": ("tree_attention_hopper", tree, [[192, 2, 64], [2, 192]]),
-    "compression": ("lce_gluon_1", compression, [[4, 130, 128]]),
+    "compression": ("lce_hopper_1", compression, [[4, 130, 128]]),
 }
 MODULES = (
     "attention.hopper.operators",
     "gdpa.hopper.operators",
     "ikbo.hopper.attention",
+    "ikbo.hopper.lce_operators",
     "ikbo.hopper.tree",
     "jagged.hopper.linear.forward",
     "jagged.hopper.bmm",

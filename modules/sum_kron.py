@@ -25,7 +25,8 @@ class SumKronLinear(nn.Module):
         self.mix = LCE(num_in, num_out * terms)
         self.project = nn.Linear(terms * dim, dim if out_dim is None else out_dim, bias=False)
         self.num_out = num_out
+        self.terms = terms
         self.dim = dim
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.project(self.mix(tokens).reshape(tokens.shape[0], self.num_out, -1))
+        return self.project(self.mix(tokens).reshape(tokens.shape[0], self.num_out, self.terms * self.dim))

@@ -183,13 +183,17 @@ class PairMachine(nn.Module):
             raise ValueError("machine='plain' multiplies pairs of tokens, and there is one token; use 'optimised'")
         width, *widths = [*hidden, out_dim]
         self.first = SharedLinear(of_candidate, of_request, width, bias=False)
-        self.bias = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.empty(width))
         layers = [nn.SiLU(), nn.Dropout(dropout), MLP(width, widths[:-1], out_dim, dropout)] if hidden else []
         self.rest = nn.Sequential(*layers)
         self.num_pairs = of_candidate + of_request
         self.num_request = num_request
         self.max_candidates = max_candidates
         self.dim = dim
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         pairs, shared = self.dot(candidate), None

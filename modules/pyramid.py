@@ -78,10 +78,3 @@ class PyramidLevel(nn.Module):
         normed = rms_norm(values)
         values = values + self.dropout(self.attention(normed, offsets, rotation))
         return values, normed, rms_norm(self.pooling(rms_norm(values), offsets))
-
-    def flops(self, num_rows: float, num_values: float, pairs: float) -> float:
-        """Forward FLOPs; `pairs` of values that attention compares."""
-        inner = self.pffn.attention
-        assert isinstance(inner, PersonalizedFFN)
-        flops = inner.flops(num_rows, num_values) + self.attention.flops(num_values, pairs)
-        return flops + self.pooling.flops(num_rows, num_values)

@@ -14,7 +14,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from train.process.preemption import SIGNALS, STATUS
+from train.process.signals import SIGNALS, STATUS
 
 
 def main(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ from statistics import mean, stdev
 from train.commands.doctor import nvidia_smi
 from train.config.overrides import split_values
 from train.process.files import new_folder
-from train.process.preemption import SIGNALS, STATUS
+from train.process.signals import SIGNALS, STATUS
 
 SEED = "runtime.seed"
 VALID = "best validation NE"

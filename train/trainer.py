@@ -39,7 +39,8 @@ from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
 from train.process.memory import peak_memory_bytes, reset_peak_memory
-from train.process.preemption import STATUS, Preempted, Preemption
+from train.process.preemption import Preempted, Preemption
+from train.process.signals import STATUS
 from train.process.stall import StallWatch
 from train.record.advice import advice
 from train.record.tracing import StepTracer

@@ -12,7 +12,7 @@ import yaml
 
 from train.commands.doctor import ROOT
 from train.process.files import new_folder
-from train.process.preemption import STATUS
+from train.process.signals import STATUS
 
 LAUNCHER = ROOT / "launch/torchrun.sh"
 
@@ -20,14 +20,15 @@ LAUNCHER = ROOT / "launch/torchrun.sh"
 FAKE_JOB = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from train.process import distributed
-from train.config.schema import RuntimeConfig
 
 @record
 def main():
-    distributed.start(RuntimeConfig(device="cpu"))
+    # As RuntimeConfig, which would import all models in every process.
+    distributed.start(SimpleNamespace(device="cpu", threads=1, deterministic=False, collective_timeout=600))
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if "fail=once" in sys.argv and attempt == 0 and rank == 1:
         raise ValueError("rank 1 broke")

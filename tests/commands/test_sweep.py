@@ -16,7 +16,7 @@ from launch import sweep
 from launch.sweep import Job, Runner, grid, main, write_tables
 from tests.launching import ROOT
 from train.config.overrides import split_options, split_values
-from train.process.preemption import STATUS
+from train.process.signals import STATUS
 
 # Rank 0 records what it was given and writes results.json, or fails for model=broken; model=slow waits for a signal.
 FAKE_JOB = """

@@ -19,7 +19,8 @@ from tests.launching import ROOT, TINY, environment, python, train_ranks
 from tests.processes import run_ranks
 from train.config.schema import RuntimeConfig
 from train.process import distributed
-from train.process.preemption import PERIOD, STATUS, Preemption
+from train.process.preemption import PERIOD, Preemption
+from train.process.signals import STATUS
 from train.record.tracking import read_metrics
 
 STEPS = 80

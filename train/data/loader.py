@@ -22,8 +22,9 @@ from train.data.dealing import Dealer
 from train.data.dropout import check_tables, drop_histories, drop_ids
 from train.data.sampling import sample_negatives, uniform_items
 from train.data.source import Source
-from train.process.preemption import SIGNALS, shield
+from train.process.preemption import shield
 from train.process.quiet import quieten
+from train.process.signals import SIGNALS
 
 
 def build_loader(

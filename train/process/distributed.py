@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from train.config.schema import RuntimeConfig
+if TYPE_CHECKING:  # it knows all models, whose import takes seconds
+    from train.config.schema import RuntimeConfig
 
 T = TypeVar("T")
 

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 from train.process.distributed import World
+from train.process.signals import SIGNALS, STATUS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STATUS = 75
-"""Exit status of processes that stopped because they were told to (EX_TEMPFAIL of sysexits.h): start the run again."""
 PERIOD = 1.0
 """Seconds between two agreements. Schedulers wait 30 seconds or so before they kill."""
 MOST_STEPS = 1000

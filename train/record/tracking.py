@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from train.config.schema import TrackingConfig
 from train.process.files import named
-from train.process.preemption import STATUS
 from train.process.quiet import quieten
+from train.process.signals import STATUS
 
 METRICS_FILE = "metrics.jsonl"
 CONSOLE_METRICS = (

@@ -1,4 +1,9 @@
-"""The training job: `torchrun train/main.py +experiment=NAME`, or `torchrun -m train.main +experiment=NAME`."""
+"""The training job: `torchrun train/main.py +experiment=NAME`, or `torchrun -m train.main +experiment=NAME`.
+
+`+experiment=NAME` is a file of configs/experiment; `model=NAME`, `data=NAME` and so on choose one of another folder,
+`key=value` sets any key, and `--config-dir DIR` adds a folder of your own configurations. `--cfg job` prints the whole
+configuration and trains nothing. A run that is started again with the same `runtime.run_dir` resumes.
+"""
 
 from __future__ import annotations
 

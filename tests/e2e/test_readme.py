@@ -56,7 +56,8 @@ def test_every_command_runs(clone: Path) -> None:
             path = clone / block["body"].splitlines()[0].removeprefix("# ")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block["body"])
-    variables = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = environment() | {"PATH": programs, "PYTHONPATH": str(clone)}  # the clone's `gemsmith`, not this one's
     for command in commands():
         done = subprocess.run(
             ["bash", "-c", command], cwd=clone, env=variables, capture_output=True, text=True, check=False

@@ -1,10 +1,10 @@
-"""Losses, speed and memory of a model under several layouts of the ranks, one after the other in one group of processes:
+"""Losses, speed and memory of a model under several layouts of the ranks, one after the other in the same processes:
 
     torchrun --nproc-per-node 1 -m tools.layouts FILE.json single=data.batch_size=1024 -- +experiment=NAME ...
     torchrun --nproc-per-node 2 -m tools.layouts FILE.json ddp= "fsdp=parallel.dense=fsdp" -- +experiment=NAME ...
 
-A layout is NAME=OVERRIDES, separated by semicolons; what follows the dashes holds for all of them. FILE gets an entry after
-each layout. Global batches, and with them losses, are the same wherever ranks x data.batch_size is.
+A layout is NAME=OVERRIDES, separated by semicolons; what follows the dashes holds for all of them. FILE gets an entry
+after each layout. Global batches, and with them losses, are the same wherever ranks x data.batch_size is.
 """
 
 from __future__ import annotations

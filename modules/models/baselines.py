@@ -21,7 +21,7 @@ from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction
-from modules.mlp import MLP, TaskHeads, linear_flops
+from modules.mlp import MLP, TaskHeads
 from modules.plain import is_plain
 
 
@@ -79,10 +79,6 @@ class ActivationUnit(nn.Module):
             "silu" if rest else "none",
         )
 
-    def flops(self, pairs: float, num_candidates: float) -> float:
-        part = linear_flops(self.score[0]) / 4
-        return num_candidates * part + pairs * (2 * part + sum(map(linear_flops, self.layers)))
-
 
 class _Baseline(nn.Module):
     def aux_loss(self) -> Tensor:
@@ -107,7 +103,7 @@ class DIN(_Baseline):
         self.events = spec.histories
         units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
-        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, len(spec.tasks), config.dropout)
+        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, spec.num_outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -116,17 +112,6 @@ class DIN(_Baseline):
         for event, unit in zip(self.events, self.units, strict=True):
             features.append(unit(tokens.candidate, tokens.histories[event.name], rows))
         return self.heads(torch.cat(features, dim=1))
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products. Assumes that lengths are independent of numbers of candidates, and that
-        event types with different numbers of fields occur in proportion to their `max_length`."""
-        pairs = sum_lengths * num_candidates / num_requests
-        capacity = sum(event.max_length for event in self.events)
-        shares = zip(self.events, self.units, strict=True)
-        attention = sum(unit.flops(pairs * event.max_length / capacity, num_candidates) for event, unit in shares)
-        return attention + num_candidates * linear_flops(self.heads)
 
 
 class DCNv2(_Baseline):
@@ -144,18 +129,12 @@ class DCNv2(_Baseline):
         width = _num_tokens(spec) * config.dim
         self.cross = CrossNet(width, config.num_cross_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
-        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], len(spec.tasks))
+        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], spec.num_outputs)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         x = _all_tokens(tokens, batch).flatten(1)
         return self.heads(torch.cat([self.cross(x), self.deep(x)], dim=1))
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        return num_candidates * linear_flops(self)
 
 
 class DLRM(_Baseline):
@@ -184,7 +163,7 @@ class DLRM(_Baseline):
         self.register_buffer("sparse", torch.tensor(sparse, dtype=torch.int64), persistent=False)
         self.bottom = MLP(len(dense) * dim, config.bottom_hidden, dim, dropout) if dense else None
         self.dot = DotInteraction(len(sparse) + bool(dense))
-        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, len(spec.tasks), dropout)
+        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, spec.num_outputs, dropout)
         self.dim = dim
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
@@ -196,12 +175,6 @@ class DLRM(_Baseline):
         dense = self.bottom(x.index_select(1, self.dense).flatten(1))
         pairs = self.dot(torch.cat([dense[:, None], sparse], dim=1))
         return self.heads(torch.cat([dense, pairs], dim=1))
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        return num_candidates * (linear_flops(self) + self.dot.flops(self.dim))
 
 
 def _num_tokens(spec: FeatureSpec) -> int:

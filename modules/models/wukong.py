@@ -63,7 +63,7 @@ class Wukong(nn.Module):
         layers = nn.ModuleList([layer(spec.num_candidate_tokens, num_request)])
         layers.extend(layer(made) for _ in range(config.num_layers - 1))
         self.layers = cast("Sequence[WukongLayer]", layers)
-        self.heads = TaskHeads(made * config.dim, config.head_hidden, len(spec.tasks), config.dropout)
+        self.heads = TaskHeads(made * config.dim, config.head_hidden, spec.num_outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -78,10 +78,3 @@ class Wukong(nn.Module):
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        flops = sum(layer.flops(num_candidates, num_requests) for layer in self.layers)
-        return flops + self.heads.flops(num_candidates, num_requests)

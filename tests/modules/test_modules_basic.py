@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
 from modules.interaction import DHENLayer
 from modules.lce import LCE
-from modules.mlp import MLP, SharedLinear, TaskHeads, linear_flops
+from modules.mlp import SharedLinear, TaskHeads
 from modules.norms import rms_norm
 from modules.precision import apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
@@ -67,11 +66,6 @@ def test_task_heads_are_separate_and_give_logits_in_the_weights_dtype():
     touched = {name.split(".")[1] for name, p in heads.named_parameters() if p.grad is not None and p.grad.any()}
     assert touched == {"1"}
     assert TaskHeads(6, [], num_tasks=2)(x).shape == (7, 2)
-
-
-def test_linear_flops_counts_every_linear():
-    assert linear_flops(MLP(6, [5, 4], 3)) == 2 * (6 * 5 + 5 * 4 + 4 * 3)
-    assert linear_flops(nn.Linear(6, 5)) == 60
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0], [1], [0, 4]])

@@ -53,14 +53,6 @@ class InterFormerLayer(nn.Module):
         self.interaction = interaction
         self.sequence = sequence
 
-    def flops(self, num_candidates: float, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
-        return (
-            self.summary.flops(rows)
-            + self.cross.flops(num_candidates, rows, num_tokens)
-            + self.interaction.flops(num_candidates, rows)
-            + self.sequence.flops(rows, num_tokens, sum_squared_lengths)
-        )
-
 
 class InterFormer(nn.Module):
     """Logits [C, tasks] from tokens.
@@ -161,7 +153,7 @@ class InterFormer(nn.Module):
         self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(num_tokens)
         own, shared = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
-        self.heads = TaskHeads(own, config.head_hidden, len(spec.tasks), config.dropout, shared)
+        self.heads = TaskHeads(own, config.head_hidden, spec.num_outputs, config.dropout, shared)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -200,28 +192,6 @@ class InterFormer(nn.Module):
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
         losses = [feed_forward.aux_loss for feed_forward in self.routed]
         return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products, embeddings excluded, from the true lengths of histories.
-
-        A request's length counts the events of all types together. Where a product of lengths and numbers of candidates
-        is needed (PMA, and everything under "candidate"), the two are assumed to be independent.
-        """
-        flops = self.history.flops(sum_lengths)
-        rows = num_requests
-        if self.per_candidate:
-            rows = num_candidates
-            sum_lengths *= num_candidates / num_requests
-            sum_squared_lengths *= num_candidates / num_requests
-        num_tokens = sum_lengths + rows * self.num_cls
-        pairs = sum_squared_lengths + 2 * self.num_cls * sum_lengths + rows * self.num_cls**2
-        for layer in self.layers:
-            flops += layer.flops(num_candidates, rows, num_tokens, pairs)
-        flops += self.head_summary.flops(num_candidates)
-        flops += self.head_cross.flops(num_candidates, rows, num_tokens)
-        return flops + self.heads.flops(num_candidates, rows)
 
 
 def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

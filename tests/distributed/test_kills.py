@@ -16,8 +16,8 @@ OPTIONS = ("checkpoint.every=2", "checkpoint.async_save=false", "runtime.steps=8
 
 @pytest.mark.reliability(
     "a rank is killed (SIGKILL) in a forward, after a restart in a backward, then while it writes a checkpoint",
-    "torchrun restarts all ranks from the newest whole checkpoint each time; losses and results are bit for bit those of "
-    "a run that was not killed",
+    "torchrun restarts all ranks from the newest whole checkpoint each time; losses and results are bit for bit those "
+    "of a run that was not killed",
 )
 def test_a_run_survives_a_kill_in_every_part_of_a_step(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

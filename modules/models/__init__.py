@@ -23,6 +23,7 @@ class CustomConfig(ModelConfig):
     """A class from outside this repository."""
 
     name: str = "custom"  # its dotted name, such as my_models.TwoTower
+    table_std: float | None = None
     arguments: dict[str, Any] = option({})  # fields of its Config, or of its constructor besides spec, dim and dropout
 
 

@@ -171,6 +171,7 @@ class DLRM(_Baseline):
     @dataclass(kw_only=True)
     class Config(ModelConfig):
         name: str = "dlrm"
+        table_std: float | None = None  # inner products of small rows have hardly a gradient
         bottom_hidden: list[int] = option([64], least=1)
         top_hidden: list[int] = option([128, 64], least=1)
 

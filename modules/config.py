@@ -89,7 +89,7 @@ class ModelConfig(TokenConfig):
 
     name: str
     table_dims: dict[str, int] = option({})  # table -> another width of its rows, projected to dim
-    table_std: float | None = 0.01  # of a table's initial rows; null: 1 / sqrt(their width)
+    table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
     def check(self) -> None:

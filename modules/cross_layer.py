@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modules.mlp import linear_flops
 from modules.norms import rms_norm
 
 
@@ -30,9 +29,3 @@ class CrossLayerAttention(nn.Module):
         pairs = self.key_value(memory).unflatten(-1, (2, self.num_heads, -1)).transpose(1, 3)
         attended = F.scaled_dot_product_attention(query, pairs[:, :, 0], pairs[:, :, 1])
         return rms_norm(tokens + self.output(attended.transpose(1, 2).flatten(2)))
-
-    def flops(self, num_candidates: float, num_tokens: int, num_memory: int) -> float:
-        """Forward FLOPs."""
-        own = num_tokens * (linear_flops(self.query) + linear_flops(self.output))
-        pairs = 4 * self.query.in_features * num_tokens * num_memory
-        return num_candidates * (own + num_memory * linear_flops(self.key_value) + pairs)

@@ -28,7 +28,6 @@ from modules.checks import check_tokens
 from modules.config import option
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
-from modules.mlp import linear_flops
 from modules.norms import rms_norm
 from modules.rotary import Rotation, rotate
 
@@ -123,10 +122,6 @@ class GDPASelfAttention(nn.Module):
         )
         return self.output(attended.flatten(1))
 
-    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
-        """Forward FLOPs; with a window this counts all pairs, an upper bound."""
-        return num_tokens * linear_flops(self) + 4 * self.output.in_features * sum_squared_lengths
-
 
 class GDPAPooling(nn.Module):
     """Learned seeds attend to a row: (values [N, dim], offsets [B + 1]) -> its summary [B, num_seeds, dim].
@@ -186,12 +181,6 @@ class GDPAPooling(nn.Module):
             out_scale=self.out_scale,
         )
         return self.output(attended.view(-1, *queries.shape))
-
-    def flops(self, num_rows: float, num_tokens: float) -> float:
-        """Forward FLOPs."""
-        num_seeds, dim = self.seeds.shape
-        seeds = num_seeds * linear_flops(self.query) + num_rows * num_seeds * linear_flops(self.output)
-        return seeds + num_tokens * (linear_flops(self.key_value) + 4 * dim * num_seeds)
 
 
 class PersonalizedFFN(nn.Module):
@@ -270,13 +259,6 @@ class PersonalizedFFN(nn.Module):
             out_scale=self.out_scale,
         )
         return attended.flatten(1)
-
-    def flops(self, num_rows: float, num_tokens: float) -> float:
-        """Forward FLOPs."""
-        twice_hidden, mixed = self.mix.shape
-        dim = self.num_heads * self.head_dim
-        projected = linear_flops(self) * self.num_summary * num_rows
-        return 2 * dim * twice_hidden * (num_rows * mixed + num_tokens) + projected
 
 
 class Attention(Protocol):

@@ -40,12 +40,6 @@ class HistoryEncoder(nn.Module):
         merged = merge_by_time(sequences)
         return merged.values, merged.offsets
 
-    def flops(self, sum_lengths: float) -> float:
-        """Events of types with different numbers of fields are taken to occur in proportion to their `max_length`."""
-        capacity = sum(event.max_length for event in self.events)
-        shares = zip(self.events, self.masks, strict=True)
-        return sum(mask.flops(sum_lengths * event.max_length / capacity) for event, mask in shares)
-
 
 def merge_by_time(sequences: list[JaggedSequence]) -> JaggedSequence:
     """All events of each request in one row, oldest first; at equal times earlier arguments come first.

@@ -11,7 +11,7 @@ from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows, request_part
 from modules.maxima import check_maximum
-from modules.mlp import MLP, SharedLinear, linear_flops
+from modules.mlp import MLP, SharedLinear
 from modules.norms import rms_norm
 
 
@@ -48,10 +48,6 @@ class DotInteraction(nn.Module):
     def across(self, tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
         """`products_across`, multiplied by `scale`."""
         return products_across(tokens, request, rows, max_candidates) * self.scale
-
-    def flops(self, dim: int) -> float:
-        """Per candidate. Counts the whole symmetric product, which is what runs."""
-        return 2 * self.num_tokens**2 * dim
 
 
 def products_across(tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
@@ -139,11 +135,3 @@ class DHENLayer(nn.Module):
         if request is not None and rows is not None:
             mixed = torch.cat([rows.multiply(crossed[:, :split] + 2, request.flatten(1)), mixed], dim=1)
         return rms_norm((mixed + dot).unflatten(1, (-1, self.dim)))
-
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        num_candidate = self.dot.num_tokens
-        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_candidate * self.num_request * self.dim)
-        if self.shared_dot is not None:
-            flops += num_requests * self.shared_dot.flops(self.dim)
-        flops += self.dot_hidden.flops(num_candidates, num_requests) + self.down.flops(num_candidates, num_requests)
-        return flops + num_candidates * (linear_flops(self.dot_output) + linear_flops(self.up))

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from kernels.attention import jagged_attention
 from modules.checks import check_tokens
 from modules.maxima import check_maximum
-from modules.mlp import linear_flops
 from modules.rotary import Rotation, rotate_qkv
 
 
@@ -51,10 +50,6 @@ class JaggedSelfAttention(nn.Module):
             causal=self.causal,
         )
         return self.output(attended.flatten(1))
-
-    def flops(self, num_tokens: float, sum_squared_lengths: float) -> float:
-        """Forward FLOPs; with a window this counts all pairs, an upper bound."""
-        return num_tokens * linear_flops(self) + 4 * self.output.in_features * sum_squared_lengths
 
 
 def head_dim(dim: int, num_heads: int) -> int:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from kernels.ikbo import linear_compression
 from modules.broadcast import CandidateRows, request_part
-from modules.mlp import linear_flops
 from modules.plain import is_plain
 
 
@@ -41,7 +40,3 @@ class LCE(nn.Module):
         if plain:
             return linear_compression(candidate, request, self.candidate.weight, self.request.weight, rows.offsets)
         return (self.candidate(candidate.mT) + rows.expand(self.request(request.mT))).mT
-
-    def flops(self, num_candidates: float, num_requests: float, dim: int) -> float:
-        shared = num_requests * linear_flops(self.request) if self.request is not None else 0
-        return dim * (num_candidates * linear_flops(self.candidate) + shared)

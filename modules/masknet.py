@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.core import dispatch
-from modules.mlp import MLP, linear_flops
+from modules.mlp import MLP
 from modules.norms import row_norm
 
 
@@ -31,6 +31,3 @@ class MaskNet(nn.Module):
         fields = values.unflatten(1, (self.num_fields, -1))
         normed = row_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)
         return self.output(self.mask(normed, normed))
-
-    def flops(self, num_tokens: float) -> float:
-        return num_tokens * linear_flops(self)

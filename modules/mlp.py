@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +74,6 @@ class SharedLinear(nn.Module):
         request, rows = given
         return rows.add(y, self.shared(request))
 
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        shared = num_requests * linear_flops(self.shared) if self.shared is not None else 0
-        return num_candidates * linear_flops(self.own) + shared
-
 
 class TaskHeads(nn.Module):
     """One MLP of its own for each task: [C, num_candidate] -> logits [C, tasks].
@@ -110,10 +105,6 @@ class TaskHeads(nn.Module):
         pairs = zip(self.first, self.trunks, strict=True)
         return torch.cat([trunk(first(candidate, request, rows)) for first, trunk in pairs], dim=-1)
 
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        first = sum(layer.flops(num_candidates, num_requests) for layer in cast("Sequence[SharedLinear]", self.first))
-        return first + num_candidates * linear_flops(self.trunks)
-
 
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:
     """activation(layer(x)) * factor: bias, activation ("none" or "silu") and factor in one pass over the product.
@@ -129,8 +120,3 @@ def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Ten
     y = layer(x)
     y = F.silu(y) if activation == "silu" else y
     return y if factor is None else y * factor
-
-
-def linear_flops(module: nn.Module) -> int:
-    """Forward FLOPs (2 * in * out) of one row through every `nn.Linear` inside `module`."""
-    return sum(2 * layer.in_features * layer.out_features for layer in module.modules() if isinstance(layer, nn.Linear))

@@ -31,7 +31,3 @@ class PMA(nn.Module):
         """condition [C, num_seeds, dim] (zeros: plain PMA), candidate_offsets [R + 1], values [N, dim], offsets [R + 1]
         -> [C, num_seeds, dim]. The summary of an empty sequence is zeros."""
         return self.attention(self.seeds + condition, candidate_offsets, values, offsets)
-
-    def flops(self, num_candidates: float, num_tokens: float, candidate_token_pairs: float) -> float:
-        """See `TargetAttention.flops`."""
-        return self.attention.flops(num_candidates, num_tokens, candidate_token_pairs)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
-from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
-from modules.jagged_attention import JaggedSelfAttention, head_dim
+from modules.gdpa import GDPABlock, GDPAConfig, GDPAPooling, GDPASelfAttention, PersonalizedFFN
+from modules.jagged_attention import JaggedSelfAttention
 from modules.norms import rms_norm
 from modules.rotary import Rotation
 
@@ -41,7 +39,8 @@ class PyramidLevel(nn.Module):
         H = Norm(GDPAPooling(Norm(S)))
 
     The finest level (`window` not None) has softmax attention within a window; a coarser one has GDPA over the whole
-    row, to which the zeros of empty pieces contribute nothing and in which they stay zeros.
+    row, to which the zeros of empty pieces contribute nothing and in which they stay zeros. `pffn` and `attention` are
+    the options of GDPA in the network, and in attention and pooling.
     """
 
     def __init__(
@@ -55,11 +54,14 @@ class PyramidLevel(nn.Module):
         max_length: int,
         window: int | None,
         dropout: float,
+        pffn: GDPAConfig | None = None,
+        attention: GDPAConfig | None = None,
     ) -> None:
         super().__init__()
-        scale = head_dim(dim, num_heads) ** -0.5
-        gdpa: dict[str, Any] = {"max_length": max_length, "qk_norm": True, "score_scale": scale}
-        self.pffn = GDPABlock(PersonalizedFFN(dim, num_heads, num_context, hidden, **gdpa))
+        # The sum over hidden units is not averaged: the block's norm follows.
+        inner = vars(pffn or GDPAConfig(out_scale=1.0)) | {"max_length": max_length}
+        gdpa = vars(attention or GDPAConfig()) | {"max_length": max_length}
+        self.pffn = GDPABlock(PersonalizedFFN(dim, num_heads, num_context, hidden, **inner))
         self.attention: JaggedSelfAttention | GDPASelfAttention
         if window is None:
             self.attention = GDPASelfAttention(dim, num_heads, **gdpa)
@@ -76,10 +78,3 @@ class PyramidLevel(nn.Module):
         normed = rms_norm(values)
         values = values + self.dropout(self.attention(normed, offsets, rotation))
         return values, normed, rms_norm(self.pooling(rms_norm(values), offsets))
-
-    def flops(self, num_rows: float, num_values: float, pairs: float) -> float:
-        """Forward FLOPs; `pairs` of values that attention compares."""
-        inner = self.pffn.attention
-        assert isinstance(inner, PersonalizedFFN)
-        flops = inner.flops(num_rows, num_values) + self.attention.flops(num_values, pairs)
-        return flops + self.pooling.flops(num_rows, num_values)

@@ -10,7 +10,6 @@ from kernels.tokens import unbind
 from modules.checks import check_tokens
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
-from modules.mlp import linear_flops
 from modules.norms import rms_norm
 from modules.sum_kron import SumKronLinear
 
@@ -76,11 +75,3 @@ class SeedPooling(nn.Module):
             max_k=self.max_length,
         )
         return self.compress(pooled.flatten(2))
-
-    def flops(self, num_rows: float, num_tokens: float) -> float:
-        """Forward FLOPs for rows of `num_tokens` tokens together."""
-        num_seeds, dim = self.seeds.shape
-        flops = num_seeds * linear_flops(self.query) + num_tokens * (linear_flops(self.key_value) + 4 * dim * num_seeds)
-        if isinstance(self.compress, SumKronLinear):
-            return flops + self.compress.flops(num_rows)
-        return flops + num_rows * num_seeds * linear_flops(self.compress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from modules.lce import LCE
-from modules.mlp import linear_flops
 
 
 class SumKronLinear(nn.Module):
@@ -26,11 +25,8 @@ class SumKronLinear(nn.Module):
         self.mix = LCE(num_in, num_out * terms)
         self.project = nn.Linear(terms * dim, dim if out_dim is None else out_dim, bias=False)
         self.num_out = num_out
+        self.terms = terms
         self.dim = dim
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.project(self.mix(tokens).reshape(tokens.shape[0], self.num_out, -1))
-
-    def flops(self, num_rows: float) -> float:
-        """Forward FLOPs."""
-        return self.mix.flops(num_rows, 0, self.dim) + num_rows * self.num_out * linear_flops(self.project)
+        return self.project(self.mix(tokens).reshape(tokens.shape[0], self.num_out, self.terms * self.dim))

@@ -14,7 +14,6 @@ from kernels.tokens import unbind
 from modules.checks import check_dtype, check_tokens
 from modules.jagged_attention import head_dim
 from modules.maxima import check_maximum
-from modules.mlp import linear_flops
 from modules.plain import is_plain
 from modules.rotary import Rotation, rotate
 
@@ -75,13 +74,6 @@ class TargetAttention(nn.Module):
             activation=self.activation,
         )
         return self.output(attended.view(queries.shape))
-
-    def flops(self, num_candidates: float, num_tokens: float, candidate_token_pairs: float) -> float:
-        """Forward FLOPs; `candidate_token_pairs` is the sum over requests of candidates times sequence tokens."""
-        num_queries = num_candidates * self.num_queries
-        projections = num_queries * linear_flops(self.query) + num_tokens * linear_flops(self.key_value)
-        attention = 4 * self.query.in_features * self.num_queries * candidate_token_pairs
-        return projections + attention + num_queries * linear_flops(self.output)
 
 
 class SelfAndTargetAttention(nn.Module):
@@ -205,17 +197,6 @@ class SelfAndTargetAttention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (self.num_heads, self.head_dim))
-
-    def flops(
-        self, num_candidates: float, num_tokens: float, sum_squared_lengths: float, candidate_token_pairs: float
-    ) -> float:
-        """Forward FLOPs; see `TargetAttention.flops`. `sum_squared_lengths` are the pairs of tokens that see each
-        other."""
-        num_queries = num_candidates * self.num_queries
-        pairs = sum_squared_lengths + self.num_queries * candidate_token_pairs
-        target = num_queries * (linear_flops(self.target_query) + linear_flops(self.target_output))
-        own = num_tokens * (linear_flops(self.query) + linear_flops(self.key_value) + linear_flops(self.output))
-        return own + target + 4 * self.query.in_features * pairs
 
 
 def _check_queries(queries: Tensor, num_queries: int, layer: nn.Module) -> None:

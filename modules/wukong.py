@@ -15,7 +15,7 @@ from modules.beside import Beside
 from modules.broadcast import CandidateRows, request_part
 from modules.interaction import DotInteraction, products_across
 from modules.lce import LCE
-from modules.mlp import MLP, SharedLinear, linear_flops
+from modules.mlp import MLP, SharedLinear
 from modules.norms import rms_norm
 
 MACHINES = ("optimised", "plain", "attentive")
@@ -113,16 +113,6 @@ class WukongLayer(nn.Module):
             products = torch.cat([across.mT, products], dim=1)
         return self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5))
 
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        mixtures = [self.lcb, *([] if self.residual is None else [self.residual])]
-        flops = sum(mixture.flops(num_candidates, num_requests, self.dim) for mixture in mixtures)
-        if isinstance(self.fmb, PairMachine):
-            return flops + self.fmb.flops(num_candidates, num_requests)
-        assert self.project is not None
-        products = 2 * self.num_tokens * self.rank * self.dim
-        flops += self.project.flops(num_candidates, num_requests, self.dim)
-        return flops + num_candidates * (products + linear_flops(self.fmb))
-
 
 class AttentiveCompression(nn.Module):
     """Y^T X with a Y [n, num_out] of each candidate: [C, n, d] -> [C, num_out, d]. Tokens must be normalised.
@@ -164,11 +154,6 @@ class AttentiveCompression(nn.Module):
         shared = jagged_dense_bmm(of_request.flatten(0, 1), offsets, request, self.max_candidates * self.num_out)
         return mixed + shared.view_as(mixed)
 
-    def flops(self, num_candidates: float, num_requests: float, dim: int) -> float:
-        products = 2 * self.num_out * (self.num_candidate + self.num_request) * dim
-        compression = self.compress.flops(num_candidates, num_requests, dim)
-        return compression + num_candidates * (products + linear_flops(self.weights))
-
 
 class PairMachine(nn.Module):
     """MLP(Norm(pairs)) of the inner products of all pairs i < j of n tokens: [C, n, d] -> [C, out_dim].
@@ -198,13 +183,17 @@ class PairMachine(nn.Module):
             raise ValueError("machine='plain' multiplies pairs of tokens, and there is one token; use 'optimised'")
         width, *widths = [*hidden, out_dim]
         self.first = SharedLinear(of_candidate, of_request, width, bias=False)
-        self.bias = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.empty(width))
         layers = [nn.SiLU(), nn.Dropout(dropout), MLP(width, widths[:-1], out_dim, dropout)] if hidden else []
         self.rest = nn.Sequential(*layers)
         self.num_pairs = of_candidate + of_request
         self.num_request = num_request
         self.max_candidates = max_candidates
         self.dim = dim
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         pairs, shared = self.dot(candidate), None
@@ -217,13 +206,6 @@ class PairMachine(nn.Module):
         factor = (squares / self.num_pairs + EPSILON).rsqrt()
         hidden = self.first(pairs, shared, rows)
         return self.rest((hidden * factor + self.bias).to(hidden.dtype))
-
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        num_candidate = self.dot.num_tokens
-        flops = num_candidates * (self.dot.flops(self.dim) + 2 * num_candidate * self.num_request * self.dim)
-        if self.shared_dot is not None:
-            flops += num_requests * self.shared_dot.flops(self.dim)
-        return flops + self.first.flops(num_candidates, num_requests) + num_candidates * linear_flops(self.rest)
 
 
 class WukongExperts(nn.Module):
@@ -283,9 +265,6 @@ class WukongExperts(nn.Module):
             works.append(work)
             results.append(tokens)
         return torch.cat([work.join(tokens) for work, tokens in zip(works, results, strict=True)], dim=1)
-
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        return sum(layer.flops(num_candidates, num_requests) for expert in self.experts for layer in expert)
 
 
 def _sum_of_squares(pairs: Tensor) -> Tensor:

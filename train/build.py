@@ -18,6 +18,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from kernels.core import dispatch
 from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
+from modules.flops import BatchFlops, count_flops
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
@@ -50,6 +51,7 @@ class Job:
     model: DistributedModelParallel
     plan: str
     metrics: dict[str, OwnMetric]  # of `tracking.metrics`, by name
+    forward_flops: BatchFlops  # of the architecture
 
     @property
     def ranking_model(self) -> RankingModel:
@@ -82,6 +84,8 @@ def build(config: Config, world: World) -> Job:
         log.debug("features:\n%s", features)
     with torch.device(world.device):
         arch = build_arch(config.model, source.spec)
+    # Before layers are quantised, captured or spread over ranks.
+    forward_flops = count_flops(arch, source.spec, config.model.dim)
     model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
@@ -105,7 +109,7 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
-    return Job(config, world, source, sharded, str(plan), metrics)
+    return Job(config, world, source, sharded, str(plan), metrics, forward_flops)
 
 
 def _kinds(plan: ShardingPlan) -> str:

@@ -96,7 +96,7 @@ class Trainer:
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
-        self.forward_flops = self.job.arch.flops_per_batch
+        self.forward_flops = self.job.forward_flops
         self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.account = Replay(self._account, graphs)

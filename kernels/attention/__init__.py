@@ -19,6 +19,7 @@ from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets, check_window
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
+from kernels.core.offsets import attended_pairs
 
 __all__ = ["jagged_attention", "time_bucket"]
 
@@ -203,3 +204,22 @@ dispatch.declare(
     Backend("reference", reference.jagged_attention),
     Backend("padded", "kernels.attention.padded:jagged_attention", _padded),  # the others are compared with it
 )
+
+
+@dispatch.flops("jagged_attention")
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    block_size: int | None = None,
+    bias: object = None,
+) -> float:
+    pairs = attended_pairs(q_offsets, k_offsets, causal, window, block_size)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

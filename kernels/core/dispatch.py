@@ -21,7 +21,8 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -76,10 +77,15 @@ class Backend:
         return self.imported
 
 
+Formula = Callable[..., float]
+Observer = Callable[[str, Tensor, dict[str, Hashable]], Backend]
+
 _registry: dict[str, tuple[Backend, ...]] = {}
 _forced: dict[str | None, str] = {}  # operator, or None for every operator -> backend
 _chosen: dict[tuple[Hashable, ...], Backend] = {}
 _reported: set[tuple[str, str, str]] = set()
+_formulas: dict[str, Formula] = {}
+_observer: Observer | None = None
 
 
 @torch.compiler.assume_constant_result  # a compiler runs it instead of tracing an import
@@ -113,6 +119,38 @@ def operators() -> dict[str, list[str]]:
     return {op: [backend.name for backend in _registry[op]] for op in sorted(_registry)}
 
 
+def flops(*ops: str) -> Callable[[Formula], Formula]:
+    """Decorator: the function below it gives the forward FLOPs of the matrix products of `ops`, from the arguments
+    that their backends take. What is masked, or beyond the end of a row, does not count."""
+
+    def add(formula: Formula) -> Formula:
+        _formulas.update(dict.fromkeys(ops, formula))
+        return formula
+
+    return add
+
+
+def formula(op: str) -> Formula | None:
+    """What `flops` was given for `op`; None for an operator without matrix products."""
+    return _formulas.get(op)
+
+
+def reference(op: str) -> Callable[..., Any]:
+    """The specification of `op`, which serves any tensors."""
+    return next(backend for backend in _backends(op) if backend.name == "reference").function
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """A context in which `observer(op, like, facts)` gives the backend of each call of an operator."""
+    global _observer
+    outer, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = outer
+
+
 def force(spec: str) -> None:
     """Ask for backends by name (see the module docstring); an empty spec cancels earlier requests."""
     requests = _parse(spec)
@@ -135,6 +173,8 @@ def choose_backend(op: str, backend: str | None, like: Tensor, **facts: Hashable
     if torch.compiler.is_compiling():
         # A trace must not have side effects: neither the cache nor the log.
         return _select(op, backend, _facts_of(like) | facts)[0]
+    if _observer is not None:
+        return _observer(op, like, facts)
     key = (op, backend, like.device, like.dtype, *facts.items())
     try:
         chosen = _chosen.get(key)

@@ -17,7 +17,7 @@ from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets, check_window
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
-from kernels.core.offsets import derived
+from kernels.core.offsets import attended_pairs, derived
 from kernels.gdpa import reference
 from kernels.gdpa.norms import add_norms, layer_norm
 
@@ -197,3 +197,20 @@ dispatch.declare(
     Backend("reference", reference.gdpa),
     Backend("padded", "kernels.gdpa.padded:gdpa", _padded),  # the others are compared with it
 )
+
+
+@dispatch.flops("gdpa")
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activations: tuple[str, ...],
+    score_scale: float,
+    out_scale: float,
+    window: tuple[int, int],
+) -> float:
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(q_offsets, k_offsets, window=window)

@@ -18,7 +18,7 @@ from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
-from kernels.core.offsets import scaled_offsets
+from kernels.core.offsets import attended_pairs, scaled_offsets
 from kernels.gdpa import gdpa
 from kernels.ikbo import reference
 
@@ -188,3 +188,9 @@ dispatch.declare(
     Backend("hopper", "kernels.ikbo.hopper.attention:joint_attention", _hopper_groups, checks_lengths=True),
     Backend("reference", reference.joint_attention),
 )
+
+
+@dispatch.flops("joint_attention")
+def _flops(q: Tensor, k: Tensor, v: Tensor, q_offsets: list[Tensor], k_offsets: Tensor, *sizes: object) -> float:
+    pairs = sum(attended_pairs(offsets, k_offsets) for offsets in q_offsets)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

@@ -130,3 +130,10 @@ dispatch.declare(
     Backend("reference", reference.linear_compression),
     Backend("triton", "kernels.ikbo.triton.operators:linear_compression", triton_floats),  # slower than torch
 )
+
+
+@dispatch.flops("linear_compression")
+def _flops(
+    candidate: Tensor, w_candidate: Tensor, requests: list[Tensor], w_requests: list[Tensor], offsets: list[Tensor]
+) -> float:
+    return 2 * w_candidate.shape[0] * sum(x.numel() for x in (candidate, *requests))

@@ -119,3 +119,8 @@ dispatch.declare(
     Backend("hopper", "kernels.ikbo.hopper.lce_operators:linear_compression_float8", _hopper),
     Backend("reference", reference.linear_compression_float8),
 )
+
+
+@dispatch.flops("linear_compression_float8")
+def _flops(candidate: Tensor, _: Tensor, request: Tensor, __: Tensor, w_candidate: Tensor, *rest: object) -> float:
+    return 2 * w_candidate.shape[0] * (candidate.numel() + request.numel())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from kernels.core import dispatch
 
@@ -45,6 +46,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], list[Tensor 
 
 
 _stacked_linear.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gemsmith.stacked_linear, get_raw=True)
+def _flops(inputs: list[Tensor], weights: list[Tensor], *, out_val: Tensor) -> int:
+    return sum(2 * x.numel() * weight.shape[0] for x, weight in zip(inputs, weights, strict=True))
 
 
 def _transformed() -> bool:

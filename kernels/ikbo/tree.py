@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.checks import check_lengths, check_offsets
 from kernels.core.dispatch import Backend
-from kernels.core.offsets import scaled_offsets
+from kernels.core.offsets import attended_pairs, scaled_offsets
 from kernels.gdpa import gdpa
 from kernels.ikbo import reference
 from kernels.ikbo.attention import check_weights, hopper_attention, nested_offsets
@@ -125,3 +125,11 @@ dispatch.declare(
     Backend("hopper", "kernels.ikbo.hopper.tree:tree_attention", hopper_attention),
     Backend("reference", reference.tree_attention),
 )
+
+
+@dispatch.flops("tree_attention")
+def _flops(
+    q: Tensor, k: list[Tensor], v: list[Tensor], q_offsets: list[Tensor], k_offsets: list[Tensor], *sizes: object
+) -> float:
+    pairs = sum(map(attended_pairs, q_offsets, k_offsets))
+    return 2 * q.shape[1] * (q.shape[2] + v[0].shape[2]) * pairs

@@ -166,3 +166,8 @@ for _op, _file, _function, _supports, _specification in (
         Backend("triton", f"kernels.jagged.triton.{_file}:{_function}", _supports),
         Backend("reference", _specification),
     )
+
+
+@dispatch.flops("jagged_dense_bmm")
+def _flops(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> float:
+    return 2 * x.numel() * y.shape[2]

@@ -108,3 +108,8 @@ dispatch.declare(
     Backend("triton", "kernels.jagged.triton.linear:jagged_linear", triton_floats),
     Backend("reference", reference.jagged_linear),
 )
+
+
+@dispatch.flops("jagged_linear")
+def _flops(x: Tensor, offsets: Tensor, weight: Tensor, *rest: object) -> float:
+    return 2 * x.numel() * weight.shape[0]

@@ -179,3 +179,18 @@ dispatch.declare(
     Backend("triton", "kernels.jagged.triton.softmax:matrix_softmax", triton_floats),
     Backend("reference", reference.jagged2_softmax),
 )
+
+
+@dispatch.flops("jagged_jagged_bmm")
+def _flops_of_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) -> float:
+    return 2 * x.numel() * y.shape[1]
+
+
+@dispatch.flops("jagged_jagged_bmm_jagged_out")
+def _flops_of_outer(x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int) -> float:
+    return 2 * total * x.shape[1]
+
+
+@dispatch.flops("array_jagged_bmm_jagged_out")
+def _flops_of_inner(a: Tensor, y: Tensor, *rest: object) -> float:
+    return 2 * a.numel() * y.shape[1]

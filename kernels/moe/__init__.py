@@ -103,3 +103,8 @@ dispatch.declare(
     Backend("hopper", "kernels.moe.hopper.experts:experts", _hopper),
     Backend("reference", reference.experts),
 )
+
+
+@dispatch.flops("moe_experts")
+def _flops(x: Tensor, selected_experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> float:
+    return 2 * selected_experts.numel() * (gate_up[0].numel() + down[0].numel())

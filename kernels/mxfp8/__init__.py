@@ -192,3 +192,8 @@ dispatch.declare(
     Backend("reference", matmul.grouped_mm),
     Backend("blackwell", "kernels.mxfp8.blackwell.experts:grouped_mm", _blackwell),  # compiled for sm_100, not run
 )
+
+
+@dispatch.flops("linear", "mxfp8_linear", "grouped_mm", "mxfp8_grouped_mm")
+def _flops(x: Tensor, weight: Tensor, *rest: object) -> float:
+    return 2 * x.numel() * weight.shape[-2]

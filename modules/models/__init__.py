@@ -23,7 +23,6 @@ class CustomConfig(ModelConfig):
     """A class from outside this repository."""
 
     name: str = "custom"  # its dotted name, such as my_models.TwoTower
-    table_std: float | None = None
     arguments: dict[str, Any] = option({})  # fields of its Config, or of its constructor besides spec, dim and dropout
 
 
@@ -53,9 +52,8 @@ CONFIGS = {name: config for name, model in MODELS.items() if (config := config_c
 def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
     """The model that `config` describes, for the data of `spec`.
 
-    A model has `forward(tokens, batch) -> logits [C, tasks]`, `aux_loss() -> scalar tensor` and `flops_per_batch(
-    num_requests, num_candidates, sum_lengths, sum_squared_lengths) -> float`. ValueError for one that lacks one, and
-    for a value of `config` that is not allowed.
+    A model has `forward(tokens, batch) -> logits [C, tasks]` and `aux_loss() -> scalar tensor`. ValueError for one that
+    lacks the second, and for a value of `config` that is not allowed.
     """
     if config.name not in MODELS and "." not in config.name:
         raise ValueError(
@@ -73,10 +71,10 @@ def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
         raise ValueError(
             f"model.name={config.name} must make an nn.Module, such as my_models.TwoTower; it gives {model!r}"
         )
-    if lacking := [method for method in ("aux_loss", "flops_per_batch") if not hasattr(model, method)]:
+    if not hasattr(model, "aux_loss"):
         raise ValueError(
-            f"model.name={config.name} lacks {' and '.join(lacking)}; `Architecture` in modules/models/ranking.py says "
-            "what a model has"
+            f"model.name={config.name} lacks aux_loss; `Architecture` in modules/models/ranking.py says what a model "
+            "has"
         )
     return model
 

@@ -21,7 +21,7 @@ from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction
-from modules.mlp import MLP, TaskHeads, linear_flops
+from modules.mlp import MLP, TaskHeads
 from modules.plain import is_plain
 
 
@@ -79,10 +79,6 @@ class ActivationUnit(nn.Module):
             "silu" if rest else "none",
         )
 
-    def flops(self, pairs: float, num_candidates: float) -> float:
-        part = linear_flops(self.score[0]) / 4
-        return num_candidates * part + pairs * (2 * part + sum(map(linear_flops, self.layers)))
-
 
 class _Baseline(nn.Module):
     def aux_loss(self) -> Tensor:
@@ -117,17 +113,6 @@ class DIN(_Baseline):
             features.append(unit(tokens.candidate, tokens.histories[event.name], rows))
         return self.heads(torch.cat(features, dim=1))
 
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products. Assumes that lengths are independent of numbers of candidates, and that
-        event types with different numbers of fields occur in proportion to their `max_length`."""
-        pairs = sum_lengths * num_candidates / num_requests
-        capacity = sum(event.max_length for event in self.events)
-        shares = zip(self.events, self.units, strict=True)
-        attention = sum(unit.flops(pairs * event.max_length / capacity, num_candidates) for event, unit in shares)
-        return attention + num_candidates * linear_flops(self.heads)
-
 
 class DCNv2(_Baseline):
     """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
@@ -151,12 +136,6 @@ class DCNv2(_Baseline):
         x = _all_tokens(tokens, batch).flatten(1)
         return self.heads(torch.cat([self.cross(x), self.deep(x)], dim=1))
 
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        return num_candidates * linear_flops(self)
-
 
 class DLRM(_Baseline):
     """DLRM (arXiv 1906.00091): dense tokens pass a bottom MLP, all tokens meet in inner products, then a top MLP.
@@ -171,7 +150,6 @@ class DLRM(_Baseline):
     @dataclass(kw_only=True)
     class Config(ModelConfig):
         name: str = "dlrm"
-        table_std: float | None = None  # inner products of small rows have hardly a gradient
         bottom_hidden: list[int] = option([64], least=1)
         top_hidden: list[int] = option([128, 64], least=1)
 
@@ -197,12 +175,6 @@ class DLRM(_Baseline):
         dense = self.bottom(x.index_select(1, self.dense).flatten(1))
         pairs = self.dot(torch.cat([dense[:, None], sparse], dim=1))
         return self.heads(torch.cat([dense, pairs], dim=1))
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        return num_candidates * (linear_flops(self) + self.dot.flops(self.dim))
 
 
 def _num_tokens(spec: FeatureSpec) -> int:

@@ -17,12 +17,6 @@ class Architecture(Protocol):
         """Scalar to add to the loss of the last forward."""
         ...
 
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Model FLOPs of a forward, from counts and sums over requests of the history length and its square."""
-        ...
-
 
 class RankingModel(nn.Module):
     """Logits [C, tasks] of a `RequestBatch`.

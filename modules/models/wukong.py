@@ -78,10 +78,3 @@ class Wukong(nn.Module):
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products; histories are only averaged."""
-        flops = sum(layer.flops(num_candidates, num_requests) for layer in self.layers)
-        return flops + self.heads.flops(num_candidates, num_requests)

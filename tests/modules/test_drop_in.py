@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modules.broadcast import CandidateRows
+from modules.cross_layer import CrossLayerAttention
 from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
@@ -19,9 +20,12 @@ from modules.lce import LCE
 from modules.moe import MoE
 from modules.pooling import PMA
 from modules.precision import apply_recipe
+from modules.pyramid import PyramidLevel
 from modules.rotary import rotation
+from modules.seed_pooling import SeedPooling
+from modules.sum_kron import SumKronLinear
 from modules.target_attention import SelfAndTargetAttention, TargetAttention
-from modules.wukong import WukongLayer
+from modules.wukong import WukongExperts, WukongLayer
 
 DIM, HEADS = 32, 4
 OFFSETS, CANDIDATES = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 2, 5, 5])
@@ -35,6 +39,16 @@ class Rotated(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
         return self.attention(values, offsets, rotation(torch.arange(len(values)), DIM // HEADS))
+
+
+class Level(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"num_context": 2, "hidden": 8, "num_tokens": 2, "max_length": 5, "dropout": 0.0}
+        self.level = PyramidLevel(DIM, HEADS, window=None, **options)
+
+    def forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        return self.level(values, offsets, rotation(torch.arange(len(values)), DIM // HEADS), context)
 
 
 class OverRequests(nn.Module):
@@ -81,12 +95,35 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...
         lambda: SelfAndTargetAttention(DIM, HEADS, 2, **LIMITS),
         lambda: (tokens(5, 2), CANDIDATES, tokens(8), OFFSETS),
     ),
+    "self in a window and target": (
+        lambda: SelfAndTargetAttention(DIM, HEADS, 2, window=1, **LIMITS),
+        lambda: (tokens(5, 2), CANDIDATES, tokens(8), OFFSETS),
+    ),
     "pma": (lambda: PMA(DIM, HEADS, 2, **LIMITS), lambda: (tokens(5, 2), CANDIDATES, tokens(8), OFFSETS)),
     "lce": (lambda: OverRequests(lambda: LCE(2, 3, 4)), lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES)),
     "wukong": (
         lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2),
         lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
     ),
+    "wukong of pairs": (
+        lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2, machine="plain"),
+        lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
+    ),
+    "attentive wukong": (
+        lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2, machine="attentive", attention_hidden=[8]),
+        lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
+    ),
+    "wukong experts": (
+        lambda: interaction(WukongExperts, num_fmb=2, num_lcb=2, num_experts=2, num_layers=2),
+        lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
+    ),
+    "cross-layer attention": (lambda: CrossLayerAttention(DIM, HEADS), lambda: (tokens(5, 2), tokens(5, 3))),
+    "sum kron": (lambda: SumKronLinear(4, 2, DIM, terms=3, out_dim=16), lambda: (tokens(5, 4),)),
+    "seed pooling": (
+        lambda: SeedPooling(DIM, HEADS, num_seeds=6, num_tokens=2, terms=2, max_length=5),
+        lambda: (tokens(8), OFFSETS),
+    ),
+    "pyramid": (Level, lambda: (tokens(8), OFFSETS, tokens(3, 2))),
     "dhen": (lambda: interaction(DHENLayer), lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES)),
     "moe": (lambda: MoE(DIM, 32, 4, 2, num_shared_experts=1, aux_loss_weight=0.1), lambda: (tokens(8),)),
     "moe in mxfp8": (lambda: quantised(lambda: MoE(DIM, 32, 4, 2)), lambda: (tokens(8),)),

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from modules.batch import FeatureSpec, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.cross_layer import CrossLayerAttention
-from modules.embedding import FeatureEmbedding
+from modules.embedding import FeatureEmbedding, Tokens
+from modules.gdpa import PersonalizedFFN
+from modules.jagged_attention import JaggedSelfAttention
 from modules.models import build
 from modules.models.gem import GEM
 from modules.models.ranking import RankingModel
 from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser, pieces
 from modules.rotary import from_end, rotation
+from modules.target_attention import TargetAttention
+from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 from train.commands.export import export_arch
 
@@ -110,6 +115,97 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
         logits.append(model(embedding(batch), batch))
     assert (logits[0] - logits[1]).abs().max() > 1e-4
     assert (logits[1] - logits[2]).abs().max() > 1e-4
+
+
+class Padded:
+    """Every equation of docs/gem.md on tensors [C, longest, d], a copy of a request's for each candidate."""
+
+    def __init__(self, model: GEM, tokens: Tokens, batch: RequestBatch) -> None:
+        self.model, self.tokens, self.owner = model, tokens, batch.owner
+
+    def logits(self) -> Tensor:
+        request, x = (padded.norm(each) for each in (self.tokens.request[self.owner], self.tokens.candidate))
+        levels = self.levels()
+        known: list[Tensor] = []
+        earlier: list[Tensor] = []
+        x = torch.cat([request, x], 1)
+        for layer in self.model.layers:
+            assert layer.context is not None
+            mixed = padded.weight_of(layer.context) @ torch.cat([request, *known], 1)
+            context = padded.norm(mixed)
+            queries = layer.seeds + padded.norm(padded.weight_of(layer.queries) @ x)
+            known = []
+            for index, (level, (s, exists, angles)) in enumerate(zip(layer.levels, levels, strict=True)):
+                s, normed, summary = self.level(level, s, exists, angles, context)
+                levels[index] = (s, exists, angles)
+                known.append(summary)
+                if index == 0:
+                    target = self.target(layer.target, queries, normed, exists)
+            # As the layer has them: tokens of the request, summaries, tokens of the candidate, target.
+            num_request = 0 if earlier else request.shape[1]
+            x = padded.wukong(layer.wukong, torch.cat([x[:, :num_request], *known, x[:, num_request:], target], 1))
+            if layer.cross is not None:
+                x = layer.cross(x, torch.cat(earlier, 1))
+            earlier.append(x)
+        return self.model.heads.shared(x.flatten(1))
+
+    def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Values [C, L, d], which of them exist [C, L] and angles, of all events and of each coarser level."""
+        assert self.model.history is not None
+        values, offsets = self.model.history(self.tokens)
+        rows = [values[offsets[row] : offsets[row + 1]] for row in self.owner.tolist()]
+        found = [self.padded(rows, 12)]
+        for count in self.model.pieces:
+            pooled = []
+            for events in rows:
+                cuts = [index * len(events) // count for index in range(count + 1)]
+                means = [events[a:b].sum(0) / max(1, b - a) for a, b in pairwise(cuts)]
+                pooled.append(torch.stack(means))
+            found.append(self.padded(pooled, count))
+        return found
+
+    def padded(self, rows: list[Tensor], longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        half = self.model.head_dim // 2
+        values, exists = torch.zeros(len(rows), longest, DIM), torch.zeros(len(rows), longest, dtype=torch.bool)
+        places = torch.zeros(len(rows), longest)
+        for index, row in enumerate(rows):
+            values[index, : len(row)], exists[index, : len(row)] = row, True
+            places[index, : len(row)] = torch.arange(len(row), 0, -1)
+        return values, exists, places[..., None] * 10_000.0 ** (-torch.arange(half) / half)
+
+    def level(
+        self, level: PyramidLevel, s: Tensor, exists: Tensor, angles: Tensor, context: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pffn, attention, pooling = level.pffn.attention, level.attention, level.pooling
+        assert isinstance(pffn, PersonalizedFFN)
+        s = padded.block(pffn, s, context)
+        normed = padded.norm(s)
+        q, k, v = (padded.heads(each, attention.num_heads) for each in attention.query_key_value(normed).chunk(3, -1))
+        if isinstance(attention, JaggedSelfAttention):
+            index = torch.arange(s.shape[1])
+            seen = ((index[:, None] - index).abs() <= SMALL["window"]) & exists[:, None, :]
+            attended = padded.softmax_attention(padded.turned(q, angles), padded.turned(k, angles), v, seen)
+        else:
+            attended = padded.gdpa(padded.turned(q, angles), padded.turned(k, angles), v, attention)
+        s = s + attention.output(attended) * exists[..., None]
+        k, v = (padded.heads(each, pooling.num_heads) for each in pooling.key_value(padded.norm(s)).chunk(2, -1))
+        q = padded.heads(pooling.query(pooling.seeds), pooling.num_heads)
+        return s, normed, padded.norm(pooling.output(padded.gdpa(q, k, v, pooling)))
+
+    def target(self, target: TargetAttention, queries: Tensor, normed: Tensor, exists: Tensor) -> Tensor:
+        k, v = (padded.heads(each, target.num_heads) for each in target.key_value(normed).chunk(2, -1))
+        seen = exists[:, None, :].expand(-1, queries.shape[1], -1)
+        q = padded.heads(target.query(queries), target.num_heads)
+        return padded.norm(target.output(padded.softmax_attention(q, k, v, seen)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "levels": [8]}], ids=["two levels", "empty pieces"])
+def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None:
+    model, embedding = gem(**changes)
+    batch = random_batch(random_spec(), (2, 0, 1, 3, 1))
+    tokens = embedding(batch)
+    # Float32 sums in another order, on logits near 1.
+    torch.testing.assert_close(model(tokens, batch), Padded(model, tokens, batch).logits(), atol=1e-5, rtol=1e-4)
 
 
 def domains() -> FeatureSpec:

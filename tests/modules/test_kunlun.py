@@ -12,10 +12,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding, Tokens
+from modules.flops import count_flops
+from modules.gdpa import GDPAConfig
 from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
 from modules.models.kunlun.stack import EventLayer, EventStack, work_of
-from modules.wukong import WukongExperts, WukongLayer
+from modules.wukong import WukongExperts
+from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 
 DIM = 8
@@ -38,41 +41,14 @@ def kunlun(**changes: Any) -> tuple[Kunlun, FeatureEmbedding]:
     return Kunlun(spec, KunlunConfig(**SMALL | changes)), FeatureEmbedding(spec, DIM, "cpu")
 
 
-def norm(x: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-
-
-def layer_norm(x: Tensor) -> Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
-
-
-def heads(x: Tensor, number: int) -> Tensor:
-    """[..., L, d] -> [..., H, L, d / H]."""
-    return x.unflatten(-1, (number, -1)).transpose(-3, -2)
-
-
-def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """x [..., H, L, d / H] turned by angles [..., L, d / H / 2]."""
-    first, second = x.chunk(2, -1)
-    cos, sin = angle.cos()[..., None, :, :], angle.sin()[..., None, :, :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """[..., H, Q, e] over keys where `seen` [..., Q, L]; zeros where a query sees none -> [..., Q, d]."""
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[..., None, :, :], float("-inf"))
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return (weights @ v).transpose(-3, -2).flatten(-2)
-
-
 class Padded:
     """Every equation of docs/kunlun.md on tensors [C, longest, d], a copy of a request's for each candidate."""
 
     def __init__(self, model: Kunlun, tokens: Tokens, batch: RequestBatch) -> None:
         self.model = model
         self.owner = batch.owner
-        self.x = norm(tokens.candidate)
-        self.request = norm(tokens.request)[self.owner]
+        self.x = padded.norm(tokens.candidate)
+        self.request = padded.norm(tokens.request)[self.owner]
         self.tokens, self.batch = tokens, batch
 
     def logits(self) -> Tensor:
@@ -84,8 +60,8 @@ class Padded:
         for index, layer in enumerate(self.model.layers):
             known = [each for each in summaries if each is not None]
             mixed = torch.cat([self.request, *known], 1)
-            context = None if layer.context is None else norm(layer.context.candidate.weight @ mixed)
-            asked = None if layer.queries is None else norm(weight_of(layer.queries) @ x)
+            context = None if layer.context is None else padded.norm(layer.context.candidate.weight @ mixed)
+            asked = None if layer.queries is None else padded.norm(padded.weight_of(layer.queries) @ x)
             at = 0
             for number, stack in enumerate(stacks):
                 if index >= len(stack.layers):
@@ -99,7 +75,7 @@ class Padded:
                 sequences[number], target, summary = self.block(block, sequences[number], context, queries)
                 targets[number] = targets[number] if target is None else target
                 summaries[number] = summaries[number] if summary is None else summary
-            own = [norm(weight_of(layer.summary) @ x), *(each for each in targets if each is not None)]
+            own = [padded.norm(padded.weight_of(layer.summary) @ x), *(each for each in targets if each is not None)]
             shared = [each for each in summaries if each is not None]
             x = self.experts(layer.experts, torch.cat(own, 1), torch.cat(shared, 1))
         return self.model.heads(x.flatten(1))
@@ -137,9 +113,9 @@ class Padded:
         target = summary = None
         if block.pffn is not None:
             assert context is not None
-            s = self.pffn(block, s, block.context(context))
+            s = padded.block(block.pffn.attention, s, block.context(context))
         if block.attention is not None:
-            attention, number, normed = block.attention, block.attention.num_heads, norm(s)
+            attention, number, normed = block.attention, block.attention.num_heads, padded.norm(s)
             index = torch.arange(s.shape[1])
             window = s.shape[1] if block.window is None else block.window
             seen = ((index[:, None] - index).abs() <= window) & exists[:, None, :]
@@ -152,33 +128,23 @@ class Padded:
                 if block.target is not None:
                     across = block.target.key_value(normed).chunk(2, -1)
                     target_query, target_output = block.target.query, block.target.output
-            q, k = turned(heads(q, number), angles), turned(heads(k, number), angles)
-            change = attention.output(softmax_attention(q, k, heads(v, number), seen))
+            q, k = padded.turned(padded.heads(q, number), angles), padded.turned(padded.heads(k, number), angles)
+            change = attention.output(padded.softmax_attention(q, k, padded.heads(v, number), seen))
             if queries is not None:
-                asked = heads(target_query(block.seeds + block.target_input(queries)), number)
-                keys = k if block.target is None else heads(across[0], number)
+                asked = padded.heads(target_query(block.seeds + block.target_input(queries)), number)
+                keys = k if block.target is None else padded.heads(across[0], number)
                 everything = exists[:, None, :].expand(-1, queries.shape[1], -1)
-                attended = softmax_attention(asked, keys, heads(across[1], number), everything)
-                target = norm(block.target_output(target_output(attended)))
+                attended = padded.softmax_attention(asked, keys, padded.heads(across[1], number), everything)
+                target = padded.norm(block.target_output(target_output(attended)))
             s = s + change
         if block.pooling is not None:
             pooling, number = block.pooling, block.pooling.num_heads
-            k, v = pooling.key_value(norm(s)).chunk(2, -1)
-            q = heads(pooling.query(norm(pooling.seeds)), number).expand(len(s), -1, -1, -1)
+            k, v = pooling.key_value(padded.norm(s)).chunk(2, -1)
+            q = padded.heads(pooling.query(padded.norm(pooling.seeds)), number).expand(len(s), -1, -1, -1)
             seen = exists[:, None, :].expand(-1, len(pooling.seeds), -1)
-            seeds = softmax_attention(q, heads(k, number), heads(v, number), seen)
-            summary = norm(pooling.compress(seeds))
+            seeds = padded.softmax_attention(q, padded.heads(k, number), padded.heads(v, number), seen)
+            summary = padded.norm(pooling.compress(seeds))
         return (s, exists, angles), target, summary
-
-    def pffn(self, block: EventLayer, s: Tensor, context: Tensor) -> Tensor:
-        """q + RMSNorm(GDPA(LN(q)) + LN(q)), GDPA a network of each head with keys and values mixed from the context."""
-        pffn = block.pffn.attention
-        number, normed = pffn.num_heads, layer_norm(s)
-        q = norm(heads(normed, number))
-        k, v = norm(heads(pffn.mix[0::2] @ context, number)), heads(pffn.mix[1::2] @ context, number)
-        weights = torch.nn.functional.gelu(q @ k.mT * pffn.score_scale)
-        attended = (weights @ v).transpose(-3, -2).flatten(-2)
-        return s + norm(attended + normed)
 
     def experts(self, experts: WukongExperts, own: Tensor, shared: Tensor) -> Tensor:
         made = []
@@ -186,21 +152,9 @@ class Padded:
             number = len(experts.experts)
             tokens = torch.cat([shared[:, index::number], own[:, index::number]], 1)
             for layer in (first, *rest):
-                tokens = self.wukong(layer, tokens)
+                tokens = padded.wukong(layer, tokens)
             made.append(tokens)
         return torch.cat(made, 1)
-
-    def wukong(self, layer: WukongLayer, x: Tensor) -> Tensor:
-        products = x @ (weight_of(layer.project) @ x).mT
-        machine = layer.fmb(norm(products.flatten(1) * DIM**-0.5)).unflatten(1, (-1, DIM))
-        mixed = torch.cat([machine, weight_of(layer.lcb) @ x], 1)
-        return norm(mixed + (x if layer.residual is None else weight_of(layer.residual) @ x))
-
-
-def weight_of(lce: Any) -> Tensor:
-    """[num_out, request tokens then candidate tokens]."""
-    parts = [lce.candidate.weight] if lce.request is None else [lce.request.weight, lce.candidate.weight]
-    return torch.cat(parts, 1)
 
 
 OWN = {"event1": EventConfig(dim=16, num_heads=4, num_tokens=2, num_seeds=3, window=1, pffn_hidden=4)}
@@ -306,7 +260,16 @@ def test_an_ablation_is_one_key_that_takes_its_part_out(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "changes", [{"window": 0}, {"rotation": "none"}, {"kron_terms": 1}, {"comp_skip": False}], ids=str
+    "changes",
+    [
+        {"window": 0},
+        {"rotation": "none"},
+        {"kron_terms": 1},
+        {"comp_skip": False},
+        {"pffn_kron_terms": 2},
+        {"pffn_gdpa": GDPAConfig(activation="silu", out_scale=1.0)},
+    ],
+    ids=str,
 )
 def test_an_ablation_changes_what_is_computed(changes: dict[str, Any]) -> None:
     batch = random_batch(random_spec(), lengths=[6] * 5)
@@ -318,8 +281,9 @@ def test_an_ablation_changes_what_is_computed(changes: dict[str, Any]) -> None:
 
 
 def test_comp_skip_and_windows_save_what_flops_say() -> None:
+    spec = random_spec(max_length=500)
     whole, skipping, narrow = (
-        kunlun(**each)[0].flops_per_batch(2, 4, 2000.0, 2_000_000.0)
+        count_flops(build(KunlunConfig(**SMALL | each), spec), spec, DIM)(2, 4, 2000.0, 2_000_000.0)
         for each in ({"comp_skip": False, "window": 0}, {"window": 0}, {"comp_skip": False})
     )
     assert skipping < 0.7 * whole

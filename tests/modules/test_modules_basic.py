@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
 from modules.interaction import DHENLayer
 from modules.lce import LCE
-from modules.mlp import MLP, SharedLinear, TaskHeads, linear_flops
-from modules.norms import rms_norm
+from modules.mlp import SharedLinear, TaskHeads
+from modules.norms import QUIET, rms_norm, row_norm
 from modules.precision import apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
 from modules.wukong import WukongLayer
@@ -67,11 +66,6 @@ def test_task_heads_are_separate_and_give_logits_in_the_weights_dtype():
     touched = {name.split(".")[1] for name, p in heads.named_parameters() if p.grad is not None and p.grad.any()}
     assert touched == {"1"}
     assert TaskHeads(6, [], num_tasks=2)(x).shape == (7, 2)
-
-
-def test_linear_flops_counts_every_linear():
-    assert linear_flops(MLP(6, [5, 4], 3)) == 2 * (6 * 5 + 5 * 4 + 4 * 3)
-    assert linear_flops(nn.Linear(6, 5)) == 60
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0], [1], [0, 4]])
@@ -172,3 +166,15 @@ def test_what_a_request_shares_is_neither_ignored_nor_missing():
             make(5)(own, torch.randn(2, 5, 4))
     with pytest.raises(ValueError, match=r"built for 0 features of a request, got a tensor \[2, 5\]"):
         SharedLinear(4, 0, 3)(own[:, 0], torch.randn(2, 5), rows)
+
+
+def test_row_norm_matches_its_formula_and_leaves_small_rows_small():
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    expected = x / (x.square().mean(-1, keepdim=True) + QUIET**2).sqrt()
+    torch.testing.assert_close(row_norm(x), expected)
+    assert gradcheck(row_norm, x)
+    loud, quiet = torch.full((1, 8), 10.0), torch.full((1, 8), 0.01)
+    assert row_norm(loud).square().mean().sqrt() > 0.99
+    assert 0.09 < row_norm(quiet).square().mean().sqrt() < 0.11
+    assert (row_norm(torch.zeros(2, 8)) == 0).all()
+    assert row_norm(x.float(), torch.bfloat16).dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
+from modules.flops import FlopCounter
 from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
 
 DIM, HEADS = 8, 2
@@ -222,8 +223,16 @@ def test_empty_batch_and_autocast(which: int) -> None:
     assert half.isfinite().all()
 
 
-def test_flops() -> None:
-    own, pool, ffn = (module for module, _ in modules())
-    assert own.flops(10, 50) == 10 * 2 * (3 * DIM * DIM + DIM * DIM) + 4 * DIM * 50
-    assert pool.flops(4, 10) == 2 * DIM * DIM * (3 + 4 * 3 + 2 * 10) + 4 * DIM * 3 * 10
-    assert ffn.flops(4, 10) == 4 * 3 * 2 * 6 * 2 * DIM + 10 * 4 * DIM * 6
+def test_flops(values: Tensor, summary: Tensor) -> None:
+    own, pool, ffn = (module.double() for module, _ in modules())
+    counts = []
+    for module, inputs in ((own, ()), (pool, ()), (ffn, (summary,))):
+        with FlopCounter() as counter:
+            module(values, OFFSETS, *inputs)
+        counts.append(counter.total)
+    pairs = 3 * 3 + 1 + (4 * 4 - 2)  # its window hides the two ends of the longest row from each other
+    assert counts == [
+        8 * 2 * (3 * DIM * DIM + DIM * DIM) + 4 * DIM * pairs,
+        2 * DIM * DIM * (3 + 4 * 3 + 2 * 8) + 4 * DIM * 3 * 8,
+        4 * 3 * 2 * 6 * 2 * DIM + 8 * 4 * DIM * 6,
+    ]

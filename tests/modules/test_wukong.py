@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
+from modules.embedding import FeatureEmbedding
+from modules.models.wukong import Wukong
 from modules.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer
+from tests.modules import padded
+from tests.modules.factories import random_batch, random_spec
 
 DIM, OWN, SHARED = 4, 2, 3
 ROWS = CandidateRows(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 3, 4]))
@@ -107,6 +111,26 @@ def test_plain_machine_of_one_token_is_an_error() -> None:
         layer(1, 0, machine="plain")
     with pytest.raises(ValueError, match="machine must be one of optimised, plain, attentive, got 'fast'"):
         layer(OWN, 0, machine="fast")
+
+
+def test_the_model_is_layers_over_all_tokens_then_a_head() -> None:
+    torch.manual_seed(0)
+    spec = random_spec()
+    config = Wukong.Config(dim=8, num_layers=3, rank=3, hidden=[16], head_hidden=[16], num_fmb=4, num_lcb=3)
+    model, batch = Wukong(spec, config), random_batch(spec)
+    tokens = FeatureEmbedding(spec, 8, "cpu")(batch)
+    x = []
+    for candidate, row in zip(tokens.candidate, batch.owner.tolist(), strict=True):
+        means = []
+        for history in tokens.histories.values():
+            events = history.values[history.offsets[row] : history.offsets[row + 1]].view(-1, 2, 8)
+            means.append(events.sum(0) / max(1, len(events)))
+        x.append(torch.cat([tokens.request[row], *means, candidate]))
+    y = padded.norm(torch.stack(x))
+    for each in model.layers:
+        y = padded.wukong(each, y)
+    # Float32 sums in another order, on logits near 1.
+    torch.testing.assert_close(model(tokens, batch), model.heads(y.flatten(1)), atol=1e-5, rtol=1e-4)
 
 
 def experts(own: int, shared: int, number: int) -> WukongExperts:

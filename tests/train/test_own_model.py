@@ -12,6 +12,7 @@ import torch
 
 from modules import models
 from modules.embedding import FeatureEmbedding
+from modules.flops import count_flops
 from modules.models import CustomConfig
 from modules.models.ranking import RankingModel
 from tests.launching import ROOT, TINY, train_here
@@ -44,7 +45,11 @@ def test_the_page_s_model_is_one(num_events: int, own: Path) -> None:
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.arch.parameters())
     assert model.arch.aux_loss() == 0
-    assert model.arch.flops_per_batch(5, 7, 20, 90) == 2 * model.arch.flops_per_batch(2.5, 3.5, 10, 45)
+    request, candidate = (
+        sum(2 * layer.weight.numel() for layer in tower if hasattr(layer, "weight"))
+        for tower in (model.arch.request, model.arch.candidate)
+    )
+    assert count_flops(model.arch, spec, 8)(5, 7, 20, 90) == pytest.approx(5 * request + 7 * candidate)
     torch.testing.assert_close(model(batch.expand()), logits)
 
 
@@ -53,7 +58,7 @@ def test_what_is_no_model_is_refused_by_what_it_lacks(own: Path) -> None:
     (own / "others.py").write_text(f"from torch import nn\n\n{bare}\nNUMBER = 3\n")
     with pytest.raises(ValueError, match=r"others\.NUMBER must make an nn\.Module.*it gives 3"):
         models.build(CustomConfig(name="others.NUMBER"), random_spec(1))
-    with pytest.raises(ValueError, match=r"others\.Bare lacks aux_loss and flops_per_batch; `Architecture` in"):
+    with pytest.raises(ValueError, match=r"others\.Bare lacks aux_loss; `Architecture` in"):
         models.build(CustomConfig(name="others.Bare"), random_spec(1))
 
 

@@ -46,9 +46,6 @@ class DomainHeads(nn.Module):
         index = (domain - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.num_tasks)
         return logits + torch.where(domain[:, None] > 0, own.gather(1, index)[:, 0], 0)
 
-    def flops(self, num_candidates: float) -> float:
-        return self.shared.flops(num_candidates, 0) + (0 if self.own is None else self.own.flops(num_candidates, 0))
-
 
 def _num_domains(spec: FeatureSpec, feature: str) -> int:
     """Values of the feature, without the unknown one."""

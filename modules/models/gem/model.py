@@ -6,7 +6,7 @@ trunk. docs/gem.md says what the description leaves open, which is much, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,8 +18,8 @@ from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
+from modules.gdpa import GDPAConfig
 from modules.history import HistoryEncoder
-from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
 from modules.models.gem.heads import DomainHeads
 from modules.norms import rms_norm
@@ -38,6 +38,8 @@ class GEMConfig(ModelConfig):
     levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
     window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
     pffn_hidden: int = option(32, least=1)
+    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
+    level_gdpa: GDPAConfig = field(default_factory=GDPAConfig)  # of coarser levels' attention, and of all pooling
     num_tokens: int = option(4, least=1)  # of each level's summary
     num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
     num_fmb: int = option(8, least=1)
@@ -171,27 +173,6 @@ class GEMLayer(nn.Module):
         after = [before._replace(values=result[0]) for before, result in zip(levels, results, strict=True)]
         return after, [result[1] for result in results], results[0][2]
 
-    def flops(
-        self, num_candidates: float, num_requests: float, num_events: float, squared: float, num_earlier: int
-    ) -> float:
-        flops = self.wukong.flops(num_candidates, num_requests)
-        if self.cross is not None:
-            made = self.wukong.num_out
-            flops += self.cross.flops(num_candidates, made, num_earlier * made)
-        if self.context is None:
-            return flops
-        flops += self.context.flops(num_requests, 0, self.dim)
-        flops += self.queries.flops(num_candidates, num_requests, self.dim)
-        flops += self.target.flops(num_candidates, num_events, num_candidates * num_events / max(num_requests, 1))
-        finest, *coarse = self.levels
-        window = cast(JaggedSelfAttention, finest.attention).window
-        pairs = squared if window is None else min(squared, num_events * (2 * window + 1))
-        flops += finest.flops(num_requests, num_events, pairs)
-        for level in coarse:
-            count = level.attention.max_length
-            flops += level.flops(num_requests, num_requests * count, num_requests * count**2)
-        return flops
-
 
 def _level(config: GEMConfig, max_length: int, window: int | None = None) -> PyramidLevel:
     return PyramidLevel(
@@ -203,6 +184,8 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
         max_length=max_length,
         window=window,
         dropout=config.dropout,
+        pffn=config.pffn_gdpa,
+        attention=config.level_gdpa,
     )
 
 
@@ -250,12 +233,3 @@ class GEM(nn.Module):
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products, embeddings excluded; approximations as in Kunlun's."""
-        flops = 0.0 if self.history is None else self.history.flops(sum_lengths)
-        for index, layer in enumerate(self.layers):
-            flops += layer.flops(num_candidates, num_requests, sum_lengths, sum_squared_lengths, index)
-        return flops + self.heads.flops(num_candidates)

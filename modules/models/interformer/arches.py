@@ -21,7 +21,7 @@ from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
-from modules.mlp import MLP, activated, linear_flops
+from modules.mlp import MLP, activated
 from modules.moe import MoE
 from modules.norms import add_rms_norm, rms_norm, row_norm
 from modules.pooling import PMA
@@ -72,9 +72,6 @@ class Summary(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gating(self.lce(tokens))
-
-    def flops(self, rows: float) -> float:
-        return self.lce.flops(rows, 0, self.dim) + rows * self.num_summary * linear_flops(self.gating)
 
 
 class SequenceTokens(NamedTuple):
@@ -139,15 +136,6 @@ class SequenceSummary(nn.Module):
             condition = self.condition(row_norm(candidate), row_norm(request), rows)
         pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
         return self.gating(tokens.ends), self.gating(pooled)
-
-    def flops(self, num_candidates: float, rows: float, num_tokens: float) -> float:
-        """Assumes sequences of mean length for every candidate: the trainer keeps no sum of candidates times length."""
-        gated = rows * (self.num_cls + self.num_recent) + num_candidates * self.num_pma
-        return (
-            self.condition.flops(num_candidates, rows, self.dim)
-            + self.pma.flops(num_candidates, num_tokens, num_candidates * num_tokens / rows)
-            + gated * linear_flops(self.gating)
-        )
 
 
 class InteractionArch(nn.Module):
@@ -228,10 +216,6 @@ class InteractionArch(nn.Module):
         num_request = request.shape[1]
         return torch.cat([rows.add(change[:, :num_request], request), candidate + change[:, num_request:]], dim=1)
 
-    def flops(self, num_candidates: float, rows: float) -> float:
-        mixing = sum(layer.flops(num_candidates, rows) for layer in self.stack)
-        return mixing + num_candidates * linear_flops(self.restore)
-
 
 class LinearPersonalizedFFN(nn.Module):
     """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_summary, d].
@@ -249,9 +233,6 @@ class LinearPersonalizedFFN(nn.Module):
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
         """values [N, d], offsets [rows + 1], summary [rows, num_summary, d] -> [N, d]."""
         return self.output(jagged_dense_bmm(values, offsets, summary.mT, self.max_length))
-
-    def flops(self, num_rows: float, num_tokens: float) -> float:
-        return 2 * num_tokens * linear_flops(self)
 
 
 class SequenceArch(nn.Module):
@@ -295,15 +276,10 @@ class SequenceArch(nn.Module):
         else:
             self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, **vars(config.attention_gdpa))
         self.feed_forward: nn.Module | None = None
-        self.feed_forward_flops = 0  # of one token
         if config.feed_forward == "dense":
             self.feed_forward = MLP(dim, [config.feed_forward_dim], dim)
-            self.feed_forward_flops = linear_flops(self.feed_forward)
         elif config.feed_forward == "moe":
-            moe = config.moe
-            self.feed_forward = MoE(dim, **vars(moe))
-            active = moe.top_k + moe.num_shared_experts
-            self.feed_forward_flops = 2 * dim * moe.num_experts + 6 * dim * moe.expert_dim * active
+            self.feed_forward = MoE(dim, **vars(config.moe))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -323,7 +299,3 @@ class SequenceArch(nn.Module):
             values, normed, _ = add_rms_norm(values, change)
             change = self.dropout(self.feed_forward(normed))
         return SequenceTokens(*add_rms_norm(values, change, ends))
-
-    def flops(self, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
-        flops = self.pffn.flops(rows, num_tokens) + self.attention.flops(num_tokens, sum_squared_lengths)
-        return flops + num_tokens * self.feed_forward_flops

@@ -53,14 +53,6 @@ class InterFormerLayer(nn.Module):
         self.interaction = interaction
         self.sequence = sequence
 
-    def flops(self, num_candidates: float, rows: float, num_tokens: float, sum_squared_lengths: float) -> float:
-        return (
-            self.summary.flops(rows)
-            + self.cross.flops(num_candidates, rows, num_tokens)
-            + self.interaction.flops(num_candidates, rows)
-            + self.sequence.flops(rows, num_tokens, sum_squared_lengths)
-        )
-
 
 class InterFormer(nn.Module):
     """Logits [C, tasks] from tokens.
@@ -81,6 +73,7 @@ class InterFormer(nn.Module):
     @dataclass(kw_only=True)
     class Config(ModelConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
         name: str = "interformer"
+        table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         num_layers: int = option(2, least=1)
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
@@ -200,28 +193,6 @@ class InterFormer(nn.Module):
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
         losses = [feed_forward.aux_loss for feed_forward in self.routed]
         return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products, embeddings excluded, from the true lengths of histories.
-
-        A request's length counts the events of all types together. Where a product of lengths and numbers of candidates
-        is needed (PMA, and everything under "candidate"), the two are assumed to be independent.
-        """
-        flops = self.history.flops(sum_lengths)
-        rows = num_requests
-        if self.per_candidate:
-            rows = num_candidates
-            sum_lengths *= num_candidates / num_requests
-            sum_squared_lengths *= num_candidates / num_requests
-        num_tokens = sum_lengths + rows * self.num_cls
-        pairs = sum_squared_lengths + 2 * self.num_cls * sum_lengths + rows * self.num_cls**2
-        for layer in self.layers:
-            flops += layer.flops(num_candidates, rows, num_tokens, pairs)
-        flops += self.head_summary.flops(num_candidates)
-        flops += self.head_cross.flops(num_candidates, rows, num_tokens)
-        return flops + self.heads.flops(num_candidates, rows)
 
 
 def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from modules.config import ModelConfig, option
+from modules.gdpa import GDPAConfig
 from modules.wukong import MACHINES
 
 
@@ -32,6 +33,9 @@ class KunlunConfig(ModelConfig):
     num_target: int = 2  # tokens in which a candidate attends to each sequence; 0: it does not
     pffn: str = option("gdpa", choices=["gdpa", "linear"])  # the production block | InterFormer's
     pffn_hidden: int = option(32, least=1)  # gdpa: hidden units
+    pffn_kron_terms: int = 0  # gdpa: weights are sums of as many Kronecker products; 0: mixed tokens of the context
+    # gdpa: activation, normalisation and scales. The sum over hidden units is not averaged: the block's norm follows.
+    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))
     window: int = 64  # self-attention sees |i - j| <= window; 0: the whole sequence
     rotation: str = option("time", choices=["time", "position", "none"])  # time: by position and age (ROTE)
     time_scale: float = option(60.0, example=60.0)  # seconds: ages count as log(1 + age / time_scale)

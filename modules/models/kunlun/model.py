@@ -78,12 +78,6 @@ class KunlunLayer(nn.Module):
         summaries = [each.summary for each in events if each.summary is not None]
         return self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows)
 
-    def flops(self, num_candidates: float, num_requests: float) -> float:
-        flops = 0.0 if self.context is None else self.context.flops(num_requests, 0, self.dim)
-        mixtures = [self.summary, *([] if self.queries is None else [self.queries])]
-        flops += sum(mixture.flops(num_candidates, num_requests, self.dim) for mixture in mixtures)
-        return flops + self.experts.flops(num_candidates, num_requests)
-
 
 class Kunlun(nn.Module):
     """Logits [C, tasks] from tokens.
@@ -185,20 +179,3 @@ class Kunlun(nn.Module):
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())
-
-    def flops_per_batch(
-        self, num_requests: float, num_candidates: float, sum_lengths: float, sum_squared_lengths: float
-    ) -> float:
-        """Forward FLOPs of the matrix products, embeddings excluded.
-
-        A request's length counts the events of all types together; a type's part of it is taken to be in proportion to
-        its `max_length`. Where a product of lengths and numbers of candidates is needed, the two are taken to be
-        independent. A window counts 2 window + 1 keys for each query, as published counts do.
-        """
-        flops = sum(layer.flops(num_candidates, num_requests) for layer in self.layers)
-        capacity = sum(event.max_length for stack in self.stacks for event in stack.events)
-        for stack in self.stacks:
-            share = sum(event.max_length for event in stack.events) / capacity
-            squared = sum_squared_lengths * share**2
-            flops += stack.flops(num_candidates, num_requests, sum_lengths * share, squared)
-        return flops + self.heads.flops(num_candidates, num_requests)

@@ -18,7 +18,6 @@ from modules.gdpa import GDPABlock, PersonalizedFFN
 from modules.history import merge_by_time
 from modules.jagged_attention import JaggedSelfAttention, head_dim
 from modules.masknet import MaskNet
-from modules.mlp import linear_flops
 from modules.models.interformer.arches import LinearPersonalizedFFN
 from modules.models.kunlun.config import KunlunConfig
 from modules.norms import rms_norm
@@ -138,27 +137,6 @@ class EventLayer(nn.Module):
             target = self.target(queries, rows.offsets, normed, offsets)
         return change, rms_norm(self.target_output(target))
 
-    def flops(self, num_candidates: float, num_requests: float, num_events: float, squared: float) -> float:
-        """Forward FLOPs; `squared` is the sum of squared lengths of the type's sequences."""
-        flops = 0.0
-        if self.pffn is not None:
-            inner = self.pffn.attention if isinstance(self.pffn, GDPABlock) else self.pffn
-            assert isinstance(inner, PersonalizedFFN | LinearPersonalizedFFN)
-            num_context = inner.mix.shape[1] if isinstance(inner, PersonalizedFFN) else inner.output.in_features
-            flops += inner.flops(num_requests, num_events) + num_requests * num_context * linear_flops(self.context)
-        pairs = squared if self.window is None else min(squared, num_events * (2 * self.window + 1))
-        seen = num_candidates * num_events / max(num_requests, 1)
-        if isinstance(self.attention, SelfAndTargetAttention):
-            flops += self.attention.flops(num_candidates, num_events, pairs, seen)
-        elif isinstance(self.attention, JaggedSelfAttention):
-            flops += self.attention.flops(num_events, pairs)
-        if self.target is not None:
-            flops += self.target.flops(num_candidates, num_events, seen)
-        if self.num_target:
-            around = linear_flops(self.target_input) + linear_flops(self.target_output)
-            flops += num_candidates * self.num_target * around
-        return flops + (0 if self.pooling is None else self.pooling.flops(num_requests, num_events))
-
 
 class EventStack(nn.Module):
     """The layers of one event type, or of several whose events are merged by time, with what makes their tokens."""
@@ -189,14 +167,6 @@ class EventStack(nn.Module):
             return rotation(positions, self.head_dim)
         return time_rotation(positions, -sequence.times, self.head_dim, self.config.time_scale)
 
-    def flops(self, num_candidates: float, num_requests: float, num_events: float, squared: float) -> float:
-        """Forward FLOPs. Events of merged types are taken to occur in proportion to their `max_length`."""
-        capacity = sum(event.max_length for event in self.events)
-        shares = zip(self.events, self.masks, strict=True)
-        flops = sum(mask.flops(num_events * event.max_length / capacity) for event, mask in shares)
-        layers = (layer.flops(num_candidates, num_requests, num_events, squared) for layer in self.layers)
-        return flops + sum(layers)
-
 
 def _projection(width: int, out: int) -> nn.Module:
     """Nothing where the widths agree."""
@@ -212,8 +182,8 @@ def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
         config.num_context,
         config.pffn_hidden,
         max_length=max_length,
-        qk_norm=True,
-        out_scale=1.0,  # the block's norm follows
+        kron_terms=config.pffn_kron_terms,
+        **vars(config.pffn_gdpa),
     )
     return GDPABlock(pffn)
 

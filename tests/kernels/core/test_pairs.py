@@ -1,0 +1,26 @@
+"""Pairs that attention computes, against the mask itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.core.offsets import attended_pairs
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 2), (0, 1), (-1, 0), (1, -1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_are_those_of_the_mask(causal: bool, window: tuple[int, int], block_size: int | None) -> None:
+    q_lengths, k_lengths = [5, 0, 3, 7, 1], [5, 2, 0, 4, 9]
+    expected = 0
+    for num_q, num_k in zip(q_lengths, k_lengths, strict=True):
+        i, j = torch.arange(num_q)[:, None], torch.arange(num_k)
+        seen = (j <= i) if causal else torch.ones(num_q, num_k, dtype=torch.bool)
+        left, right = window
+        seen = seen & ((i - j <= left) | (left < 0)) & ((j - i <= right) | (right < 0))
+        if block_size is not None:
+            seen = seen & (i // block_size == j // block_size)
+        expected += int(seen.sum())
+    offsets = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (q_lengths, k_lengths)]
+    assert attended_pairs(*offsets, causal, window, block_size) == expected

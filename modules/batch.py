@@ -61,6 +61,7 @@ class FeatureSpec:
     candidate_dense: tuple[str, ...]
     tasks: tuple[str, ...]
     max_candidates: int  # of one request, in any batch: a constant that attention over a request's candidates needs
+    outputs: tuple[int, ...] = ()  # logits of a candidate for each task; none given: one each
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.lookups()]
@@ -84,6 +85,11 @@ class FeatureSpec:
         for event in self.histories:
             for field in event.fields:
                 yield event.key(field), field.table
+
+    @property
+    def num_outputs(self) -> int:
+        """Logits of a candidate, over all tasks: more than tasks where one tells several classes apart."""
+        return sum(self.outputs) if self.outputs else len(self.tasks)
 
     @property
     def num_request_tokens(self) -> int:

@@ -10,23 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from kernels.core import dispatch
+from modules.batch import UNKNOWN_ID, FeatureSpec
 from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.flops import BatchFlops, count_flops
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
+from modules.models.sequential import SequentialModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
+from modules.summary import summarise as summarise_model
 from train.checkpoint import save as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
+from train.loss import TaskLosses
+from train.loss.next_item import ItemShares
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
@@ -39,6 +45,7 @@ from train.speedup.graphs import use_graphs
 from train.speedup.regions import compile_regions
 
 log = logging.getLogger(__name__)
+SHARES_OF = 100_000  # requests from which the shares of items are taken
 
 
 @dataclass
@@ -51,6 +58,7 @@ class Job:
     model: DistributedModelParallel
     plan: str
     metrics: dict[str, OwnMetric]  # of `tracking.metrics`, by name
+    losses: TaskLosses
     forward_flops: BatchFlops  # of the architecture
 
     @property
@@ -82,19 +90,28 @@ def build(config: Config, world: World) -> Job:
         splits, features = summarise(source, dated)
         log.info("data: %s\n%s", config.data.name, splits)
         log.debug("features:\n%s", features)
+    losses = TaskLosses(config.tasks, source.spec.tasks)
+    losses.check_labels(source.label_bounds())
     with torch.device(world.device):
-        arch = build_arch(config.model, source.spec)
+        arch = build_arch(config.model, output_spec(source.spec, losses))
     # Before layers are quantised, captured or spread over ranks.
     forward_flops = count_flops(arch, source.spec, config.model.dim)
+    if losses.next_item:
+        train_on_places(arch, losses, source, world.device)
     model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
-    table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
+    table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize, world.device))
     log.info("precision: %s", DESCRIPTIONS[config.precision.name])
     # Of interest to everybody where layers differ in precision.
     log.log(logging.INFO if config.precision.quantize else logging.DEBUG, "layers:\n%s", table)
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
+    if world.is_first and world.device.type == "cuda":
+        summary = summarise_model(arch, source.spec, config.model.dim, dtype=_dtype(config))
+        log.debug("what parts of the model cost, and what serves them:\n%s", summary)
+        for sentence in summary.slow():
+            log.warning(sentence)
     freeze(model, config.optimizer.frozen)
     mesh = build_mesh(config.parallel, world, config.runtime.collective_timeout)
     if mesh is not None and config.parallel.expert_ranks:
@@ -109,7 +126,45 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
-    return Job(config, world, source, sharded, str(plan), metrics, forward_flops)
+    return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops)
+
+
+def output_spec(spec: FeatureSpec, losses: TaskLosses) -> FeatureSpec:
+    """The spec that says how many logits each task has."""
+    return spec if set(losses.outputs) == {1} else dataclasses.replace(spec, outputs=losses.outputs)
+
+
+def train_on_places(arch: nn.Module, losses: TaskLosses, source: Source, device: torch.device) -> None:
+    """Let training steps of `arch` give what a loss of next items needs. ValueError for a model that cannot."""
+    if not isinstance(arch, SequentialModel):
+        raise ValueError(
+            "a loss of next items needs a model of sequences: model=sasrec, model=hstu, or a subclass of "
+            "modules.models.sequential.SequentialModel"
+        )
+    if source.spec.max_candidates > 1:
+        raise ValueError("with a loss of next items a request has one candidate, what came next: data.max_candidates=1")
+    arch.trains_on_places = True
+    rows = source.spec.tables[source.spec.candidate[0].table]
+    assert losses.next_item
+    shares = item_shares(source, rows).to(device) if losses.next_item.needs_shares else None
+    losses.known = ItemShares(rows - 1, shares)
+
+
+def item_shares(source: Source, rows: int) -> Tensor:
+    """[rows] float32: how often each item is a target, in a sample of training requests; none is never."""
+    counts = torch.ones(rows)
+    total = source.num_requests("train")
+    for requests in np.array_split(np.unique(np.linspace(0, total - 1, SHARES_OF).astype(np.int64)), SHARES_OF // 1000):
+        batch = source.batch("train", requests)
+        history = batch.histories[batch.histories.keys()[0]].values()
+        for ids in (batch.candidate_sparse.values(), history):
+            counts += torch.bincount(ids, minlength=rows)
+    counts[UNKNOWN_ID] = 0
+    return counts / counts.sum()
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return torch.float32 if config.precision.name == "fp32" else torch.bfloat16
 
 
 def _kinds(plan: ShardingPlan) -> str:
@@ -134,7 +189,7 @@ def load_model(path: Path, config: Config, source: Source, max_candidates: int, 
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model, spec)
+    arch = build_arch(config.model, output_spec(spec, TaskLosses(config.tasks, spec.tasks)))
     model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
     checkpoint.load_weights(path, model)
     return model.eval().to(device)

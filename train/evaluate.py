@@ -28,12 +28,16 @@ from torch.utils.data import DataLoader
 from modules.batch import RequestBatch
 from modules.precision import in_high_precision
 from train.build import Job, build
+from train.catalogue import evaluate_catalogue
 from train.checkpoint import save as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data.loader import build_loader
 from train.data.requests import SPLITS
-from train.metrics import MetricSet, history_lengths
+from train.loss.base import TaskLoss
+from train.loss.tasks import Loss, TaskLosses
+from train.metrics import history_lengths
+from train.metrics.tasks import TaskMetrics
 from train.process import distributed
 from train.process.files import write_json
 from train.record.tracking import setup_logging
@@ -44,13 +48,13 @@ log = logging.getLogger(__name__)
 class PredictionWriter:
     """One parquet file a rank: `part-<rank>.parquet` in `folder`."""
 
-    def __init__(self, folder: Path, tasks: tuple[str, ...], rank: int) -> None:
+    def __init__(self, folder: Path, tasks: tuple[str, ...], losses: TaskLosses, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.tasks = tasks
+        self.tasks, self.losses = tasks, losses
         columns: list[tuple[str, pa.DataType]] = [(name, pa.int64()) for name in ("row", "request", "group", "events")]
         columns.append(("weight", pa.float32()))
-        for task in tasks:
-            columns += [(f"{task}_{name}", pa.float32()) for name in ("label", "logit", "probability")]
+        for task, loss in losses.by_task.items():
+            columns += [(f"{task}_{name}", pa.float32()) for name in _columns(loss)]
         self._schema = pa.schema(columns)
         self._writer = pq.ParquetWriter(folder / f"part-{rank:05d}.parquet", self._schema)
 
@@ -59,12 +63,23 @@ class PredictionWriter:
         events = history_lengths(batch).sum(0)[batch.owner]
         request = batch.row[batch.candidate_offsets[batch.owner]]  # its first candidate names it
         columns = [column.cpu() for column in (batch.row, request, batch.group, events, batch.weights[:, 0])]
-        for task in range(len(self.tasks)):
-            columns += [batch.labels[:, task].cpu(), logits[:, task], logits[:, task].sigmoid()]
+        of_tasks = logits.split(self.losses.outputs, dim=1)
+        for task, (loss, own) in enumerate(zip(self.losses.by_task.values(), of_tasks, strict=True)):
+            assert isinstance(loss, TaskLoss)
+            columns += [batch.labels[:, task].cpu(), *own.unbind(1)][: 2 if loss.outputs == 1 else 1]
+            columns += loss.predict(own).view(logits.shape[0], -1).unbind(1)
         self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _columns(loss: Loss) -> list[str]:
+    """What predictions say of a task: classes have a probability each, others their logit and what it predicts."""
+    if loss.metrics == "classes":
+        assert isinstance(loss, TaskLoss)
+        return ["label", *(f"probability_{number}" for number in range(loss.outputs))]
+    return ["label", "logit", "probability" if loss.metrics == "binary" else "prediction"]
 
 
 def read_predictions(folder: Path) -> dict[str, np.ndarray]:
@@ -75,7 +90,7 @@ def read_predictions(folder: Path) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def evaluate(
-    job: Job, loader: Iterable[RequestBatch], metrics: MetricSet, writer: PredictionWriter | None = None
+    job: Job, loader: Iterable[RequestBatch], metrics: TaskMetrics, writer: PredictionWriter | None = None
 ) -> dict[str, float]:
     """Metrics of the loader's batches over all ranks; every rank gets the same values."""
     training = job.model.training
@@ -110,16 +125,17 @@ def split_loader(job: Job, split: str) -> DataLoader:
 
 def evaluate_split(
     job: Job, split: str, predictions: Path | None = None, *, steps: int = 0, quantized: bool = False
-) -> tuple[dict[str, float], MetricSet]:
+) -> tuple[dict[str, float], TaskMetrics]:
     """Exact metrics of a split (its first `steps` batches, 0 for all), with predictions written to a folder if named.
 
     Layers trained on MXFP8 operands are evaluated without quantisation, as in any other arm, unless `quantized`.
     """
     source, world = job.source, job.world
-    metrics = MetricSet(
-        source.spec.tasks,
+    metrics = TaskMetrics(
+        job.losses,
         source.label_rates(),
         world.device,
+        max_candidates=source.spec.max_candidates,
         exact_auc=True,
         own=job.metrics,
         top_k=job.config.tracking.top_k,
@@ -128,7 +144,9 @@ def evaluate_split(
     if predictions is not None and world.is_first:
         shutil.rmtree(predictions, ignore_errors=True)  # of an earlier evaluation, perhaps on more ranks
     world.barrier()
-    writer = PredictionWriter(predictions, source.spec.tasks, world.rank) if predictions else None
+    if job.losses.next_item:
+        return evaluate_catalogue(job, batches, job.config.tracking.top_k, predictions), metrics
+    writer = PredictionWriter(predictions, source.spec.tasks, job.losses, world.rank) if predictions else None
     try:
         with nullcontext() if quantized else in_high_precision(job.ranking_model):
             return evaluate(job, batches, metrics, writer), metrics

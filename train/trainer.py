@@ -27,8 +27,9 @@ from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
 from train.distill import build_distillation
 from train.evaluate import evaluate_split
-from train.loss import ranking_loss, shares_of_tasks
-from train.metrics import MetricSet, ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
+from train.loss import binary_only, shares_of_tasks
+from train.metrics import ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
+from train.metrics.tasks import TaskMetrics
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
@@ -92,7 +93,16 @@ class Trainer:
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.distillation = build_distillation(self.job)
-        self.metrics = MetricSet(tasks, rates, world.device, exact_auc=False)
+        if self.distillation is not None:
+            binary_only(config.tasks, "distillation")
+        self.metrics = TaskMetrics(
+            self.job.losses,
+            rates,
+            world.device,
+            max_candidates=self.source.spec.max_candidates,
+            exact_auc=False,
+            top_k=config.tracking.top_k if self.job.losses.next_item else (),
+        )
         peak = peak_flops(world.device, torch.bfloat16)
         self.throughput = Throughput(world.device, peak=peak)  # of a logging window
         self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
@@ -232,6 +242,7 @@ class Trainer:
             id_dropout=data.id_dropout,
             history_dropout=data.history_dropout,
             pad_events=data.pad_events,
+            uniform_negatives=self.job.losses.negatives,
             dealer=self.dealer,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -248,7 +259,9 @@ class Trainer:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
             stopping = self.preemption.agreed()
-            validating = epoch_done or last or parts[0] < parts[1] or _every(progress.step, runtime.eval_every)
+            within = parts[0] < parts[1] and not epoch_done
+            ended = epoch_done and _every(progress.epoch, runtime.eval_epochs)
+            validating = ended or within or last or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
                 if validating:
@@ -283,8 +296,8 @@ class Trainer:
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         rows = batch.labels, batch.weights, batch.group
         history = self.account(self.guard.found_inf, loss, logits, *rows, history_lengths(batch))
-        self.throughput.step(batch, history)
-        self.whole_run.step(batch, history)
+        self.throughput.step(batch, history, self.job.losses.negatives)
+        self.whole_run.step(batch, history, self.job.losses.negatives)
         self.launches.accounted()
         self.stall.passed(self.progress.step)
         self.tracer.step()
@@ -312,8 +325,9 @@ class Trainer:
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
-            logits = self.model(batch)
-        loss, weight = ranking_loss(logits, batch.labels, batch.weights, self.loss_shares)
+            outputs = self.model(batch)
+        loss, weight = self.job.losses(outputs, batch, self.source.spec, self.loss_shares)
+        logits = outputs if isinstance(outputs, Tensor) else batch.labels.new_empty(batch.num_candidates, 0)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
         taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
@@ -412,7 +426,7 @@ class Trainer:
             # second exchange and use its result, for which nothing waits.
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
-        self.progress.judge(values, self.metrics.base_rates, self.task_shares)
+        self.progress.judge(values, self.metrics.base_rates, self.task_shares, self.metrics.best)
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self.balance.counts()

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention import reference
-from kernels.attention.bias import BUCKET_WIDTH, checked_bias, time_bucket
+from kernels.attention.bias import BUCKET_WIDTH, Bias, checked_bias, padded_bias, time_bucket
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets, check_window
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
 from kernels.core.offsets import attended_pairs
 
-__all__ = ["jagged_attention", "time_bucket"]
+__all__ = ["BUCKET_WIDTH", "Bias", "checked_bias", "jagged_attention", "padded_bias", "time_bucket"]
 
 # Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
 MAX_FEW_ROWS = 32

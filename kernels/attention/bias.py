@@ -1,4 +1,4 @@
-"""The additive biases of `jagged_attention`: a table of relative positions and one of log-bucketed time gaps."""
+"""Additive biases of `jagged_attention` and `gdpa`: a table of relative positions, one of log-bucketed time gaps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.core.rows import jagged_to_padded
 
 # Width of a time bucket in natural log units: 2.3 buckets per doubling, as HSTU publishes it.
 BUCKET_WIDTH = 0.301
@@ -73,3 +75,22 @@ def checked_bias(
         None if table is None else table.to(torch.promote_types(q.dtype, torch.float32)) for table in (position, time)
     )
     return Bias(position, time, q_times, k_times, bucket_width)
+
+
+def padded_bias(
+    bias: Bias, i: Tensor, j: Tensor, q_offsets: Tensor, k_offsets: Tensor, num_queries: int, num_keys: int
+) -> Tensor:
+    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows."""
+    terms = []
+    if bias.position is not None:
+        index = position_index(i, j, bias.position.shape[1])
+        terms.append(bias.position[:, index][None])
+    if bias.time is not None:
+        assert bias.q_times is not None
+        assert bias.k_times is not None
+        q_times = jagged_to_padded(bias.q_times.long(), q_offsets, num_queries, 0, "first")
+        k_times = jagged_to_padded(bias.k_times.long(), k_offsets, num_keys, 0, "first")
+        gap = q_times[:, :, None] - k_times[:, None, :]
+        index = time_bucket(gap, bias.time.shape[1], bias.bucket_width)
+        terms.append(bias.time[:, index].transpose(0, 1))
+    return sum(terms[1:], terms[0])

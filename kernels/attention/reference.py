@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention.bias import Bias, position_index, time_bucket
+from kernels.attention.bias import Bias, padded_bias
 from kernels.core import dispatch
 from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
 
@@ -47,7 +47,7 @@ def jagged_attention(
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q_padded @ k_padded.transpose(2, 3)).to(wide) * scale
-        scores = scores + _padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k + 1)
+        scores = scores + padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k + 1)
         out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v_padded
     return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
 
@@ -58,22 +58,3 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tens
         return scaled_dot_product_attention(q, k, v, seen, scale=scale)
     with torch.autocast("cpu", enabled=False):  # which would narrow the operands again
         return scaled_dot_product_attention(q.float(), k.float(), v.float(), seen, scale=scale).to(q.dtype)
-
-
-def _padded_bias(
-    bias: Bias, i: Tensor, j: Tensor, q_offsets: Tensor, k_offsets: Tensor, num_queries: int, num_keys: int
-) -> Tensor:
-    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows."""
-    terms = []
-    if bias.position is not None:
-        index = position_index(i, j, bias.position.shape[1])
-        terms.append(bias.position[:, index][None])
-    if bias.time is not None:
-        assert bias.q_times is not None
-        assert bias.k_times is not None
-        q_times = jagged_to_padded(bias.q_times.long(), q_offsets, num_queries, 0, "first")
-        k_times = jagged_to_padded(bias.k_times.long(), k_offsets, num_keys, 0, "first")
-        gap = q_times[:, :, None] - k_times[:, None, :]
-        index = time_bucket(gap, bias.time.shape[1], bias.bucket_width)
-        terms.append(bias.time[:, index].transpose(0, 1))
-    return sum(terms[1:], terms[0])

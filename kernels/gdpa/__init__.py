@@ -8,10 +8,12 @@ the same tokens it is self-attention. The equations are in the README of this fo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.attention import BUCKET_WIDTH, checked_bias
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets, check_window
@@ -40,6 +42,11 @@ def gdpa(
     out_scale: float = 1.0,
     window: int | tuple[int | None, int | None] | None = None,
     kv_index: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    q_times: Tensor | None = None,
+    k_times: Tensor | None = None,
+    time_bucket_width: float = BUCKET_WIDTH,
     backend: str | None = None,
 ) -> Tensor:
     """out = act(score_scale q k^T) out_scale v within each row, an activation where attention has a softmax.
@@ -61,6 +68,9 @@ def gdpa(
       may be any number. It must not decrease, so that candidates of a request are neighbours. All queries of a key row
       are then computed as one row, and max_q bounds their number. A window is refused with it, because positions would
       count from the start of that longer row.
+    - `position_bias` [H, 2 P + 1], and `time_bias` [H, T] with `q_times` [Nq] and `k_times` [Nk], are added to scaled
+      scores before the activation, as in `kernels.attention.jagged_attention`, and have gradients. With them only the
+      reference serves, which holds padded scores in memory; dense keys, shared queries and kv_index are refused.
 
     A row without keys gives zeros. ValueError for shapes, dtypes or names that do not fit and, on the CPU, for offsets,
     lengths and indices out of bounds; on a GPU, where checking would be a sync, those are device assertions.
@@ -69,7 +79,13 @@ def gdpa(
     reach = check_window(window)
     if kv_index is not None and reach != (-1, -1):
         raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
+    biased = position_bias is not None or time_bias is not None
+    if biased and (q_offsets is None or k_offsets is None or kv_index is not None):
+        raise ValueError("biases need offsets of queries and keys, and no kv_index: places count within a row")
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
+    features: dict[str, Any] = {}
+    if biased:
+        features["bias"] = checked_bias(q, k, position_bias, time_bias, q_times, k_times, time_bucket_width)
     activations = _per_head(activation, q.shape[1])
     unchecked = []  # unless all rows are equally long by construction
     if k_offsets is None:
@@ -99,11 +115,13 @@ def gdpa(
         value_dim=v.shape[2],
         activations=activations,
         windowed=reach != (-1, -1),
+        **{"biased": True} if biased else {},
     )
     if not chosen.checks_lengths:
         for offsets, maximum, name in unchecked:
             check_lengths(offsets, maximum, name)
-    return chosen.function(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
+    arguments = (q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
+    return chosen.function(*arguments, **features)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:
@@ -169,14 +187,32 @@ def _merged(q_offsets: Tensor, kv_index: Tensor, num_key_rows: int) -> Tensor:
 
 
 def _hopper(
-    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    biased: Hashable = False,
+    **_: Hashable,
 ) -> str | None:
+    if biased:
+        return "has no biases"
     return needs_hopper_heads(device, capability, dtype, head_dim, value_dim)
 
 
 def _triton(
-    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    biased: Hashable = False,
+    **_: Hashable,
 ) -> str | None:
+    if biased:
+        return "has no biases"
     if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
@@ -184,7 +220,9 @@ def _triton(
     return None
 
 
-def _padded(*, device: str, **_: Hashable) -> str | None:
+def _padded(*, device: str, biased: Hashable = False, **_: Hashable) -> str | None:
+    if biased:
+        return "has no biases"
     return None if device == "cuda" else f"is compiled for CUDA devices, the tensors are on {device}"
 
 
@@ -212,5 +250,6 @@ def _flops(
     score_scale: float,
     out_scale: float,
     window: tuple[int, int],
+    bias: object = None,
 ) -> float:
     return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(q_offsets, k_offsets, window=window)

@@ -103,7 +103,7 @@ class DIN(_Baseline):
         self.events = spec.histories
         units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
-        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, len(spec.tasks), config.dropout)
+        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, spec.num_outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -129,7 +129,7 @@ class DCNv2(_Baseline):
         width = _num_tokens(spec) * config.dim
         self.cross = CrossNet(width, config.num_cross_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
-        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], len(spec.tasks))
+        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], spec.num_outputs)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -163,7 +163,7 @@ class DLRM(_Baseline):
         self.register_buffer("sparse", torch.tensor(sparse, dtype=torch.int64), persistent=False)
         self.bottom = MLP(len(dense) * dim, config.bottom_hidden, dim, dropout) if dense else None
         self.dot = DotInteraction(len(sparse) + bool(dense))
-        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, len(spec.tasks), dropout)
+        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, spec.num_outputs, dropout)
         self.dim = dim
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:

@@ -63,7 +63,7 @@ class Wukong(nn.Module):
         layers = nn.ModuleList([layer(spec.num_candidate_tokens, num_request)])
         layers.extend(layer(made) for _ in range(config.num_layers - 1))
         self.layers = cast("Sequence[WukongLayer]", layers)
-        self.heads = TaskHeads(made * config.dim, config.head_hidden, len(spec.tasks), config.dropout)
+        self.heads = TaskHeads(made * config.dim, config.head_hidden, spec.num_outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""

@@ -35,10 +35,13 @@ def bends(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     operator: Callable[..., Tensor] = modules.gdpa.gdpa
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, **named: Any) -> Tensor:
+    def watched(
+        q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None, **named: Any
+    ) -> Tensor:
         with torch.no_grad():
             pieces = k.double() if k_offsets is None else k.double().split(k_offsets.diff().tolist())
-            queries = q.double().split(q_offsets.diff().tolist())
+            rows = q.double()  # without offsets every row has the same queries
+            queries = [rows] * len(pieces) if q_offsets is None else rows.split(q_offsets.diff().tolist())
             pairs = [torch.einsum("qhd,khd->qkh", x, y).flatten() for x, y in zip(queries, pieces, strict=True)]
             found.append(bend(named["activation"], named["score_scale"] * torch.cat(pairs)))
         return operator(q, k, v, q_offsets, k_offsets, **named)
@@ -61,7 +64,7 @@ def train(config: ModelConfig, steps: int = 5) -> None:
 
 
 GDPA = {"pffn": "gdpa", "sequence_attention": "gdpa"}
-MODELS = {"interformer": GDPA, "interformer of Kronecker sums": GDPA | {"pffn_kron_terms": 2}, "kunlun": {}}
+MODELS = {"interformer": GDPA, "interformer of Kronecker sums": GDPA | {"pffn_kron_terms": 2}, "kunlun": {}, "gem": {}}
 
 
 @pytest.mark.parametrize("name", MODELS)

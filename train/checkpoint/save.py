@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,9 +82,17 @@ class Progress:
         whole = -(-num_requests // global_batch)
         return -(-(num_requests - self.consumed) // global_batch) + (epochs - self.epoch - 1) * whole
 
-    def judge(self, values: dict[str, float], label_rates: dict[str, float], shares: dict[str, float]) -> None:
+    def judge(
+        self,
+        values: dict[str, float],
+        label_rates: dict[str, float],
+        shares: dict[str, float],
+        others: Mapping[str, tuple[str, bool]] | None = None,
+    ) -> None:
         """Note a validation: best is the smallest NE, mean by `shares` over the tasks that can have one.
 
+        `label_rates` are those of binary tasks; `others` says of the rest which metric stands for NE, and whether a
+        larger one is better, which counts as 1 minus the metric.
         A task has no NE without observed labels in the validation split, or with labels of only one class in the
         training split. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that are
         not finite is NaN, which is never best.
@@ -93,9 +102,15 @@ class Progress:
             for task, rate in label_rates.items()
             if 0 < rate < 1 and shares[task] and not math.isnan(values[f"{task}/label_rate"])
         }
+        losses = {task: values[f"{task}/ne"] for task in counted}
+        for task, (name, larger) in (others or {}).items():
+            value = values[f"{task}/{name}"]
+            # A split without an order or a spread has no such metric; weights that are not finite are never best.
+            if shares[task] and values.get(f"{task}/examples", 1):
+                counted[task], losses[task] = shares[task], 1 - value if larger else value
         if not counted:
             return
-        ne = sum(share * values[f"{task}/ne"] for task, share in counted.items()) / sum(counted.values())
+        ne = sum(share * losses[task] for task, share in counted.items()) / sum(counted.values())
         if math.isfinite(ne):
             self.validations.append((self.step, ne))
         if math.isfinite(ne) and (self.best_ne is None or ne < self.best_ne):

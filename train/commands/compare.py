@@ -45,6 +45,7 @@ from train.config.overrides import split_values
 from train.config.schema import Config, register_schema
 from train.data import build_source
 from train.data.store import ByFirst
+from train.loss import binary_only
 from train.process import distributed
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
@@ -215,6 +216,7 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
     weights: dict[str, dict[str, object]] = {}
     for arm in arms:
         config = _compose(overrides, arm)
+        binary_only(config.tasks, "train.commands.compare")
         source = build_source(config.data, by_first)
         if not source.num_requests("test"):
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,6 +119,7 @@ def main(arguments: list[str]) -> Path:
         "dim": config.model.dim,
         "table_dims": config.model.table_dims,
         "max_candidates": max_candidates,
+        "tasks": {task: _known(chosen) for task, chosen in config.tasks.items()},
         "spec": dataclasses.asdict(model.embedding.assemble.spec),
     }
     write_json(out / "export.json", about)
@@ -125,6 +127,12 @@ def main(arguments: list[str]) -> Path:
         check(out, model, dtype, request)
     print(f"{config.model.name} of {path}: {out}")
     return out
+
+
+def _known(chosen: dict[str, Any]) -> dict[str, Any]:
+    """What a scorer needs of a task's loss: not a function of your own, which it must not import; its prediction is its
+    logit, like that of "squared"."""
+    return {"loss": "squared"} if "." in chosen["loss"] else chosen
 
 
 def example(source: Source) -> RequestBatch:

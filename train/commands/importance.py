@@ -32,6 +32,7 @@ from train.checkpoint import save as checkpoint
 from train.config.overrides import split_options
 from train.data.numeric import INDICATOR
 from train.evaluate import checked_split, split_loader, trained
+from train.loss import binary_only
 from train.metrics import MetricSet
 from train.process.files import write_json
 from train.record.tracking import format_table
@@ -120,6 +121,7 @@ def main(arguments: list[str]) -> dict[str, dict[str, float]]:
     path = checkpoint.named(options["run_dir"], options["checkpoint"])
     out = Path(options["out"] or path.with_name(f"{path.name}-importance-{split}"))
     with trained(path, overrides, out) as job:
+        binary_only(job.config.tasks, "train.commands.importance")
         worth = importance(job, split, int(options["steps"]))
         if job.world.is_first:
             write_json(out / "importance.json", worth)

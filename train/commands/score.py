@@ -43,6 +43,7 @@ from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source
 from train.data.source import spec_from_dict
+from train.loss import TaskLosses
 from train.process import versions
 from train.process.files import write_json
 from train.process.precision import compute_dtype
@@ -86,10 +87,15 @@ class Scorer:
         self.embedding.to(self.device)
         program = _load_compiled(folder) if about["compiled"] else _load_program(folder / "model.pt2")
         self._arch = _Replayed(program, self.spec, self.device)
+        tasks = about.get("tasks", {})
+        if own := [chosen["loss"] for chosen in tasks.values() if "." in chosen["loss"]]:
+            raise ValueError(f"{folder}/export.json names {own[0]}, which no export does: scoring imports no such code")
+        self.losses = TaskLosses(tasks, self.spec.tasks)
 
     @torch.no_grad()
     def __call__(self, batch: RequestBatch) -> Tensor:
-        """Probabilities [N, tasks] of the candidates of a batch of one request.
+        """Predictions [N, tasks] of the candidates of a batch of one request, probabilities of binary tasks; a task of
+        several classes has a column for each.
 
         ValueError for several requests, too many candidates or events, and numbers that are not finite (of a batch on
         the host; one that is on the GPU already is not read back).
@@ -116,7 +122,7 @@ class Scorer:
         request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
         if self.device.type == "cuda":
             candidate, offsets = _rounded_up(candidate, self.max_candidates)
-        return self._arch(request, candidate, offsets, histories)[:count].sigmoid()
+        return self.losses.predict(self._arch(request, candidate, offsets, histories)[:count])
 
 
 def _import_operators(modules: list[str]) -> None:
@@ -212,7 +218,7 @@ def latencies(
 
     `models`: the one that was exported, for a request of many candidates and for requests of one.
     """
-    eager, broadcast = (_eager(model, dtype, scorer.device) for model in models)
+    eager, broadcast = (_eager(model, dtype, scorer) for model in models)
     rows = []
     for count in counts:
         batch = with_candidates(request, count).to(scorer.device)
@@ -227,12 +233,12 @@ def latencies(
     return rows
 
 
-def _eager(model: RankingModel, dtype: torch.dtype, device: torch.device) -> Callable[[RequestBatch], Tensor]:
-    arch = _Replayed(ScoringArch(model.arch, dtype).eval(), model.embedding.assemble.spec, device)
+def _eager(model: RankingModel, dtype: torch.dtype, scorer: Scorer) -> Callable[[RequestBatch], Tensor]:
+    arch = _Replayed(ScoringArch(model.arch, dtype).eval(), model.embedding.assemble.spec, scorer.device)
 
     @torch.no_grad()
     def score(batch: RequestBatch) -> Tensor:
-        return arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)).sigmoid()
+        return scorer.losses.predict(arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)))
 
     return score
 
@@ -264,7 +270,7 @@ def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reque
         reason = (ended.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"{package} was compiled, but cannot be loaded ({reason}); export with compile=false")
     scorer = Scorer(folder)
-    eager = _eager(model, dtype, scorer.device)
+    eager = _eager(model, dtype, scorer)
     for count in (1, scorer.max_candidates):
         batch = with_candidates(request, count).to(scorer.device)
         try:  # the two differ by the roundings of bfloat16

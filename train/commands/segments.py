@@ -32,6 +32,7 @@ from train.data.columns import Coded
 from train.data.events import read_rows
 from train.data.rows import Rows
 from train.evaluate import read_predictions
+from train.loss import binary_only
 from train.metrics import MetricSet, paired_gaps
 from train.process.files import write_json
 from train.record.tracking import format_table
@@ -148,6 +149,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{name}={options[name]} must be a number of at least 1, e.g. {name}={defaults[name]}")
     run_dir = Path(options["run_dir"])
     config = from_dict(_json(run_dir, "config.json")["config"], overrides)  # refuses unknown arguments
+    binary_only(config.tasks, "train.commands.segments")
     predictions = _read(Path(options["predictions"] or run_dir))
     rates = _json(run_dir, "results.json")["label_rates"]
     others = _read(Path(options["against"])) if options["against"] else None

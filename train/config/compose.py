@@ -15,6 +15,7 @@ from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.schema import SOURCES, Config
+from train.loss import task_loss
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -58,8 +59,11 @@ def validate(config: Config) -> None:
             f"data.negative_rate={config.data.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
             "data.negative_rate=0.1"
         )
+    for task, chosen in config.tasks.items():
+        task_loss(task, chosen)
     for group, section in vars(config).items():
-        check_options(section, group)
+        if group != "tasks":
+            check_options(section, group)
     model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
     for table, width in model.table_dims.items():
         if width < 4 or width % 4:

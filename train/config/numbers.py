@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FREE = ("model.arguments", "data.histories")
-"""Keys whose values a class outside this repository takes, or which are compared with those of a column."""
+FREE = ("model.arguments", "data.histories", "tasks")
+"""Keys whose values a class outside this repository or a loss takes, or which are compared with those of a column."""
 SIGNED = ("data.missing_fill",)
 """Keys whose numbers may be negative."""
 BELOW_ONE = ("optimizer.betas", "data.id_dropout")

@@ -85,6 +85,11 @@ class EventsConfig(DataConfig):
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
     labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or compared: "rating >= 4", "event == buy"
+    real_labels: list[str] = field(default_factory=list)  # tasks whose column has real numbers, see tasks.TASK.loss
+    # last: each user's last request is of the test split, the one before it of validation
+    split_by: str = option("time", choices=["time", "last"])
+    # last, with split_by=last: train on a user's last other request only, whose history holds the rest
+    train_requests: str = option("all", choices=["all", "last"])
     weight: str | None = None  # column of each row's weight in loss and metrics, at least 0; absent or empty: 1
     user: str | None = None  # column of the user id; absent: every row is a user of its own
     time: str | None = None  # column of the event time; absent: rows stand in time order, each is a request
@@ -133,7 +138,7 @@ class SyntheticConfig(DataConfig):
 class PrecisionConfig:
     # auto: bf16 where the hardware multiplies it, else fp32
     name: str = option(MISSING, choices=["auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"])
-    quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
+    quantize: list[str] = field(default_factory=list)  # globs over names of layers on MXFP8 operands, or auto
 
 
 @dataclass
@@ -255,6 +260,7 @@ class RuntimeConfig:
     steps: int = 0  # stop after this many steps; 0: the epochs decide
     eval_every: int = 0  # steps between validations; 0: evals_per_epoch decides
     evals_per_epoch: int = option(1, least=1)  # validations in each epoch, the last one at its end
+    eval_epochs: int = option(1, least=1)  # epochs between those at the ends of epochs, which save checkpoints, too
     eval_steps: int = 0  # batches of a validation; 0: all
     early_stop: int = 0  # stop after this many validations without a better NE; 0: never
     log_every: int = option(20, least=1)
@@ -275,6 +281,7 @@ class RuntimeConfig:
 class Config:
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
+    tasks: dict[str, Any] = field(default_factory=dict)  # task of the data -> its loss: {loss: huber, delta: 2}
     precision: PrecisionConfig = MISSING
     optimizer: OptimizerConfig = MISSING
     parallel: ParallelConfig = MISSING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -125,6 +126,43 @@ def empty_batch(spec: FeatureSpec) -> RequestBatch:
     )
 
 
+def append_candidates(batch: RequestBatch, ids: Tensor) -> RequestBatch:
+    """`batch` with one more request behind it, of unknown ids and no history, whose candidates are the rows `ids` [n].
+
+    For candidates with one feature. They have no labels and weigh 0, so that nothing counts them by mistake.
+    """
+    count = ids.shape[0]
+
+    def more(features: KeyedJaggedTensor, lengths: Sequence[int]) -> KeyedJaggedTensor:
+        return _with_rows(features, [torch.tensor([length]) for length in lengths], 1)
+
+    def rows(tensor: Tensor, added: int, value: float = 0) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((added, *tensor.shape[1:]), value)])
+
+    candidates = batch.candidate_sparse
+    (key,) = candidates.keys()
+    return replace(
+        batch,
+        request_sparse=more(batch.request_sparse, [1] * len(batch.request_sparse.keys())),
+        candidate_sparse=KeyedJaggedTensor(
+            keys=[key],
+            values=torch.cat([candidates.values(), ids]),
+            lengths=rows(candidates.lengths(), count, 1),
+            stride=candidates.stride() + count,
+        ),
+        request_dense=rows(batch.request_dense, 1),
+        candidate_dense=rows(batch.candidate_dense, count),
+        histories=more(batch.histories, [0] * len(batch.histories.keys())),
+        history_times=more(batch.history_times, [0] * len(batch.history_times.keys())),
+        request_time=rows(batch.request_time, 1),
+        candidate_offsets=torch.cat([batch.candidate_offsets, batch.candidate_offsets[-1:] + count]),
+        labels=rows(batch.labels, count, math.nan),
+        weights=rows(batch.weights, count),
+        group=rows(batch.group, count),
+        row=torch.cat([batch.row, batch.row[-1:].repeat(count) if batch.row.numel() else batch.row.new_zeros(count)]),
+    )
+
+
 def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> RequestBatch:
     """`batch` with the events of each type filled up to a multiple, so that sizes come back from batch to batch.
 
@@ -139,19 +177,6 @@ def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> Request
     def rows(tensor: Tensor, value: Tensor | int = 0) -> Tensor:
         return torch.cat([tensor, tensor.new_zeros(added, *tensor.shape[1:]) + value])
 
-    def lists(features: KeyedJaggedTensor, more: Sequence[Tensor]) -> KeyedJaggedTensor:
-        """Each key with that many unknown ids for each of the added requests, after its own ids."""
-        parts = [(features[key], counts) for key, counts in zip(features.keys(), more, strict=True)]
-        pad = nn.functional.pad
-        values = [pad(part.values(), (0, int(counts.sum())), value=UNKNOWN_ID) for part, counts in parts]
-        lengths = [torch.cat([part.lengths(), counts.to(part.lengths().dtype)]) for part, counts in parts]
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(values) if values else features.values(),
-            lengths=torch.cat(lengths) if lengths else features.lengths(),
-            stride=features.stride() + added,
-        )
-
     times = batch.history_times.to_dict()
     missing = []  # [added] for each event type
     for event in spec.histories:
@@ -161,12 +186,26 @@ def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> Request
     fields = [counts for event, counts in zip(spec.histories, missing, strict=True) for _ in event.fields]
     return replace(
         batch,
-        request_sparse=lists(batch.request_sparse, ids),
+        request_sparse=_with_rows(batch.request_sparse, ids, added),
         request_dense=rows(batch.request_dense),
-        histories=lists(batch.histories, fields),
-        history_times=lists(batch.history_times, missing),
+        histories=_with_rows(batch.histories, fields, added),
+        history_times=_with_rows(batch.history_times, missing, added),
         request_time=rows(batch.request_time),
         candidate_offsets=rows(batch.candidate_offsets, batch.candidate_offsets[-1]),
+    )
+
+
+def _with_rows(features: KeyedJaggedTensor, more: Sequence[Tensor], added: int) -> KeyedJaggedTensor:
+    """Each key with that many unknown ids for each of the added rows, after its own ids; `more` has [added] a key."""
+    parts = [(features[key], counts) for key, counts in zip(features.keys(), more, strict=True)]
+    pad = nn.functional.pad
+    values = [pad(part.values(), (0, int(counts.sum())), value=UNKNOWN_ID) for part, counts in parts]
+    lengths = [torch.cat([part.lengths(), counts.to(part.lengths().dtype)]) for part, counts in parts]
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=torch.cat(values) if values else features.values(),
+        lengths=torch.cat(lengths) if lengths else features.lengths(),
+        stride=features.stride() + added,
     )
 
 

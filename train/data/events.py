@@ -41,7 +41,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
     user = rows.required_ids(cfg.user) if cfg.user else coded_integers(np.arange(len(rows)))
     time = rows.milliseconds(cfg.time, cfg.time_format) if cfg.time else np.arange(len(rows)) * 1000
     request = rows.required_ids(cfg.request).codes if cfg.request else None
-    labels = np.stack([rows.labels(column) for column in cfg.labels.values()], 1)
+    labels = np.stack([rows.labels(column, task in cfg.real_labels) for task, column in cfg.labels.items()], 1)
     weights = rows.weights(cfg.weight) if cfg.weight else None
     numeric = {name: rows.features(name, name in cfg.log_numeric) for name in _numeric(cfg)}
     columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
@@ -58,6 +58,8 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         window=cfg.request_window,
         max_candidates=_max_candidates(cfg),
         split=cfg.split,
+        split_by=cfg.split_by,
+        train_requests=cfg.train_requests,
     )
     write(
         folder,
@@ -74,6 +76,7 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         histories={name: build(requests) for name, build in builders.items()},
         earlier=earlier,
         new_ids=cfg.new_ids,
+        real_labels=cfg.real_labels,
     )
 
 
@@ -163,6 +166,13 @@ def _check(cfg: EventsConfig) -> None:
             raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
         if history.files and not cfg.time:
             raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
+    if cfg.split_by == "last" and (not cfg.user or not cfg.time or cfg.valid_files or cfg.test_files):
+        raise ValueError(
+            "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
+            "and data.valid_files and data.test_files must be empty"
+        )
+    if cfg.train_requests == "last" and cfg.split_by != "last":
+        raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
     if cfg.request and not cfg.user:
         raise ValueError(
             f"data.request={cfg.request} groups rows of one user: data.user must name the user column; without users, "
@@ -191,6 +201,7 @@ def _check(cfg: EventsConfig) -> None:
     numeric, numbers = set(_numeric(cfg)), set(_numbers(cfg))
     for key, stray, there in (
         ("tables", set(cfg.tables) - used, used),
+        ("real_labels", set(cfg.real_labels) - set(cfg.labels), set(cfg.labels)),
         ("log_numeric", set(cfg.log_numeric) - numeric, numeric),
         ("missing_fill", set(cfg.missing_fill) - numeric, numeric),
         ("missing_indicator", {glob for glob in cfg.missing_indicator if not matching(numeric, [glob])}, numeric),

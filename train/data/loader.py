@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
-from train.data.batch import empty_batch, pad_events
+from train.data.batch import append_candidates, empty_batch, pad_events
 from train.data.dealing import Dealer
 from train.data.dropout import check_tables, drop_histories, drop_ids
-from train.data.sampling import sample_negatives
+from train.data.sampling import sample_negatives, uniform_items
 from train.data.source import Source
 from train.process.preemption import SIGNALS, shield
 from train.process.quiet import quieten
@@ -43,6 +43,7 @@ def build_loader(
     id_dropout: Mapping[str, float] | None = None,
     history_dropout: float = 0,
     pad_events: int = 0,
+    uniform_negatives: int = 0,
     dealer: Dealer | None = None,
     pin_memory: bool = False,
 ) -> DataLoader:
@@ -58,6 +59,8 @@ def build_loader(
     `id_dropout`, `history_dropout`: see `train.data.dropout`, which draws likewise.
     `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
     `dealer`: decides which of a global batch's requests are this rank's; the global batch is the same.
+    `uniform_negatives`: so many items, drawn by (seed, epoch, the batch's first request and the rank), come behind each
+    batch as candidates of a request of their own.
     """
     order = _Order(
         source.num_requests(split),
@@ -71,7 +74,17 @@ def build_loader(
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
     return DataLoader(
-        _Batches(source, split, negative_rate, (seed, epoch), pad_events, id_dropout or {}, history_dropout),
+        _Batches(
+            source,
+            split,
+            negative_rate,
+            (seed, epoch),
+            pad_events,
+            id_dropout or {},
+            history_dropout,
+            uniform_negatives,
+            rank,
+        ),
         sampler=order,
         batch_size=None,
         collate_fn=_as_is,
@@ -127,6 +140,8 @@ class _Batches(Dataset):
         pad_to: int,
         id_dropout: Mapping[str, float],
         history_dropout: float,
+        negatives: int,
+        rank: int,
     ) -> None:
         check_tables(id_dropout, source.spec)
         self.source = source
@@ -136,8 +151,21 @@ class _Batches(Dataset):
         self.pad_to = pad_to
         self.id_dropout = {table: share for table, share in id_dropout.items() if share}
         self.history_dropout = history_dropout
+        self.negatives = negatives
+        self.rank = rank
 
     def __getitem__(self, requests: np.ndarray) -> RequestBatch:
+        spec = self.source.spec
+        batch = self._batch(requests)
+        if self.negatives:
+            first = int(requests[0]) if requests.size else 0
+            key = (*self.sampling_key, first, self.rank)
+            batch = append_candidates(batch, uniform_items(spec, self.negatives, key))
+        if requests.size == 0:
+            return batch
+        return (pad_events(batch, spec, self.pad_to) if self.pad_to else batch).packed()
+
+    def _batch(self, requests: np.ndarray) -> RequestBatch:
         if requests.size == 0:
             return empty_batch(self.source.spec)
         batch = self.source.batch(self.split, requests)
@@ -149,7 +177,7 @@ class _Batches(Dataset):
             batch = drop_ids(batch, self.source.spec, self.id_dropout, *self.sampling_key)
         if self.history_dropout:
             batch = drop_histories(batch, self.history_dropout, *self.sampling_key)
-        return (pad_events(batch, self.source.spec, self.pad_to) if self.pad_to else batch).packed()
+        return batch
 
 
 class _Order(Sampler):

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def write(
     histories: Mapping[str, History],
     earlier: mapping.Mapping | None = None,
     new_ids: bool = True,
+    real_labels: Sequence[str] = (),
 ) -> None:
     """Write the prepared form.
 
@@ -79,6 +80,7 @@ def write(
     """
     training = np.zeros(len(table.number), bool)
     training[requests.rows("train")] = True
+    training[requests.earlier] = True
     if not training.any():
         raise ValueError(f"the training split is empty: data.split={list(cfg.split)} of {len(requests.order)} rows")
     if cfg.id_map == "hash":
@@ -125,6 +127,7 @@ def write(
         "label_rates": earlier.label_rates
         if earlier and not new_ids
         else _label_rates(spec, labels[training], None if weights is None else weights[training]),
+        "label_bounds": _label_bounds(spec, labels[np.append(requests.order, requests.earlier)], real_labels),
         "numeric": dense.statistics,
         "missing": dense.missing | _unobserved(spec, labels[training]),
         "fingerprint": _fingerprint(spec, ids, dense),
@@ -188,6 +191,19 @@ def _training_ids(
 def _unobserved(spec: FeatureSpec, labels: np.ndarray) -> dict[str, float]:
     """Share of rows [N, tasks] whose label was not observed, by task."""
     return dict(zip(spec.tasks, np.isnan(labels).mean(0).tolist(), strict=True))
+
+
+def _label_bounds(
+    spec: FeatureSpec, labels: np.ndarray, real_labels: Sequence[str]
+) -> dict[str, tuple[float, float, bool]]:
+    """(least, most, whether all are whole) of the observed labels [N, tasks] of these tasks."""
+    bounds = {}
+    for task, column in zip(spec.tasks, labels.T, strict=True):
+        observed = column[~np.isnan(column)]
+        if task in real_labels and observed.size:
+            whole = bool((observed == np.round(observed)).all())
+            bounds[task] = float(observed.min()), float(observed.max()), whole
+    return bounds
 
 
 def _label_rates(spec: FeatureSpec, labels: np.ndarray, weights: np.ndarray | None) -> dict[str, float]:

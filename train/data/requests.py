@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Requests:
     order: np.ndarray  # [C] int64: row of each candidate; a request's candidates are contiguous, oldest first
     offsets: np.ndarray  # [R + 1] int64: candidates of request r are order[offsets[r]:offsets[r + 1]]
     bounds: dict[str, tuple[int, int]]  # split -> its first request and the one after its last
+    earlier: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # training rows in histories only
 
     @property
     def first(self) -> np.ndarray:
@@ -44,14 +45,20 @@ def group_requests(
     window: int,
     max_candidates: int,
     split: Sequence[float],
+    split_by: str = "time",
+    train_requests: str = "all",
 ) -> Requests:
-    """Groups rows into requests and splits those by time.
+    """Groups rows into requests and splits those by time, or by their place in their user's history.
 
     rows [M]: those to use; user, time, request, part [N]: codes, milliseconds, codes or None, and the index in `SPLITS`
     of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one request;
     without request ids, those that start within `window` seconds of its first row. More than `max_candidates` rows
     are several requests. Splits without files of their own share the rest, oldest first, in the ratio of `split`;
     a request is never divided between splits.
+
+    With `split_by` "last" a user's last request is of the test split, the one before it of validation, unless the
+    split's share is 0; all others train, or the last of them with `train_requests` "last", whose history holds the
+    rest.
     """
     keys = [time, *([] if request is None else [request]), user, part]
     order = rows[np.lexsort([key[rows] for key in keys])]
@@ -77,10 +84,38 @@ def group_requests(
     starts = _follow(np.append(0, run_ends[:-1]), limit, run_ends)
     lengths = np.diff(np.append(starts, len(order)))
     first = order[starts]
-    by_time = np.lexsort((starts, time[first], part[first]))
+    parts, earlier = part[first], np.zeros(len(first), bool)
+    if split_by == "last":
+        parts, earlier = _held_out(user[first], time[first], split)
+        earlier &= train_requests == "last"
+    used = np.flatnonzero(~earlier)
+    by_time = used[np.lexsort((starts[used], time[first[used]], parts[used]))]
+    in_histories = order[ranges(starts[earlier], lengths[earlier])]
     order = order[ranges(starts[by_time], lengths[by_time])]
     offsets = np.append(0, np.cumsum(lengths[by_time]))
-    return Requests(order, offsets, _split(part[first[by_time]], offsets, split))
+    parts = parts[by_time]
+    bounds = _bounds(parts) if split_by == "last" else _split(parts, offsets, split)
+    return Requests(order, offsets, bounds, in_histories)
+
+
+def _held_out(user: np.ndarray, time: np.ndarray, split: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(index in `SPLITS`, whether a later training request of the user exists) of requests of these users and times."""
+    order = np.lexsort((np.arange(len(user)), time, user))
+    ends = np.searchsorted(user[order], user[order], side="right")
+    from_end = np.empty(len(user), np.int64)
+    from_end[order] = ends - 1 - np.arange(len(user))
+    held = [SPLITS.index(name) for name in ("test", "valid") if split[SPLITS.index(name)] > 0]
+    parts = np.zeros(len(user), np.int64)
+    for place, index in enumerate(held):
+        parts[from_end == place] = index
+    return parts, from_end > len(held)
+
+
+def _bounds(parts: np.ndarray) -> dict[str, tuple[int, int]]:
+    """Where each split lies in sorted indices of splits."""
+    begins = np.searchsorted(parts, np.arange(len(SPLITS)), side="left").tolist()
+    ends = np.searchsorted(parts, np.arange(len(SPLITS)), side="right").tolist()
+    return dict(zip(SPLITS, zip(begins, ends, strict=True), strict=True))
 
 
 def earlier_events(

@@ -118,8 +118,11 @@ class Rows:
             numbers = np.where(too_large(numbers), np.nan, numbers)
         return numbers
 
-    def labels(self, name: str) -> np.ndarray:
-        """[N] float64 of 0, 1 and NaN (empty: not observed). The name may compare a column, see `comparison`."""
+    def labels(self, name: str, real: bool = False) -> np.ndarray:
+        """[N] float64 of 0, 1 and NaN (empty: not observed), if `real` of any finite numbers.
+
+        The name may compare a column, see `comparison`.
+        """
         column, sign, value = comparison(name)
         if sign == "==":
             ids = self.ids(column)
@@ -127,7 +130,13 @@ class Rows:
         numbers = self.numbers(column)
         if sign:
             return np.where(np.isnan(numbers), np.nan, numbers >= float(value))
-        self.flag(~np.isnan(numbers) & (numbers != 0) & (numbers != 1), column, "expected a label of 0, 1 or nothing")
+        if real:
+            self.flag(too_large(numbers), column, TOO_LARGE)
+            return np.where(too_large(numbers), np.nan, numbers)
+        expected = (
+            "expected a label of 0, 1 or nothing (with data=events, data.real_labels names tasks of real numbers)"
+        )
+        self.flag(~np.isnan(numbers) & (numbers != 0) & (numbers != 1), column, expected)
         return numbers
 
     def weights(self, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Negative down-sampling of training batches.
+"""Negative down-sampling of training batches, and items drawn as negatives of next-item losses.
 
 Kept negatives weigh 1 / rate, so loss, gradients and training metrics are unbiased estimates of those of all rows, and
 predictions need no recalibration. He et al. ("Practical Lessons from Predicting Clicks on Ads at
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modules.batch import RequestBatch, select_rows
+from modules.batch import FeatureSpec, RequestBatch, select_rows
 from train.data.vocabulary import GOLDEN, splitmix64
 
 
@@ -49,3 +49,9 @@ def uniform(row: Tensor, *key: int) -> Tensor:
     start = np.random.SeedSequence(key).generate_state(1, np.uint64)
     bits = splitmix64(start + row.numpy().astype(np.uint64) * GOLDEN)
     return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)
+
+
+def uniform_items(spec: FeatureSpec, count: int, key: tuple[int, ...]) -> Tensor:
+    """[count] int64: rows of the candidates' table, each as likely as any other, none of the unknown id."""
+    rows = spec.tables[spec.candidate[0].table]
+    return torch.from_numpy(np.random.default_rng(key).integers(1, max(rows, 2), count))

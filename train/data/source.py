@@ -57,6 +57,10 @@ class Source(Protocol):
         """Positive rate of each task's observed labels in the training split, by the weights of their rows."""
         ...
 
+    def label_bounds(self) -> dict[str, tuple[float, float, bool]]:
+        """(least, most, whether all are whole) of the labels of tasks that have real numbers; others have 0 and 1."""
+        ...
+
     def missing(self) -> dict[str, float]:
         """Share of training candidates without a number or an observed label, by numeric column and task."""
         ...
@@ -101,6 +105,9 @@ class PreparedSource:
 
     def label_rates(self) -> dict[str, float]:
         return self.meta["label_rates"]
+
+    def label_bounds(self) -> dict[str, tuple[float, float, bool]]:
+        return {task: tuple(bounds) for task, bounds in self.meta["label_bounds"].items()}
 
     def missing(self) -> dict[str, float]:
         return self.meta["missing"]
@@ -183,4 +190,5 @@ def spec_from_dict(saved: dict, max_history: int) -> FeatureSpec:
         candidate_dense=tuple(saved["candidate_dense"]),
         tasks=tuple(saved["tasks"]),
         max_candidates=saved["max_candidates"],
+        outputs=tuple(saved.get("outputs", ())),
     )

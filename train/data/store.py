@@ -23,7 +23,7 @@ from train.process.files import faults, room, summed, write_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 8
+FORMAT = 9
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]

@@ -145,6 +145,9 @@ class SyntheticSource:
     def locate(self, row: int) -> str:
         return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"
 
+    def label_bounds(self) -> dict[str, tuple[float, float, bool]]:
+        return {}
+
     def label_rates(self) -> dict[str, float]:
         return self._label_rates
 

@@ -73,16 +73,17 @@ class Throughput:
         self._waited = self._paused = 0.0
         self._start = self._now()
 
-    def step(self, batch: RequestBatch, history: Tensor) -> None:
-        """Count one finished training step on `batch`, of these `history_sums`."""
+    def step(self, batch: RequestBatch, history: Tensor, negatives: int = 0) -> None:
+        """Count one finished training step on `batch`, of these `history_sums`; its last `negatives` candidates, a
+        request of their own, are no examples."""
         if self._warmup_left:
             self._warmup_left -= 1
             if not self._warmup_left:
                 self.reset()
             return
         self._steps += 1
-        self._requests += batch.num_requests
-        self._examples += batch.num_candidates
+        self._requests += batch.num_requests - bool(negatives)
+        self._examples += batch.num_candidates - negatives
         self._lengths += history
 
     @contextmanager

@@ -25,7 +25,21 @@ from train.process.preemption import STATUS
 from train.process.quiet import quieten
 
 METRICS_FILE = "metrics.jsonl"
-CONSOLE_METRICS = ("loss", "lr", "ne", "auc", "gauc", "examples_per_s", "mfu")  # all other values are in the file only
+CONSOLE_METRICS = (
+    "loss",
+    "lr",
+    "ne",
+    "auc",
+    "gauc",
+    "rmse",
+    "mae",
+    "accuracy",
+    "pair_accuracy",
+    "hr@10",
+    "ndcg@10",
+    "examples_per_s",
+    "mfu",
+)  # all other values are in the file only
 WANDB_TIMEOUT = 30  # seconds for which a server that cannot be reached may delay the start of the run
 OWN_LOGGERS = ("train", "modules", "kernels", "launch", "__main__")
 

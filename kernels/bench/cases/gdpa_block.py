@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.bench import Case, Problem, Runner, check_relative_error, runner_of
-from kernels.gdpa import norms
+from kernels.gdpa import reference as specification
 from kernels.gdpa.norms import add_norms, layer_norm
 
 # Rows, longest row, keys, heads and their features.
@@ -64,7 +64,7 @@ def _problem(attend: Attend, direction: str, device: torch.device) -> Problem:
         return runner(partial(layer_norm, backend=backend), partial(add_norms, backend=backend))
 
     def compiled() -> Runner:
-        before, behind = (torch.compile(x, dynamic=False) for x in (norms._layer_norm, norms._add_norms))
+        before, behind = (torch.compile(x, dynamic=False) for x in (specification.layer_norm, specification.add_norms))
         return runner(before, behind)
 
     exact = [x.detach().float().requires_grad_(backward) for x in inputs]

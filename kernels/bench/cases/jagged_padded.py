@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import jagged
-from kernels.jagged import products, reference
+from kernels.jagged import reference
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Layouts:
 
     def __init__(self, offsets: Tensor, maximum: int, total: int, total_squared: int) -> None:
         self.offsets, self.maximum, self.total = offsets, maximum, total
-        place, column = products._square_places(offsets, jagged.squared_offsets(offsets), total_squared)
+        place, column = reference._square_places(offsets, jagged.squared_offsets(offsets), total_squared)
         row, position = reference.place_in_row(offsets, total)
         self.square_index = (row * maximum + position)[place] * maximum + column
         self.real = torch.arange(maximum, device=offsets.device) < offsets.diff()[:, None]

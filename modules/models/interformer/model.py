@@ -154,7 +154,7 @@ class InterFormer(nn.Module):
         self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(num_tokens)
         own, shared = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
-        self.heads = TaskHeads(own, config.head_hidden, len(spec.tasks), config.dropout, shared)
+        self.heads = TaskHeads(own, config.head_hidden, spec.num_outputs, config.dropout, shared)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""

@@ -122,7 +122,7 @@ class Kunlun(nn.Module):
             )
         self.layers = cast("Sequence[KunlunLayer]", nn.ModuleList(layers))
         self.heads = TaskHeads(
-            layers[-1].experts.num_tokens * config.dim, config.head_hidden, len(spec.tasks), config.dropout
+            layers[-1].experts.num_tokens * config.dim, config.head_hidden, spec.num_outputs, config.dropout
         )
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:

@@ -106,6 +106,8 @@ class TestOnAGPU:
         assert attend(q[:0], fused[:0, 0], fused[:0, 1], none, none).shape == (0, 2, 64)
 
     def test_opcheck(self) -> None:
+        from kernels.attention.triton import operators  # noqa: F401  defines the operator
+
         q_offsets, k_offsets = offsets_of([2, 1]).cuda(), offsets_of([5, 9]).cuda()
         q, k, v = (torch.randn(n, 2, 16, device="cuda", dtype=torch.float16, requires_grad=True) for n in (3, 14, 14))
         operator = torch.ops.gemsmith.jagged_attention_decode.default

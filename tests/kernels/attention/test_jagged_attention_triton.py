@@ -277,6 +277,8 @@ def test_more_than_2_to_the_31_elements() -> None:
 @gpu
 @pytest.mark.parametrize("name", ["dense", "both"])
 def test_opcheck(name: str) -> None:
+    from kernels.attention.triton import operators  # noqa: F401  defines the operator
+
     offsets = offsets_of([5, 0, 70]).cuda()
     tables = {key: value for key, value in CASES[name].items() if key in ("reach", "buckets")}
     inputs = inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16, **tables)

@@ -76,28 +76,33 @@ def compression() -> tuple[Any, ...]:
 
 # Operator, its arguments, the shapes of its results.
 OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]] = {
-    "attention": ("jagged_attention_gluon", attention, [[TOTAL, 2, 64], [2, TOTAL]]),
-    "gdpa": ("gdpa_gluon", gdpa, [[TOTAL, 2, 64]]),
+    "attention": ("jagged_attention_hopper", attention, [[TOTAL, 2, 64], [2, TOTAL]]),
+    "gdpa": ("gdpa_hopper", gdpa, [[TOTAL, 2, 64]]),
     "linear": ("jagged_linear_stream", linear, [[TOTAL, 40], [TOTAL, 40]]),
     "product": ("jagged_jagged_bmm_stream", product, [[3, 64, 3]]),
     "square": ("jagged_outer_stream", square, [[25 + 70 * 70]]),
     "square of long rows": ("jagged_outer_long", square, [[25 + 70 * 70]]),
     "inner": ("jagged_inner_stream", inner, [[TOTAL, 40]]),
-    "joint": ("joint_attention_gluon", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
-    "tree": ("tree_attention_gluon", tree, [[192, 2, 64], [2, 192]]),
-    "compression": ("lce_gluon_1", compression, [[4, 130, 128]]),
+    "joint": ("joint_attention_hopper", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
+    "tree": ("tree_attention_hopper", tree, [[192, 2, 64], [2, 192]]),
+    "compression": ("lce_hopper_1", compression, [[4, 130, 128]]),
 }
 MODULES = (
-    "linear.forward",
-    "bmm",
-    "square.outer_product",
-    "square.inner_product",
+    "attention.hopper.operators",
+    "gdpa.hopper.operators",
+    "ikbo.hopper.attention",
+    "ikbo.hopper.lce_operators",
+    "ikbo.hopper.tree",
+    "jagged.hopper.linear.forward",
+    "jagged.hopper.bmm",
+    "jagged.hopper.square.outer_product",
+    "jagged.hopper.square.inner_product",
 )  # are imported when they are first needed
 
 
 def operator_of(name: str) -> Any:
     for module in MODULES:
-        importlib.import_module(f"kernels.jagged.hopper.{module}")
+        importlib.import_module(f"kernels.{module}")
     return getattr(torch.ops.gemsmith, OPERATORS[name][0]).default
 
 

@@ -258,6 +258,8 @@ def test_more_than_2_to_the_31_elements() -> None:
 @gpu
 @pytest.mark.parametrize("window", [(-1, -1), (3, 4)])
 def test_opcheck(window: tuple[int, int]) -> None:
+    from kernels.gdpa.triton import operators  # noqa: F401  defines the operator
+
     offsets = offsets_of([5, 0, 70]).cuda()
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16).values()]
     operator = torch.ops.gemsmith.gdpa_triton.default

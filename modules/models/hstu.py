@@ -1,0 +1,102 @@
+"""HSTU: sequences through pointwise attention that a gate multiplies (Zhai et al., arXiv 2402.17152)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.gdpa import gdpa, layer_norm
+from modules.batch import FeatureSpec
+from modules.config import option
+from modules.jagged_attention import head_dim
+from modules.maxima import check_maximum
+from modules.models.sequential import Sequences, SequentialConfig, SequentialModel
+
+
+class HSTULayer(nn.Module):
+    """x + W_2 (LN(A V) * U) with U, V, Q, K = split(SiLU(W_1 LN(x))) and A = SiLU(Q K^T / sqrt(d) + bias) / length.
+
+    A is causal; `length` is the constant `max_length`, so that a row's result does not depend on its neighbours. It is
+    GDPA with SiLU. The bias is a learned number for each head and distance, and one for each logarithmic bucket of the
+    seconds between two events (`time_buckets`, 0: none); without either (`position_bias=False`) scores are kept in no
+    memory.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        max_length: int,
+        dropout: float,
+        position_bias: bool = True,
+        time_buckets: int = 0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim(dim, num_heads)
+        self.max_length = max_length
+        self.project = nn.Linear(dim, 4 * dim)
+        self.output = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.position_bias = nn.Parameter(torch.zeros(num_heads, 2 * max_length - 1)) if position_bias else None
+        self.time_bias = nn.Parameter(torch.zeros(num_heads, time_buckets)) if time_buckets else None
+
+    def forward(self, x: Tensor, offsets: Tensor, times: Tensor) -> Tensor:
+        """[N, dim] of rows `offsets` [R + 1], times [N] int64 seconds -> [N, dim]."""
+        check_maximum(offsets, self.max_length, "max_length")
+        projected = nn.functional.silu(self.project(layer_norm(x)))
+        gate, *parts = projected.chunk(4, dim=1)
+        value, query, key = (part.unflatten(1, (self.num_heads, self.head_dim)) for part in parts)
+        dated = times if self.time_bias is not None else None
+        attended = gdpa(
+            query,
+            key,
+            value,
+            offsets,
+            offsets,
+            max_q=self.max_length,
+            max_k=self.max_length,
+            activation="silu",
+            score_scale=self.head_dim**-0.5,
+            out_scale=1 / self.max_length,
+            window=(None, 0),
+            position_bias=self.position_bias,
+            time_bias=self.time_bias,
+            q_times=dated,
+            k_times=dated,
+        )
+        return x + self.output(self.dropout(layer_norm(attended.flatten(1)) * gate))
+
+
+class HSTU(SequentialModel):
+    """Layers of `HSTULayer` over items and their positions; by default scored by the cosine, as published."""
+
+    @dataclass(kw_only=True)
+    class Config(SequentialConfig):
+        name: str = "hstu"
+        score: str = option("cosine", choices=["dot", "cosine"])
+        temperature: float = 0.05
+        position_bias: bool = True  # a learned number for each head and distance is added to scores
+        time_buckets: int = 0  # the same for so many logarithmic buckets of the seconds between events; 0: none
+
+    def __init__(self, spec: FeatureSpec, config: Config) -> None:
+        super().__init__(spec, config)
+        layers = (
+            HSTULayer(
+                config.dim,
+                config.num_heads,
+                max_length=self.max_length,
+                dropout=config.dropout,
+                position_bias=config.position_bias,
+                time_buckets=config.time_buckets,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.layers = nn.ModuleList(layers)
+
+    def encode(self, values: Tensor, sequences: Sequences) -> Tensor:
+        for layer in self.layers:
+            values = layer(values, sequences.offsets, sequences.times)
+        return values

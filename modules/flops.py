@@ -7,10 +7,10 @@ follows what a batch of any size costs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,26 @@ LONGEST = 2048
 """Events of a request of a small batch, at most: the references that serve there keep a matrix of all pairs."""
 
 
+class Call(NamedTuple):
+    """A call of an operator of `kernels` that multiplies matrices."""
+
+    op: str
+    module: str
+    facts: dict[str, Hashable]  # as `dispatch.selection` takes them
+    flops: float
+
+
 class FlopCounter(TorchDispatchMode):
     """A context that counts forward FLOPs. In it, references serve all operators of `kernels`.
 
-    `of_modules` has the FLOPs by the names of modules, those of the modules in them included; "Global" is all.
+    `of_modules` has the FLOPs by the name of the innermost module that computes them, below the class of the outermost;
+    `calls` are the calls of operators.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.of_modules: Counter[str] = Counter()
+        self.calls: list[Call] = []
         self._tracker = ModuleTracker()
         self._within = False  # an operator whose formula has counted it
 
@@ -52,11 +63,18 @@ class FlopCounter(TorchDispatchMode):
 
     @property
     def total(self) -> float:
-        return self.of_modules["Global"]
+        return sum(self.of_modules.values())
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs."""
+        return max(self._tracker.parents, key=len)
+
+    def kept(self, tensors: Iterable[Any]) -> None:
+        """What an operator of `kernels` reads and makes."""
 
     def _add(self, flops: float) -> None:
-        for name in {"Global", *self._tracker.parents}:
-            self.of_modules[name] += flops  # type: ignore[assignment]
+        self.of_modules[self.module] += flops  # type: ignore[assignment]
 
     def _observe(self, op: str, like: Tensor, facts: dict[str, Hashable]) -> dispatch.Backend:
         function, formula = dispatch.reference(op), dispatch.formula(op)
@@ -64,12 +82,16 @@ class FlopCounter(TorchDispatchMode):
         def call(*arguments: Any, **named: Any) -> Any:
             if formula is None or self._within:
                 return function(*arguments, **named)
-            self._add(formula(*arguments, **named))
+            flops = formula(*arguments, **named)
+            self._add(flops)
+            self.calls.append(Call(op, self.module, dispatch.facts_of(like) | facts, flops))
             self._within = True
             try:
-                return function(*arguments, **named)
+                out = function(*arguments, **named)
             finally:
                 self._within = False
+            self.kept((*arguments, out))
+            return out
 
         return dispatch.Backend("reference", call)
 

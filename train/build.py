@@ -25,6 +25,7 @@ from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.models.sequential import SequentialModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
+from modules.summary import summarise as summarise_model
 from train.checkpoint import save as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
@@ -106,6 +107,11 @@ def build(config: Config, world: World) -> Job:
     log.log(logging.INFO if config.precision.quantize else logging.DEBUG, "layers:\n%s", table)
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
+    if world.is_first and world.device.type == "cuda":
+        summary = summarise_model(arch, source.spec, config.model.dim, dtype=_dtype(config))
+        log.debug("what parts of the model cost, and what serves them:\n%s", summary)
+        for sentence in summary.slow():
+            log.warning(sentence)
     freeze(model, config.optimizer.frozen)
     mesh = build_mesh(config.parallel, world, config.runtime.collective_timeout)
     if mesh is not None and config.parallel.expert_ranks:
@@ -155,6 +161,10 @@ def item_shares(source: Source, rows: int) -> Tensor:
             counts += torch.bincount(ids, minlength=rows)
     counts[UNKNOWN_ID] = 0
     return counts / counts.sum()
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return torch.float32 if config.precision.name == "fp32" else torch.bfloat16
 
 
 def _kinds(plan: ShardingPlan) -> str:

@@ -172,7 +172,7 @@ def choose_backend(op: str, backend: str | None, like: Tensor, **facts: Hashable
     """
     if torch.compiler.is_compiling():
         # A trace must not have side effects: neither the cache nor the log.
-        return _select(op, backend, _facts_of(like) | facts)[0]
+        return _select(op, backend, facts_of(like) | facts)[0]
     if _observer is not None:
         return _observer(op, like, facts)
     key = (op, backend, like.device, like.dtype, *facts.items())
@@ -184,7 +184,7 @@ def choose_backend(op: str, backend: str | None, like: Tensor, **facts: Hashable
         fixed = {name: int(fact) if isinstance(fact, torch.SymInt) else fact for name, fact in facts.items()}
         return choose_backend(op, backend, like, **fixed)
     if chosen is None:
-        chosen, refusals = _select(op, backend, _facts_of(like) | facts)
+        chosen, refusals = _select(op, backend, facts_of(like) | facts)
         _report(op, chosen, refusals)
         _chosen[key] = chosen
     return chosen
@@ -200,7 +200,14 @@ def choose_in_eager(op: str, backend: str | None, like: Tensor, **facts: Hashabl
 
 def serving(op: str, like: Tensor, **facts: Hashable) -> str:
     """The name of the backend that `choose` takes for calls on tensors like `like`."""
-    return _select(op, None, _facts_of(like) | facts)[0].name
+    return _select(op, None, facts_of(like) | facts)[0].name
+
+
+def selection(op: str, **facts: Hashable) -> tuple[str, dict[str, str]]:
+    """(the name of the backend that serves `op` for these facts, why each one before it cannot); the facts are those
+    of `explain`, all of them."""
+    chosen, refusals = _select(op, None, facts)
+    return chosen.name, refusals
 
 
 def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, **facts: Hashable) -> str:
@@ -212,7 +219,7 @@ def explain(op: str, backend: str | None = None, *, like: Tensor | None = None, 
     backends from elsewhere that have no usual value.
     """
     if like is not None:
-        facts = _facts_of(like) | facts
+        facts = facts_of(like) | facts
     if "device" in facts:
         facts["device"] = str(facts["device"]).partition(":")[0]
     asked = [parameter for backend in _backends(op) for parameter in signature(backend.supports).parameters.values()]
@@ -292,7 +299,8 @@ def triton_moves(*, device: str, capability: Hashable, dtype: torch.dtype, **fac
     return needs_triton(device, capability) or needs_dtype(dtype, *MOVED)
 
 
-def _facts_of(tensor: Tensor) -> dict[str, Hashable]:
+def facts_of(tensor: Tensor) -> dict[str, Hashable]:
+    """The facts of a call that its tensors tell: device type, capability (None on the CPU) and dtype."""
     device = tensor.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return {"device": device.type, "capability": capability, "dtype": tensor.dtype}

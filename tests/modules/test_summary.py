@@ -1,0 +1,77 @@
+"""The summary of a model: sums, what serves an absent chip, and the change that would help."""
+
+from __future__ import annotations
+
+import torch
+
+from modules.flops import count_flops
+from modules.models import CONFIGS, build
+from modules.precision import apply_recipe
+from modules.summary import summarise
+from tests.modules.factories import random_spec
+
+LENGTH = 50
+
+
+def test_costs_are_those_of_the_model_and_add_up() -> None:
+    spec = random_spec(max_length=LENGTH)
+    arch = build(CONFIGS["interformer"](), spec)
+    summary = summarise(arch, spec, 32)
+    costs = {cost.name: cost for cost in summary.costs}
+    whole = costs["whole"]
+    assert whole.parameters == sum(p.numel() for p in arch.parameters())
+    assert whole.flops == torch.tensor(count_flops(arch, spec, 32)(1, 1, 2 * LENGTH, (2 * LENGTH) ** 2)).round()
+    for quantity in ("parameters", "flops", "activations"):
+        parts = sum(getattr(cost, quantity) for name, cost in costs.items() if name != "whole" and _parts(name) == 1)
+        own = 0 if quantity != "activations" else 0.1 * whole.activations  # sums of its own between the arches
+        assert whole_minus(parts, getattr(whole, quantity)) <= own, quantity
+    assert costs["layers.*"].modules == 2
+    assert costs["heads"].precision == "float32"
+    half = summarise(arch, spec, 32, dtype=torch.bfloat16)
+    assert half.costs[0].activations == whole.activations / 2
+    assert {cost.name: cost.precision for cost in half.costs}["heads"] == "bfloat16, float32"
+
+
+def _parts(name: str) -> int:
+    return len([part for part in name.split(".") if part != "*"])
+
+
+def whole_minus(parts: float, whole: float) -> float:
+    assert parts <= whole * (1 + 1e-9)
+    return whole - parts
+
+
+def test_activations_grow_with_the_history_and_not_with_its_square() -> None:
+    sizes = []
+    for length in (20, 40, 80):
+        spec = random_spec(max_length=length)
+        sizes.append(summarise(build(CONFIGS["interformer"](), spec), spec, 32).costs[0].activations)
+    first, second = sizes[1] - sizes[0], sizes[2] - sizes[1]
+    assert second == 2 * first > 0
+
+
+def test_backends_are_those_of_the_chip_and_the_sizes() -> None:
+    spec = random_spec(max_length=LENGTH)
+    summary = summarise(build(CONFIGS["interformer"](), spec), spec, 32, dtype=torch.bfloat16, capability=(9, 0))
+    served = {each.module: each for each in summary.served if each.op == "jagged_attention"}
+    attention = served["layers.*.sequence.attention"]
+    assert attention.backend != "hopper"
+    assert attention.refusals["hopper"]
+    (sentence,) = [each for each in summary.slow() if "sequence.attention" in each]
+    assert "head_dim=64 instead of 16 (model.dim / model.num_heads)" in sentence
+    wide = CONFIGS["interformer"](dim=128)
+    wider = summarise(build(wide, spec), spec, 128, dtype=torch.bfloat16, capability=(9, 0))
+    served = {each.module: each.backend for each in wider.served if each.op == "jagged_attention"}
+    assert served["layers.*.sequence.attention"] == "hopper"
+    assert not [each for each in wider.slow() if "sequence.attention" in each]
+    assert "hopper" in str(wider)
+
+
+def test_quantised_layers_are_shown_as_such() -> None:
+    spec = random_spec(max_length=LENGTH)
+    arch = build(CONFIGS["interformer"](dim=64), spec)
+    apply_recipe(arch, "mxfp8", ["*.query_key_value"])
+    summary = summarise(arch, spec, 64, dtype=torch.bfloat16)
+    precision = {cost.name: cost.precision for cost in summary.costs}
+    assert precision["layers.*.sequence"] == "bfloat16, mxfp8"
+    assert "mxfp8_linear" in {each.op for each in summary.served}

@@ -1,0 +1,49 @@
+"""What each part of a model costs, and which backends serve it: `python -m train.commands.summary [chip=90] [key=...]`.
+
+Builds the model of a configuration for its data, as a training would, and prints for each part its parameters, and for
+one example its forward FLOPs and the memory that is kept for the backward; then for each operator that multiplies
+matrices which backend serves it, and why no faster one. Nothing is trained. `chip=90` (or 100) answers for a GPU of
+that compute capability, which need not be there. The other arguments are those of `train.main`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from modules.models import build as build_arch
+from modules.precision import apply_recipe
+from modules.summary import Summary, summarise
+from train.commands.doctor import ROOT
+from train.config.compose import to_config
+from train.config.overrides import split_options
+from train.config.schema import register_schema
+from train.data import build_source
+
+
+def main(arguments: list[str]) -> Summary:
+    options, overrides = split_options(arguments, {"chip": ""}, "chip=90")
+    if options["chip"] and not (options["chip"].isdigit() and len(options["chip"]) in (2, 3)):
+        raise ValueError(f"chip={options['chip']} must be a compute capability without its dot, e.g. chip=90")
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config = to_config(compose("train", overrides))
+    source = build_source(config.data)
+    arch = build_arch(config.model, source.spec)
+    capability = (int(options["chip"][:-1]), int(options["chip"][-1])) if options["chip"] else None
+    name = config.precision.name
+    if name == "auto":
+        name = "bf16" if capability else "fp32"
+    holder = torch.nn.ModuleDict({"arch": arch})  # names that the globs of a precision mean
+    apply_recipe(holder, name, [glob for glob in config.precision.quantize if name.startswith("mxfp8")])
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability)
+
+
+if __name__ == "__main__":
+    found = main(sys.argv[1:])
+    print(found)
+    for sentence in found.slow():
+        print(f"\n{sentence}")

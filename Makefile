@@ -1,11 +1,11 @@
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 #   DEVICE=cpu|cuda  which lock file; by default whether nvidia-smi lists a GPU decides
 #   PYTHON=...       the interpreter that .venv is made from
-#   ARGS="..."       further Hydra overrides for quickstart, further pytest arguments for test
+#   ARGS="..."       further Hydra overrides for quickstart, further pytest arguments for test and quick
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test check format doctor clean
+.PHONY: help env quickstart quick test check format doctor clean
 
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
@@ -24,6 +24,7 @@ QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 help:
 	@echo 'make quickstart   install, then train and evaluate on the bundled data (2 processes, $(DEVICE))'
+	@echo 'make quick        the tests that take no processes and no compiler, in a few minutes'
 	@echo 'make test         checks and the whole test suite'
 	@echo 'make check        lint, format, types'
 	@echo 'make format       rewrite the source in the project format'
@@ -51,8 +52,13 @@ quickstart: env
 	  launch/torchrun.sh +experiment=quickstart $(ARGS)
 	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+quick: env
+	$(PYTEST) -m 'not slow' $(ARGS)
+
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: env
 	$(BIN)/ruff check .

@@ -18,7 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.mxfp8 import QUANTIZED, linear, linear_execution
+from kernels.mxfp8 import QUANTIZED, linear, linear_execution, multiplies_linear_codes
+
+AUTO = "auto"
+"""In place of globs: the layers whose codes a kernel of the device multiplies; where there is none, all of `EVERY`."""
+EVERY = "arch.*"
 
 BLOCK = 32
 """Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
@@ -64,6 +68,10 @@ class Quantizable(nn.Module, ABC):
     recipe: str = "none"
 
     @abstractmethod
+    def multiplies_codes(self, recipe: str, device: torch.device) -> bool:
+        """Whether a kernel of `device` takes quantised operands as they are."""
+
+    @abstractmethod
     def execution(self) -> str:
         """Which backend multiplies quantised operands on this device, and how it accumulates the products."""
 
@@ -74,11 +82,14 @@ class MXLinear(Quantizable, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, recipe=self.recipe)
 
+    def multiplies_codes(self, recipe: str, device: torch.device) -> bool:
+        return multiplies_linear_codes(self.weight, device)
+
     def execution(self) -> str:
         return linear_execution(self.weight)
 
 
-def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Row]:
+def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: torch.device | None = None) -> list[Row]:
     """Quantise the nn.Linear layers and MoE experts of `model` whose qualified names match one of `globs`, in place.
 
     Call it once, before the model is wrapped (wrappers prefix names). `*` matches dots too. A glob may cover modules
@@ -86,6 +97,9 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Ro
 
     Args:
         recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
+        globs: over qualified names, or ["auto"]: what `device`, by default that of each layer's weights, multiplies as
+            codes, which is what quantising makes faster; where that is nothing, as on a CPU, all layers of `arch`, so
+            that the numbers can be studied.
     Returns:
         One row for every module that holds parameters, in the model's order.
     Raises:
@@ -103,7 +117,13 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str]) -> list[Ro
 
     holders = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     obstacles = {name: _obstacle(module) for name, module in holders.items()}
-    matched = {name for glob in globs for name in _matches(glob, obstacles)}
+    if AUTO in globs and list(globs) != [AUTO]:
+        raise ValueError(f"quantize={list(globs)}: {AUTO!r} stands alone; use quantize=['{AUTO}'] or globs")
+    matched = {name for glob in globs for name in _matches(EVERY if glob == AUTO else glob, obstacles)}
+    faster = {name for name in matched if not obstacles[name] and _multiplies_codes(holders[name], recipe, device)}
+    if AUTO in globs and faster:
+        slower = "its operands would be dequantised first: BF16 is faster here"
+        obstacles |= {name: obstacles[name] or slower for name in matched - faster}
     rows = []
     for name, module in holders.items():
         kind = type(module).__name__
@@ -132,6 +152,13 @@ def format_execution(model: nn.Module) -> str:
     quantised = [module for module in model.modules() if isinstance(module, Quantizable) and module.recipe in QUANTIZED]
     counts = Counter((module.recipe, type(module).__name__, module.execution()) for module in quantised)
     return "\n".join(f"{recipe}, {count} x {kind}, by {how}" for (recipe, kind, how), count in counts.items())
+
+
+def _multiplies_codes(module: nn.Module, recipe: str, device: torch.device | None) -> bool:
+    device = device or next(module.parameters(recurse=False)).device
+    if isinstance(module, Quantizable):
+        return module.multiplies_codes(recipe, device)
+    return isinstance(module, nn.Linear) and multiplies_linear_codes(module.weight, device)
 
 
 def _obstacle(module: nn.Module) -> str:

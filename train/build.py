@@ -101,7 +101,7 @@ def build(config: Config, world: World) -> Job:
     model = RankingModel(_embedding(source, config.model), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
-    table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize))
+    table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize, world.device))
     log.info("precision: %s", DESCRIPTIONS[config.precision.name])
     # Of interest to everybody where layers differ in precision.
     log.log(logging.INFO if config.precision.quantize else logging.DEBUG, "layers:\n%s", table)

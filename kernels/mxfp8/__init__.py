@@ -17,8 +17,13 @@ from torch.nn import functional
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.mxfp8 import matmul, plain, reference
-from kernels.mxfp8.execution import experts_execution, linear_execution
+from kernels.mxfp8 import grouped, matmul, plain, reference  # noqa: F401  grouped declares operators of its own
+from kernels.mxfp8.execution import (
+    experts_execution,
+    linear_execution,
+    multiplies_expert_codes,
+    multiplies_linear_codes,
+)
 from kernels.mxfp8.reference import BLOCK, GROUPS, MXTensor, swizzle_scales, unswizzle_scales
 
 QUANTIZED = {"mxfp8": 32, "mxfp8_g128": 128}
@@ -37,6 +42,8 @@ __all__ = [
     "grouped_mm",
     "linear",
     "linear_execution",
+    "multiplies_expert_codes",
+    "multiplies_linear_codes",
     "quantize",
     "swizzle_scales",
     "unswizzle_scales",

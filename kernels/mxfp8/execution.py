@@ -22,6 +22,24 @@ def _dequantised(device: torch.device) -> str:
     return f"operands dequantised exactly to {'bfloat16' if device.type == 'cuda' else 'float32'}, added in float32"
 
 
+def multiplies_linear_codes(weight: Tensor, device: torch.device) -> bool:
+    """Whether a kernel of `device` takes the codes of `kernels.mxfp8.linear` with this weight [N, K].
+
+    Otherwise operands are dequantised in memory and multiplied, which takes longer than not to quantise them.
+    """
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    return dispatch.serving("mxfp8_linear", like, **facts) != "reference"
+
+
+def multiplies_expert_codes(gate_up: Tensor, recipe: str, device: torch.device) -> bool:
+    """As `multiplies_linear_codes`, for `kernels.moe.experts` with gate_up [E, 2F, D]."""
+    num_experts, double, dim = gate_up.shape
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
+    return dispatch.serving("moe_experts", like, operands=recipe, out_dtype=torch.bfloat16, **facts) != "reference"
+
+
 def linear_execution(weight: Tensor) -> str:
     """How `kernels.mxfp8.linear` of this weight [N, K] multiplies with a quantising recipe."""
     name = dispatch.serving("mxfp8_linear", weight, in_features=weight.shape[1], out_features=weight.shape[0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kernels.moe import experts, swiglu
-from kernels.mxfp8 import QUANTIZED, experts_execution, grouped_mm
+from kernels.mxfp8 import QUANTIZED, experts_execution, grouped_mm, multiplies_expert_codes
 from modules.moe.dispatcher import Dispatcher
 from modules.moe.exchange import AllGather, AllToAll
 from modules.moe.router import Routing
@@ -57,6 +57,9 @@ class Experts(Quantizable):
 
     def _mixed(self, x: Tensor, selected_experts: Tensor, weights: Tensor) -> Tensor:
         return experts(x, selected_experts, weights, self.w_gate_up, self.w_down, recipe=self.recipe)
+
+    def multiplies_codes(self, recipe: str, device: torch.device) -> bool:
+        return multiplies_expert_codes(self.w_gate_up, recipe, device)
 
     def execution(self) -> str:
         return experts_execution(self.w_gate_up, self.recipe, QUANTIZED[self.recipe])

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import mxfp8
 from modules.moe import MoE, update_router_biases
+from modules.moe.experts import Experts
 from modules.precision import (
     FP32Linear,
     MXLinear,
@@ -96,6 +97,21 @@ def test_a_wide_glob_leaves_router_logits_and_odd_widths_alone_and_says_why():
     assert rows["layers.0.norm"].recipe == "bf16 autocast"
 
 
+def test_auto_quantises_what_the_device_multiplies_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = nn.ModuleDict({"arch": Model()})
+    everything = {row.name: row.recipe for row in apply_recipe(on_cpu, "mxfp8", ["auto"])}
+    named = apply_recipe(nn.ModuleDict({"arch": Model()}), "mxfp8", ["arch.*"])
+    assert everything == {row.name: row.recipe for row in named}  # no kernel takes codes here
+
+    monkeypatch.setattr(Experts, "multiplies_codes", lambda *_: True)
+    rows = {row.name: row for row in apply_recipe(nn.ModuleDict({"arch": Model()}), "mxfp8", ["auto"])}
+    assert rows["arch.layers.0.feed_forward.experts"].recipe == "mxfp8"
+    assert rows["arch.layers.1.project"].recipe == "bf16 autocast"
+    assert "BF16 is faster here" in rows["arch.layers.1.project"].note
+    with pytest.raises(ValueError, match="'auto' stands alone"):
+        apply_recipe(Model(), "mxfp8", ["auto", "*.experts"])
+
+
 @pytest.mark.parametrize(
     ("recipe", "globs", "message"),
     [
@@ -162,13 +178,13 @@ def test_the_way_of_multiplying_is_named_for_each_kind_of_layer():
 @pytest.mark.parametrize(
     ("recipe", "dim", "how"),
     [
-        ("mxfp8_g128", 128, "fused: FP8 products of codes, their sums over 128 terms scaled and added in float32"),
+        ("mxfp8_g128", 128, "hopper: FP8 products of codes, their sums over 128 terms scaled and added in float32"),
         (
             "mxfp8",
             128,
-            "fused: operands dequantised exactly to bfloat16 on their way to the products, added in float32",
+            "hopper: operands dequantised exactly to bfloat16 on their way to the products, added in float32",
         ),
-        ("mxfp8", 96, "fused: operands dequantised exactly to bfloat16, added in float32"),
+        ("mxfp8", 96, "hopper: operands dequantised exactly to bfloat16, added in float32"),
         ("mxfp8", 80, "reference: operands dequantised exactly to bfloat16, added in float32"),
     ],
 )

@@ -138,7 +138,7 @@ class SyntheticConfig(DataConfig):
 class PrecisionConfig:
     # auto: bf16 where the hardware multiplies it, else fp32
     name: str = option(MISSING, choices=["auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"])
-    quantize: list[str] = field(default_factory=list)  # globs over module names whose GEMMs run on MXFP8 operands
+    quantize: list[str] = field(default_factory=list)  # globs over names of layers on MXFP8 operands, or auto
 
 
 @dataclass

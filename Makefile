@@ -5,7 +5,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart quick test check format doctor clean
+.PHONY: help env quickstart quick test check format doctor nightly clean
 
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
@@ -30,6 +30,7 @@ help:
 	@echo 'make format       rewrite the source in the project format'
 	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
 	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
+	@echo 'make nightly      train one row of docs/quality.md again and fail when it leaves its interval'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
 env: $(STAMP)
@@ -68,6 +69,9 @@ check: env
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+nightly: env
+	$(BIN)/python -m tools.quality.nightly $(ARGS)
 
 doctor: env
 	@$(BIN)/python -m train.commands.doctor

@@ -6,6 +6,7 @@ Every model has a dataclass `Config` inside its class, a subclass of `ModelConfi
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,6 +45,22 @@ def check_options(config: Any, path: str) -> None:
             _check_choice(key, value, choices)
         else:
             _check_range(key, value, limits)
+
+
+def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
+    """A copy of a dataclass with other values, mappings for the dataclasses in it. ValueError that names the key below
+    `path` for one that it does not have."""
+    known = [field.name for field in dataclasses.fields(config)]
+    values = {}
+    for name, value in changes.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ValueError(f"{path}.{name} is no option; {hint}")
+        own = getattr(config, name)
+        nested = dataclasses.is_dataclass(own) and isinstance(value, Mapping)
+        values[name] = changed(own, value, f"{path}.{name}") if nested else value
+    return dataclasses.replace(config, **values)
 
 
 def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
@@ -89,7 +106,7 @@ class ModelConfig(TokenConfig):
 
     name: str
     table_dims: dict[str, int] = option({})  # table -> another width of its rows, projected to dim
-    table_std: float | None = None  # of a table's initial rows; default: 1 / sqrt(their width)
+    table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
     def check(self) -> None:

@@ -67,7 +67,7 @@ class PredictionWriter:
         for task, (loss, own) in enumerate(zip(self.losses.by_task.values(), of_tasks, strict=True)):
             assert isinstance(loss, TaskLoss)
             columns += [batch.labels[:, task].cpu(), *own.unbind(1)][: 2 if loss.outputs == 1 else 1]
-            columns += loss.predict(own).view(logits.shape[0], -1).unbind(1)
+            columns += loss.predict(own).view(logits.shape[0], loss.outputs).unbind(1)
         self._writer.write_batch(pa.record_batch([column.numpy() for column in columns], schema=self._schema))
 
     def close(self) -> None:

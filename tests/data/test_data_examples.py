@@ -187,7 +187,7 @@ EXAMPLES = {
 
 def test_every_shipped_example_is_tried_here():
     shipped = {path.stem for path in (CONFIGS / "data").glob("*.yaml")}
-    assert shipped == {*EXAMPLES, "movielens", "synthetic", "production", "events"}
+    assert shipped == {*EXAMPLES, "movielens", "synthetic", "production", "events", "ml1m_next"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.distributed.test_resume import training
-from tests.launching import TINY, train_ranks
+from tests.launching import TINY, TINY_DLRM, train_ranks
 
 CONSTANT = ("optimizer.warmup_steps=0", "optimizer.min_lr=1", "checkpoint.keep=9", "runtime.eval_every=100")
 EXACT = (*TINY, *CONSTANT, "precision=fp32", "model=interformer_moe", "optimizer.ema_decay=0.5")
@@ -98,3 +98,11 @@ def test_requests_dealt_by_cost_give_the_same_loss_from_more_even_ranks(tmp_path
         assert dealt.values["loss"] == pytest.approx(order.values["loss"], rel=1e-4)  # sums are taken in another order
         assert dealt.values["imbalance"] < dealt.values["imbalance_in_order"]
         assert "imbalance" not in order.values
+
+
+def test_layers_that_are_gathered_can_be_compiled(tmp_path: Path) -> None:
+    losses = []
+    for name, options in (("replicated", ()), ("sharded", ("parallel.dense=fsdp", "runtime.compile=true"))):
+        train_ranks(2, tmp_path / name, "runtime.steps=3", "precision=fp32", *options, base=(*TINY_DLRM, *CONSTANT))
+        losses.append([record.values["loss"] for record in training(tmp_path / name)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums are taken in another order

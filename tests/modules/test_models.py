@@ -67,6 +67,10 @@ VARIANTS: dict[str, Any] = {
     "interformer-moe": InterFormer.Config(
         **SMALL, feed_forward="moe", moe=MoE.Config(**MOE), dhen_layers=2, num_layers=1
     ),
+    "interformer-layers": InterFormer.Config(
+        **SMALL,
+        layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong_rank": 3}],
+    ),
     "interformer-gdpa": InterFormer.Config(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
     "interformer-wukong": InterFormer.Config(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
     "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),

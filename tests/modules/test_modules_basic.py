@@ -10,7 +10,7 @@ from modules.broadcast import CandidateRows
 from modules.interaction import DHENLayer
 from modules.lce import LCE
 from modules.mlp import SharedLinear, TaskHeads
-from modules.norms import rms_norm
+from modules.norms import QUIET, rms_norm, row_norm
 from modules.precision import apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
 from modules.wukong import WukongLayer
@@ -166,3 +166,15 @@ def test_what_a_request_shares_is_neither_ignored_nor_missing():
             make(5)(own, torch.randn(2, 5, 4))
     with pytest.raises(ValueError, match=r"built for 0 features of a request, got a tensor \[2, 5\]"):
         SharedLinear(4, 0, 3)(own[:, 0], torch.randn(2, 5), rows)
+
+
+def test_row_norm_matches_its_formula_and_leaves_small_rows_small():
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    expected = x / (x.square().mean(-1, keepdim=True) + QUIET**2).sqrt()
+    torch.testing.assert_close(row_norm(x), expected)
+    assert gradcheck(row_norm, x)
+    loud, quiet = torch.full((1, 8), 10.0), torch.full((1, 8), 0.01)
+    assert row_norm(loud).square().mean().sqrt() > 0.99
+    assert 0.09 < row_norm(quiet).square().mean().sqrt() < 0.11
+    assert (row_norm(torch.zeros(2, 8)) == 0).all()
+    assert row_norm(x.float(), torch.bfloat16).dtype == torch.bfloat16

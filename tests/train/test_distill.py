@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from modules.batch import RequestBatch
 from tests.launching import TINY_DLRM, python, run, train_here
 from tests.modules.factories import random_batch, random_spec
+from train.checkpoint.save import checkpoints, read_meta
 from train.config.schema import DistillConfig
 from train.distill import Distillation, StoredTeacher, StudentAdapter
 from train.loss import ranking_loss
@@ -104,7 +105,9 @@ def losses(run_dir: Path) -> list[float]:
     return [record.values["loss"] for record in records]
 
 
-def test_a_run_learns_alike_from_a_checkpoint_and_from_its_predictions(tmp_path: Path) -> None:
+def test_a_run_learns_alike_from_a_checkpoint_and_from_its_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short = ("runtime.steps=6", "data.num_requests=128", "precision=fp32")
     teacher = tmp_path / "teacher"
     train_here(teacher, *short, base=TINY_DLRM)
@@ -123,6 +126,15 @@ def test_a_run_learns_alike_from_a_checkpoint_and_from_its_predictions(tmp_path:
     torch.testing.assert_close(found["stored"], found["scoring"], rtol=1e-4, atol=0)
     assert (found["alone"] - found["stored"]).abs().max() > 1e-4
     assert (found["adapted"] - found["stored"]).abs().max() > 1e-6
+
+    saved = read_meta(checkpoints(tmp_path / "adapted" / "checkpoints")[-1])["progress"]["adapter"]
+    assert len(saved) == 6
+    assert saved != [1, 0, 0, 1, 0, 0]
+    restored = []
+    monkeypatch.setattr(StudentAdapter, "restore", lambda adapter, state: restored.append(state))
+    further = ("runtime.steps=7", *short[1:], "runtime.seed=1", *students["adapted"])
+    train_here(tmp_path / "adapted", *further, base=TINY_DLRM)
+    assert restored == [saved]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""The quality table of docs/quality.md: every model over several seeds on the bundled data, against a logistic model.
+"""A quality table: every model over several seeds on the bundled data, against a logistic model.
 
-    python -m tools.quality [--seeds 0 1 2 3 4] [--out runs/quality] [--doc docs/quality.md]
+    python -m tools.quality [--seeds 0 1 2 3 4] [--out runs/quality] [--doc runs/quality.md]
 
 Runs `+experiment=movielens_quality` for each model and seed through `launch.sweep` (finished jobs are kept when started
 again), fits a logistic model on the user's and the movie's mean rating so far, and writes the table.
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.quality", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--doc", type=Path, default=ROOT / "docs" / "quality.md")
+    parser.add_argument("--doc", type=Path, default=Path("runs/quality.md"))
     parser.add_argument("--parallel", type=int, default=1, help="jobs at a time, of one process each")
     options, overrides = parser.parse_known_args(arguments)
     over = [f"model={','.join(MODELS)}", f"runtime.seed={','.join(map(str, options.seeds))}"]

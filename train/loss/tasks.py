@@ -116,7 +116,7 @@ class TaskLosses:
         if self._plain:
             return logits.sigmoid()
         parts = zip(self.by_task.values(), logits.split(self.outputs, dim=1), strict=True)
-        return torch.cat([loss.predict(part).view(part.shape[0], -1) for loss, part in parts], dim=1)
+        return torch.cat([loss.predict(part).view(part.shape) for loss, part in parts], dim=1)
 
     def __call__(
         self, outputs: Tensor | NextItems, batch: RequestBatch, spec: FeatureSpec, shares: Tensor | None

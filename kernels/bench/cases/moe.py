@@ -155,7 +155,7 @@ def _layer(phase: str, n: int, d: int, f: int, e: int, top_k: int, device: torch
 
     def ours(recipe: str, x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         selected_experts, weights = (_compiled(route) if on_gpu else route)(x, gate, bias, top_k, moe.top_k)
-        backend = "fused" if on_gpu else None
+        backend = "hopper" if on_gpu else None
         return moe.experts(x, selected_experts, weights, gate_up, down, recipe=recipe, backend=backend)
 
     def runner(layer: Layer, dtype: torch.dtype | None = None) -> Runner:

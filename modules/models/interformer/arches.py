@@ -23,7 +23,7 @@ from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
 from modules.mlp import MLP, activated
 from modules.moe import MoE
-from modules.norms import add_rms_norm, rms_norm
+from modules.norms import add_rms_norm, rms_norm, row_norm
 from modules.pooling import PMA
 from modules.rotary import Rotation
 from modules.wukong import WukongLayer
@@ -130,7 +130,10 @@ class SequenceSummary(nn.Module):
         """([rows, num_cls + num_recent, d], [C, num_pma, d]).
 
         `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
-        condition = self.condition(rms_norm(candidate), None if request is None else rms_norm(request), rows)
+        if request is None:
+            condition = self.condition(rms_norm(candidate), None, rows)
+        else:
+            condition = self.condition(row_norm(candidate), row_norm(request), rows)
         pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
         return self.gating(tokens.ends), self.gating(pooled)
 
@@ -201,9 +204,10 @@ class InteractionArch(nn.Module):
         -> [C, num_request + num_candidate, d]."""
         given, pooled = summary
         if request is not None:
-            given = torch.cat([given, rms_norm(request)], dim=1)
+            given = torch.cat([given, row_norm(request)], dim=1)
+        normed = rms_norm(candidate) if request is None else row_norm(candidate)
         first, *rest = self.stack
-        mixed = first(torch.cat([rms_norm(candidate), pooled], dim=1), given, rows)
+        mixed = first(torch.cat([normed, pooled], dim=1), given, rows)
         for layer in rest:
             mixed = layer(mixed)
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))

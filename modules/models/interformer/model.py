@@ -9,9 +9,10 @@ docs/interformer.md lists what the paper leaves open, what is done here, and why
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.beside import Beside
 from modules.broadcast import CandidateRows
-from modules.config import ModelConfig, option
+from modules.config import ModelConfig, changed, check_options, option
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
@@ -35,6 +36,19 @@ from modules.models.interformer.arches import (
 from modules.moe import MoE
 from modules.norms import add_rms_norm
 from modules.rotary import rotation
+
+SHARED = {
+    "name",
+    "dim",
+    "table_dims",
+    "num_layers",
+    "layers",
+    "num_cls",
+    "num_recent",
+    "sequence_context",
+    "head_hidden",
+}
+"""Options that no layer has to itself."""
 
 
 class InterFormerLayer(nn.Module):
@@ -73,12 +87,40 @@ class InterFormer(nn.Module):
     @dataclass(kw_only=True)
     class Config(ModelConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
         name: str = "interformer"
+        table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         num_layers: int = option(2, least=1)
+        # what differs in each layer: as many mappings of these keys, e.g. [{}, {num_heads: 4, feed_forward: moe}]
+        layers: list[dict[str, Any]] = option([])
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
         head_hidden: list[int] = option([128, 64], least=1)
 
+        def of_layers(self) -> list[InterFormer.Config]:
+            """The configuration of each layer. ValueError for keys that all layers share."""
+            if self.layers and len(self.layers) != self.num_layers:
+                raise ValueError(
+                    f"model.layers has {len(self.layers)} entries for model.num_layers={self.num_layers}; give one a "
+                    f"layer, {{}} where nothing differs, or model.num_layers={len(self.layers)}"
+                )
+            configs = []
+            for index, changes in enumerate(self.layers or [{}] * self.num_layers):
+                path = f"model.layers.{index}"
+                if shared := sorted(SHARED & changes.keys()):
+                    raise ValueError(f"{path}.{shared[0]} is the same in all layers; set model.{shared[0]}")
+                layer = changed(dataclasses.replace(self, layers=[]), changes, path)
+                check_options(layer, path)
+                configs.append(layer)
+            return configs
+
         def check(self) -> None:
+            for index, layer in enumerate(self.of_layers()):
+                try:
+                    layer.check_layer()
+                except ValueError as error:
+                    raise ValueError(f"model.layers.{index}: {error}" if self.layers else str(error)) from error
+
+        def check_layer(self) -> None:
+            """`check` for a layer whose options these are."""
             if self.dim % (2 * self.num_heads):
                 pairs = 2 * self.num_heads
                 raise ValueError(
@@ -103,16 +145,18 @@ class InterFormer(nn.Module):
                     "model.sequence_context=candidate: its sizes are read from the device; use "
                     "runtime.cuda_graphs=false or model.sequence_context=request"
                 )
-            if self.feed_forward == "moe" and self.moe.aux_loss_weight:
-                return (
-                    f"model.moe.aux_loss_weight={self.moe.aux_loss_weight} gives that no gradient; use "
-                    "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
-                )
+            for layer in self.of_layers():
+                if layer.feed_forward == "moe" and layer.moe.aux_loss_weight:
+                    return (
+                        f"model.moe.aux_loss_weight={layer.moe.aux_loss_weight} gives that no gradient; use "
+                        "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
+                    )
             return None
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.num_heads
+        of_layers = config.of_layers()
+        self.head_dims = [config.dim // layer.num_heads for layer in of_layers]
         self.num_cls, self.num_recent = config.num_cls, config.num_recent
         self.per_candidate = config.sequence_context == "candidate"
         num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
@@ -122,15 +166,17 @@ class InterFormer(nn.Module):
         max_length = config.num_cls + spec.max_events
         self.num_positions = spec.max_events + 1  # those of events count from 1
 
-        def cross(num_candidate: int, num_request: int = 0) -> SequenceSummary:
+        def cross(config: SequenceSummary.Config, num_candidate: int, num_request: int = 0) -> SequenceSummary:
             limits = {"max_candidates": max_candidates, "max_length": max_length}
             return SequenceSummary(num_candidate, num_request, config, **limits)
 
-        def layer(num_summarised: int, num_candidate: int, num_request: int = 0) -> InterFormerLayer:
+        def layer(
+            config: InterFormer.Config, num_summarised: int, num_candidate: int, num_request: int = 0
+        ) -> InterFormerLayer:
             summary = Summary(num_summarised, config)
             return InterFormerLayer(
                 summary,
-                cross(num_candidate, num_request),
+                cross(config, num_candidate, num_request),
                 InteractionArch(
                     num_candidate,
                     num_request,
@@ -143,15 +189,16 @@ class InterFormer(nn.Module):
             )
 
         # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
-        layers = [layer(num_tokens if self.per_candidate else num_request, num_candidate, num_request)]
+        summarised = num_tokens if self.per_candidate else num_request
+        layers = [layer(of_layers[0], summarised, num_candidate, num_request)]
         later = num_tokens if self.per_candidate else num_request + config.num_cls
-        layers += [layer(later, num_tokens) for _ in range(config.num_layers - 1)]
+        layers += [layer(each, later, num_tokens) for each in of_layers[1:]]
 
         self.history = HistoryEncoder(spec, config.dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
         self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = Summary(num_tokens, config)
-        self.head_cross = cross(num_tokens)
+        self.head_cross = cross(config, num_tokens)
         own, shared = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
         self.heads = TaskHeads(own, config.head_hidden, spec.num_outputs, config.dropout, shared)
 
@@ -168,20 +215,21 @@ class InterFormer(nn.Module):
         first, *later = self.layers
         summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
         values, offsets = _prepend(summary, values, offsets)
-        angles = rotation(_positions(offsets, self.num_cls, values.shape[0]), self.head_dim, self.num_positions)
+        positions = _positions(offsets, self.num_cls, values.shape[0])
+        angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
         met = first.cross(candidate, request, sequence, offsets, rows)
         with Beside(candidate, request, *met) as work:
             x = first.interaction(candidate, request, met, rows)
-        sequence = first.sequence(summary, sequence, offsets, angles, ends)
+        sequence = first.sequence(summary, sequence, offsets, angles[self.head_dims[0]], ends)
         x = work.join(x)
-        for layer in later:
+        for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
             met = layer.cross(x, None, sequence, offsets, rows)
             with Beside(x, *met) as work:
                 x = layer.interaction(x, None, met, rows)
-            sequence = layer.sequence(layer.summary(context), sequence, offsets, angles, ends)
+            sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
         shared, pooled = self.head_cross(x, None, sequence, offsets, rows)

@@ -259,7 +259,7 @@ def test_bad_shapes_say_what_fits() -> None:
 def test_gpu_experts(recipe: str, dtype: torch.dtype) -> None:
     def run(**arguments) -> Tensor:
         with poisoned_empty():
-            return moe.experts(backend="fused", **arguments)
+            return moe.experts(backend="hopper", **arguments)
 
     for case in (
         layer(700, 256, 384, 5, 3),
@@ -274,7 +274,7 @@ def test_gpu_experts(recipe: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_gpu_experts_are_as_good_as_dequantised_products_in_float32(recipe: str) -> None:
-    as_good_as_dequantised(partial(moe.experts, backend="fused"), layer(700, 256, 384, 5, 3), recipe, "cuda")
+    as_good_as_dequantised(partial(moe.experts, backend="hopper"), layer(700, 256, 384, 5, 3), recipe, "cuda")
 
 
 @pytest.mark.gpu
@@ -303,7 +303,7 @@ def test_gpu_module_runs_the_fused_operator_under_autocast(recipe: str) -> None:
         finally:
             dispatch.force("")
 
-    for actual, expected in zip(run("fused"), run("reference"), strict=True):
+    for actual, expected in zip(run("hopper"), run("reference"), strict=True):
         assert actual.dtype is expected.dtype
         # Both quantise, at other places: their errors add up to 3 dB more than one's.
         assert sqnr_db(actual, expected) > (35 if recipe == "none" else 19)
@@ -316,7 +316,7 @@ def test_gpu_experts_are_bitwise_repeatable_and_do_not_sync() -> None:
     chosen, upstream = chosen.cuda(), upstream.cuda()
 
     def run() -> list[Tensor]:
-        y = moe.experts(selected_experts=chosen, recipe="mxfp8_g128", backend="fused", **own)
+        y = moe.experts(selected_experts=chosen, recipe="mxfp8_g128", backend="hopper", **own)
         return [y, *torch.autograd.grad(y, list(own.values()), upstream)]
 
     first = run()

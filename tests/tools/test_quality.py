@@ -1,0 +1,73 @@
+"""The page is that of the stored results, intervals cover a further seed, published rows compare, and our DIN does not
+lose to a plain one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools.quality import check, nightly, page, plain_din
+from tools.quality.run import configuration, train
+
+SMALL = (
+    "model=din", "data=movielens_ids", "data.max_history=10", "data.eval_batch_size=2048", "data.num_workers=0",
+    "runtime.device=cpu", "precision=fp32",
+)  # fmt: skip
+
+
+def test_the_page_is_that_of_the_stored_results() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run: python -m tools.quality.page"
+
+
+def test_bounds_hold_a_further_seed_as_often_as_they_say() -> None:
+    generator = np.random.default_rng(0)
+    samples, further = generator.normal(3, 2, (4000, 5)), generator.normal(3, 2, 4000)
+    bounds = [nightly.bounds(sample, 0.9) for sample in samples]
+    inside = [low <= value <= high for value, (low, high) in zip(further, bounds, strict=True)]
+    assert np.mean(inside) == pytest.approx(0.9, abs=0.02)  # four deviations of a share of 4,000
+
+
+def test_nightly_fails_outside_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = page.seeds(page.stored("final")[1])[nightly.ROW]
+    same = stored[0]["test"]
+    monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": same})
+    assert nightly.main([]) == 0
+    monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": same | {"like/auc": same["like/auc"] - 0.05}})
+    assert nightly.main([]) == 1
+    assert nightly.main(["--row", "ml1m/nothing"]) == 2
+
+
+def test_a_run_is_held_against_its_published_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configuration(["data=amazon_electronics", "model=din"])
+    data = {key: getattr(config.data, key) for key in
+            ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"model": {"name": "din"}, "data": data}}))
+    for auc, status in ((0.8861, 0), (0.8849, 1)):
+        test = {"click/auc": auc, "click/gauc": 0.88, "click/log_loss": 0.43}
+        (tmp_path / "results.json").write_text(json.dumps({"test": test}))
+        assert check.main([str(tmp_path)]) == status
+        shown = capsys.readouterr().out
+        assert f"AUC of din: {auc - 0.886028:+.4f}" in shown
+        assert "BARS" in shown
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"model": {"name": "din"}, "data": {}}}))
+    assert check.main([str(tmp_path)]) == 2
+
+
+def test_every_published_table_names_its_data_and_metrics() -> None:
+    for table in json.loads(check.PUBLISHED.read_text()).values():
+        assert table["task"] in configuration([f"data={table['data']}", "model=din"]).data.labels
+        assert all(len(row) == len(table["metrics"]) for row in table["rows"].values())
+        assert table["source"]
+        assert table["protocol"]
+
+
+def test_our_din_does_not_lose_to_a_plain_one(tmp_path: Path) -> None:
+    ours = train({"overrides": list(SMALL)}, tmp_path)
+    plain = plain_din.train(configuration(list(SMALL)))
+    assert ours["step"] == plain["step"]
+    assert plain["test"]["like/auc"] > 0.75  # it learns
+    # Seeds move the AUC of either by some 0.005 here.
+    assert ours["test"]["like/auc"] > plain["test"]["like/auc"] - 0.01

@@ -1,0 +1,71 @@
+"""Hold a finished run against published rows: `python -m tools.quality.check RUN_DIR [--tolerance 0.001]`.
+
+The rows are those of docs/quality/published.json for the run's data. Exits with 1 if a row has the run's model and the
+run's AUC is below it by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "quality" / "published.json"
+
+
+def published(data: str) -> dict[str, Any]:
+    """The table of a data set. ValueError names the data sets that have one."""
+    tables = {table["data"]: table for table in json.loads(PUBLISHED.read_text()).values()}
+    if data not in tables:
+        raise ValueError(f"no published table is known for data={data}; there are {', '.join(sorted(tables))}")
+    return tables[data]
+
+
+def compare(table: dict[str, Any], model: str, test: dict[str, float], tolerance: float) -> tuple[list[str], bool]:
+    """Lines of a table of the published rows and the run, best AUC first, and whether the run keeps up with its row."""
+    metrics, task = table["metrics"], table["task"]
+    own = [test[f"{task}/{metric}"] for metric in metrics]
+    auc = metrics.index("auc")
+    rows = sorted([*table["rows"].items(), ("this run", own)], key=lambda row: -row[1][auc])
+    lines = [f"{'':14s}" + "".join(f"{metric:>12s}" for metric in metrics)]
+    lines += [f"{name:14s}" + "".join(f"{value:12.4f}" for value in values) for name, values in rows]
+    row = table["rows"].get(model)
+    if row is None:
+        return [*lines, f"no published row is of model={model}"], True
+    gap = own[auc] - row[auc]
+    return [*lines, f"AUC of {model}: {gap:+.4f} against the published row"], gap >= -tolerance
+
+
+def data_name(saved: dict[str, Any]) -> str:
+    """Which of the published tables' data a run's configuration is, by its labels and features."""
+    from tools.quality.run import configuration
+
+    for table in json.loads(PUBLISHED.read_text()).values():
+        data = configuration([f"data={table['data']}", "model=din"]).data
+        same = ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")
+        if all(saved.get(key) == getattr(data, key) for key in same):
+            return str(table["data"])
+    raise ValueError("the run's data is none that has a published table; see docs/quality/published.json")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.quality.check", description=__doc__.partition("\n")[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--tolerance", type=float, default=0.001)
+    options = parser.parse_args(arguments)
+    try:
+        config = json.loads((options.run_dir / "config.json").read_text())["config"]
+        results = json.loads((options.run_dir / "results.json").read_text())
+        table = published(data_name(config["data"]))
+        lines, kept = compare(table, config["model"]["name"], results["test"], options.tolerance)
+    except (OSError, KeyError, ValueError) as error:
+        print(f"{options.run_dir}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([f"{table['source']}. Published protocol: {table['protocol']}.", *lines]))
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -129,7 +129,7 @@ def test_global_random_state_is_left_alone(movielens):
 
 def test_a_stream_that_is_shuffled_already_needs_no_permutation(synthetic):
     assert rows(load(synthetic, "train")) == list(range(2000))
-    huge = build_source(replace(synthetic.cfg, num_requests=10**12))
+    huge = build_source(replace(synthetic.config, num_requests=10**12))
     loader = build_loader(
         huge,
         "train",

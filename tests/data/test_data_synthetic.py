@@ -71,7 +71,7 @@ def test_fingerprint_is_that_of_the_population(source):
 
 
 def test_batch_keeps_its_promises(source, sample):
-    config = source.cfg
+    config = source.config
     counts = sample.candidate_offsets.diff()
     assert set(counts.tolist()) == {0, 1, 2, 3, 4}
     assert counts.float().mean() == pytest.approx(2, abs=0.05)
@@ -190,7 +190,7 @@ def test_histories_show_what_decides_the_label(source, sample):
     for event in source.spec.histories:
         lengths = sample.history_times[event.name].lengths().numpy()
         events = np.repeat(np.arange(len(lengths)), lengths)
-        counts = np.zeros((len(lengths), source.cfg.num_categories + 1))
+        counts = np.zeros((len(lengths), source.config.num_categories + 1))
         np.add.at(counts, (events, sample.histories[f"{event.name}.category"].values().numpy()), 1)
         shares.append(counts[owner, category] / np.maximum(lengths[owner], 1))
     np.testing.assert_allclose(part[:, 0], 9 * shares[0] + 3 * shares[1], atol=1e-5)

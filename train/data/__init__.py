@@ -12,19 +12,19 @@ from train.data.synthetic import SyntheticSource
 __all__ = ["PreparedSource", "Source", "SyntheticSource", "build_source"]
 
 
-def build_source(cfg: DataConfig, by_first: store.ByFirst = lambda prepare: prepare()) -> Source:
+def build_source(config: DataConfig, by_first: store.ByFirst = lambda prepare: prepare()) -> Source:
     """The source that a configuration describes.
 
     Files are prepared in the function that `by_first` is given, unless the cache has them already; by default this
     process is alone. Raises ValueError for bad input, naming file and row.
     """
-    if isinstance(cfg, SyntheticConfig):
-        return SyntheticSource(cfg)
-    if isinstance(cfg, MovieLensConfig):
-        folder, prepare = movielens.cache_folder(cfg), partial(movielens.prepare, cfg)
-    elif isinstance(cfg, EventsConfig):
-        folder, prepare = events.cache_folder(cfg), partial(events.prepare, cfg)
+    if isinstance(config, SyntheticConfig):
+        return SyntheticSource(config)
+    if isinstance(config, MovieLensConfig):
+        folder, prepare = movielens.cache_folder(config), partial(movielens.prepare, config)
+    elif isinstance(config, EventsConfig):
+        folder, prepare = events.cache_folder(config), partial(events.prepare, config)
     else:
-        raise ValueError(f"data.name={cfg.name!r} is no source; use movielens, events or synthetic")
-    store.prepare_once(folder, prepare, by_first, cfg.verify_cache)
-    return PreparedSource(folder, cfg.max_history)
+        raise ValueError(f"data.name={config.name!r} is no source; use movielens, events or synthetic")
+    store.prepare_once(folder, prepare, by_first, config.verify_cache)
+    return PreparedSource(folder, config.max_history)

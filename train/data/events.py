@@ -22,32 +22,36 @@ from train.data.requests import SPLITS, Requests, group_requests
 from train.data.rows import Join, Rows, comparison
 
 
-def cache_folder(cfg: EventsConfig) -> Path:
+def cache_folder(config: EventsConfig) -> Path:
     """Where these events are prepared."""
-    others = [join.files for join in cfg.joins] + [history.files for history in cfg.histories.values()]
-    found = [file for files in (*_parts(cfg), *(find_files(each, cfg.root) for each in others)) for file in files]
-    return store.cache_folder(cfg, found + (mapping.files(Path(cfg.vocabulary_of)) if cfg.vocabulary_of else []))
+    others = [join.files for join in config.joins] + [history.files for history in config.histories.values()]
+    found = [file for files in (*_parts(config), *(find_files(each, config.root) for each in others)) for file in files]
+    return store.cache_folder(
+        config, found + (mapping.files(Path(config.vocabulary_of)) if config.vocabulary_of else [])
+    )
 
 
-def prepare(cfg: EventsConfig, folder: Path) -> None:
+def prepare(config: EventsConfig, folder: Path) -> None:
     """Write the prepared form of the events into a folder."""
-    _check(cfg)
-    spec = feature_spec(cfg)
-    earlier = _earlier(cfg, spec)
-    parts = _parts(cfg)
+    _check(config)
+    spec = feature_spec(config)
+    earlier = _earlier(config, spec)
+    parts = _parts(config)
     _check_once([file for files in parts for file in files])
-    rows, joins = read_rows(cfg, _wanted(cfg)), _joins(cfg)
+    rows, joins = read_rows(config, _wanted(config)), _joins(config)
 
-    user = rows.required_ids(cfg.user) if cfg.user else coded_integers(np.arange(len(rows)))
-    time = rows.milliseconds(cfg.time, cfg.time_format) if cfg.time else np.arange(len(rows)) * 1000
-    request = rows.required_ids(cfg.request).codes if cfg.request else None
-    labels = np.stack([rows.labels(column, task in cfg.real_labels) for task, column in cfg.labels.items()], 1)
-    weights = rows.weights(cfg.weight) if cfg.weight else None
-    numeric = {name: rows.features(name, name in cfg.log_numeric) for name in _numeric(cfg)}
-    columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(cfg)}
-    columns |= {name: rows.lists(name, cfg.list_separator) for name in (*cfg.request_list, *cfg.candidate_list)}
-    builders = {name: _history(cfg, joins, rows, user, time, history) for name, history in cfg.histories.items()}
-    rows.report(cfg.max_skipped)
+    user = rows.required_ids(config.user) if config.user else coded_integers(np.arange(len(rows)))
+    time = rows.milliseconds(config.time, config.time_format) if config.time else np.arange(len(rows)) * 1000
+    request = rows.required_ids(config.request).codes if config.request else None
+    labels = np.stack([rows.labels(column, task in config.real_labels) for task, column in config.labels.items()], 1)
+    weights = rows.weights(config.weight) if config.weight else None
+    numeric = {name: rows.features(name, name in config.log_numeric) for name in _numeric(config)}
+    columns: dict[str, Coded | CodedLists] = {name: rows.ids(name) for name in _categorical(config)}
+    columns |= {
+        name: rows.lists(name, config.list_separator) for name in (*config.request_list, *config.candidate_list)
+    }
+    builders = {name: _history(config, joins, rows, user, time, history) for name, history in config.histories.items()}
+    rows.report(config.max_skipped)
 
     requests = group_requests(
         np.flatnonzero(~rows.bad),
@@ -55,15 +59,15 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         time,
         request=request,
         part=_part(rows, [len(files) for files in parts]),
-        window=cfg.request_window,
-        max_candidates=_max_candidates(cfg),
-        split=cfg.split,
-        split_by=cfg.split_by,
-        train_requests=cfg.train_requests,
+        window=config.request_window,
+        max_candidates=_max_candidates(config),
+        split=config.split,
+        split_by=config.split_by,
+        train_requests=config.train_requests,
     )
     write(
         folder,
-        cfg,
+        config,
         spec,
         rows.table,
         requests,
@@ -72,117 +76,119 @@ def prepare(cfg: EventsConfig, folder: Path) -> None:
         columns=columns,
         labels=labels,
         weights=weights,
-        dense=_dense(cfg, spec, numeric, requests, earlier.numeric if earlier else {}),
+        dense=_dense(config, spec, numeric, requests, earlier.numeric if earlier else {}),
         histories={name: build(requests) for name, build in builders.items()},
         earlier=earlier,
-        new_ids=cfg.new_ids,
-        real_labels=cfg.real_labels,
+        new_ids=config.new_ids,
+        real_labels=config.real_labels,
     )
 
 
-def read_rows(cfg: EventsConfig, wanted: set[str]) -> Rows:
+def read_rows(config: EventsConfig, wanted: set[str]) -> Rows:
     """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
-    files = [file for files in _parts(cfg) for file in files]
-    layout = Layout(cfg.csv_separator, tuple(cfg.column_names))
-    return Rows(files, wanted, layout, cfg.bad_rows, _joins(cfg), matching(_numbers(cfg), cfg.missing_nan))
+    files = [file for files in _parts(config) for file in files]
+    layout = Layout(config.csv_separator, tuple(config.column_names))
+    return Rows(files, wanted, layout, config.bad_rows, _joins(config), matching(_numbers(config), config.missing_nan))
 
 
-def _parts(cfg: EventsConfig) -> list[list[Path]]:
+def _parts(config: EventsConfig) -> list[list[Path]]:
     """Files of labelled rows: those that time splits, then those of validation and test."""
-    return [find_files(files, cfg.root) for files in (cfg.files, cfg.valid_files, cfg.test_files)]
+    return [find_files(files, config.root) for files in (config.files, config.valid_files, config.test_files)]
 
 
-def _joins(cfg: EventsConfig) -> list[Join]:
-    headed = Layout(cfg.csv_separator)  # column_names are those of the labelled rows
-    return [Join(find_files(join.files, cfg.root), join.key or join.column, join.column, headed) for join in cfg.joins]
+def _joins(config: EventsConfig) -> list[Join]:
+    headed = Layout(config.csv_separator)  # column_names are those of the labelled rows
+    return [
+        Join(find_files(join.files, config.root), join.key or join.column, join.column, headed) for join in config.joins
+    ]
 
 
-def feature_spec(cfg: EventsConfig) -> FeatureSpec:
+def feature_spec(config: EventsConfig) -> FeatureSpec:
     """The features that the configuration names; table sizes are not known yet."""
 
     def features(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
-        return tuple(SparseFeature(name, cfg.tables.get(name, name), is_list) for name in names)
+        return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
 
-    request = features(cfg.request_categorical) + features(cfg.request_list, True)
-    candidate = features(cfg.candidate_categorical) + features(cfg.candidate_list, True)
-    histories = tuple(EventType(name, features(h.fields), cfg.max_history) for name, h in cfg.histories.items())
+    request = features(config.request_categorical) + features(config.request_list, True)
+    candidate = features(config.candidate_categorical) + features(config.candidate_list, True)
+    histories = tuple(EventType(name, features(h.fields), config.max_history) for name, h in config.histories.items())
     used = [feature.table for feature in (*request, *candidate, *(f for event in histories for f in event.fields))]
     return FeatureSpec(
         tables=dict.fromkeys(used, 0),
         request=request,
         candidate=candidate,
         histories=histories,
-        request_dense=numeric_features(cfg.request_numeric, cfg.missing_indicator),
-        candidate_dense=numeric_features(cfg.candidate_numeric, cfg.missing_indicator),
-        tasks=tuple(cfg.labels),
-        max_candidates=_max_candidates(cfg),
+        request_dense=numeric_features(config.request_numeric, config.missing_indicator),
+        candidate_dense=numeric_features(config.candidate_numeric, config.missing_indicator),
+        tasks=tuple(config.labels),
+        max_candidates=_max_candidates(config),
     )
 
 
-def _earlier(cfg: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
+def _earlier(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
     """The mapping of `data.vocabulary_of`. Raises ValueError when it is not for these tables."""
-    if not cfg.vocabulary_of:
-        if not cfg.new_ids:
+    if not config.vocabulary_of:
+        if not config.new_ids:
             raise ValueError("data.new_ids=false knows no id at all without data.vocabulary_of, e.g. runs/first")
         return None
-    earlier = mapping.read(Path(cfg.vocabulary_of))
+    earlier = mapping.read(Path(config.vocabulary_of))
     if absent := sorted(set(spec.tables) ^ set(earlier.sizes)):
         raise ValueError(
             f"data.vocabulary_of={earlier.path} has the tables {sorted(earlier.sizes)}, this configuration "
             f"{sorted(spec.tables)}: {', '.join(absent)} would have no weights to go on with; use its features"
         )
     fills = {name: used["fill"] for name, used in earlier.numeric.items() if "fill" in used}
-    if fills != cfg.missing_fill:
+    if fills != config.missing_fill:
         raise ValueError(
             f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
-            f"{cfg.missing_fill}; give data.missing_fill the former"
+            f"{config.missing_fill}; give data.missing_fill the former"
         )
     hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
-    if hashed != ([cfg.hash_rows] if cfg.id_map == "hash" else []):
+    if hashed != ([config.hash_rows] if config.id_map == "hash" else []):
         theirs = f"data.id_map=hash data.hash_rows={hashed[0]}" if hashed else "data.id_map=vocabulary"
         raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
-    if earlier.oov_rows != cfg.oov_rows:
+    if earlier.oov_rows != config.oov_rows:
         raise ValueError(
-            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={cfg.oov_rows}; use "
+            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={config.oov_rows}; use "
             f"data.oov_rows={earlier.oov_rows}"
         )
     return earlier
 
 
-def _check(cfg: EventsConfig) -> None:
-    if not cfg.files:
+def _check(config: EventsConfig) -> None:
+    if not config.files:
         raise ValueError("data.files is empty; name the files of labelled rows, e.g. data.files=[log.parquet]")
-    for name, history in cfg.histories.items():
+    for name, history in config.histories.items():
         key = f"data.histories.{name}"
         if not history.fields:
             raise ValueError(f"{key}.fields is empty; name at least one column, e.g. [item_id]")
         if history.lists and (history.where or history.files):
             raise ValueError(f"{key}.lists reads lists of the row itself; where and files go with lists=false")
-        if history.times and not cfg.time:
+        if history.times and not config.time:
             raise ValueError(f"{key}.times dates events: data.time must name the time column of the rows")
         if history.times and not history.lists:
             raise ValueError(f"{key}.times names a list column and goes with lists=true; a log's time column is `time`")
-        if not history.lists and not cfg.user:
+        if not history.lists and not config.user:
             raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
-        if history.files and not cfg.time:
+        if history.files and not config.time:
             raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
-    if cfg.split_by == "last" and (not cfg.user or not cfg.time or cfg.valid_files or cfg.test_files):
+    if config.split_by == "last" and (not config.user or not config.time or config.valid_files or config.test_files):
         raise ValueError(
             "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
             "and data.valid_files and data.test_files must be empty"
         )
-    if cfg.train_requests == "last" and cfg.split_by != "last":
+    if config.train_requests == "last" and config.split_by != "last":
         raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
-    if cfg.request and not cfg.user:
+    if config.request and not config.user:
         raise ValueError(
-            f"data.request={cfg.request} groups rows of one user: data.user must name the user column; without users, "
-            f"let each request be one, data.user={cfg.request}"
+            f"data.request={config.request} groups rows of one user: data.user must name the user column; without users, "
+            f"let each request be one, data.user={config.request}"
         )
-    formats = {f"data.histories.{name}.time_format": history.time_format for name, history in cfg.histories.items()}
-    for key, time_format in {"data.time_format": cfg.time_format, **formats}.items():
+    formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
+    for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
             raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
-    for task, text in cfg.labels.items():
+    for task, text in config.labels.items():
         column, sign, value = comparison(text)
         wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
         if wrong or any(other in column for other in "<>="):
@@ -190,29 +196,29 @@ def _check(cfg: EventsConfig) -> None:
                 f"data.labels.{task}={text!r} must name a column of 0 and 1, or compare one as COLUMN >= NUMBER or "
                 "COLUMN == ID, e.g. 'rating >= 4' or 'event == buy'"
             )
-        if column in (*_features(cfg), *_numeric(cfg)):
+        if column in (*_features(config), *_numeric(config)):
             raise ValueError(
                 f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
                 "the answer; let only fields of histories have it, whose events are earlier ones"
             )
-    used = {*_features(cfg), *(name for history in cfg.histories.values() for name in history.fields)}
+    used = {*_features(config), *(name for history in config.histories.values() for name in history.fields)}
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
-    numeric, numbers = set(_numeric(cfg)), set(_numbers(cfg))
+    numeric, numbers = set(_numeric(config)), set(_numbers(config))
     for key, stray, there in (
-        ("tables", set(cfg.tables) - used, used),
-        ("real_labels", set(cfg.real_labels) - set(cfg.labels), set(cfg.labels)),
-        ("log_numeric", set(cfg.log_numeric) - numeric, numeric),
-        ("missing_fill", set(cfg.missing_fill) - numeric, numeric),
-        ("missing_indicator", {glob for glob in cfg.missing_indicator if not matching(numeric, [glob])}, numeric),
-        ("missing_nan", {glob for glob in cfg.missing_nan if not matching(numbers, [glob])}, numbers),
+        ("tables", set(config.tables) - used, used),
+        ("real_labels", set(config.real_labels) - set(config.labels), set(config.labels)),
+        ("log_numeric", set(config.log_numeric) - numeric, numeric),
+        ("missing_fill", set(config.missing_fill) - numeric, numeric),
+        ("missing_indicator", {glob for glob in config.missing_indicator if not matching(numeric, [glob])}, numeric),
+        ("missing_nan", {glob for glob in config.missing_nan if not matching(numbers, [glob])}, numbers),
     ):
         if stray:
             raise ValueError(
                 f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
                 f"{sorted(there)}"
             )
-    for name, fill in cfg.missing_fill.items():
+    for name, fill in config.missing_fill.items():
         if not math.isfinite(fill):
             raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")
     if taken := sorted({name + INDICATOR for name in numeric} & numeric):
@@ -228,42 +234,42 @@ def _check_once(files: list[Path]) -> None:
         )
 
 
-def _max_candidates(cfg: EventsConfig) -> int:
+def _max_candidates(config: EventsConfig) -> int:
     """Rows without a time or a request id cannot be told to belong together."""
-    return cfg.max_candidates if cfg.time or cfg.request else 1
+    return config.max_candidates if config.time or config.request else 1
 
 
-def _numeric(cfg: EventsConfig) -> list[str]:
-    return [*cfg.request_numeric, *cfg.candidate_numeric]
+def _numeric(config: EventsConfig) -> list[str]:
+    return [*config.request_numeric, *config.candidate_numeric]
 
 
-def _numbers(cfg: EventsConfig) -> list[str]:
+def _numbers(config: EventsConfig) -> list[str]:
     """Every column of numbers: features, labels that are not compared with an id, and the weight."""
-    labels = [comparison(text) for text in cfg.labels.values()]
+    labels = [comparison(text) for text in config.labels.values()]
     return [
-        *_numeric(cfg),
+        *_numeric(config),
         *(column for column, sign, _ in labels if sign != "=="),
-        *([cfg.weight] if cfg.weight else []),
+        *([config.weight] if config.weight else []),
     ]
 
 
-def _features(cfg: EventsConfig) -> list[str]:
+def _features(config: EventsConfig) -> list[str]:
     """Columns of ids that are features themselves."""
-    return [*cfg.request_categorical, *cfg.request_list, *cfg.candidate_categorical, *cfg.candidate_list]
+    return [*config.request_categorical, *config.request_list, *config.candidate_categorical, *config.candidate_list]
 
 
-def _categorical(cfg: EventsConfig) -> list[str]:
-    own = [history for history in cfg.histories.values() if not (history.lists or history.files)]
+def _categorical(config: EventsConfig) -> list[str]:
+    own = [history for history in config.histories.values() if not (history.lists or history.files)]
     fields = [name for history in own for name in history.fields]
-    return list(dict.fromkeys([*cfg.request_categorical, *cfg.candidate_categorical, *fields]))
+    return list(dict.fromkeys([*config.request_categorical, *config.candidate_categorical, *fields]))
 
 
-def _wanted(cfg: EventsConfig) -> set[str]:
+def _wanted(config: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
-    names = {*_categorical(cfg), *cfg.request_list, *cfg.candidate_list, *_numeric(cfg)}
-    names |= {comparison(text)[0] for text in cfg.labels.values()}
-    names |= {name for name in (cfg.weight, cfg.user, cfg.time, cfg.request) if name}
-    for history in cfg.histories.values():
+    names = {*_categorical(config), *config.request_list, *config.candidate_list, *_numeric(config)}
+    names |= {comparison(text)[0] for text in config.labels.values()}
+    names |= {name for name in (config.weight, config.user, config.time, config.request) if name}
+    for history in config.histories.values():
         if history.lists:
             names |= {*history.fields, *([history.times] if history.times else [])}
         elif not history.files:
@@ -281,7 +287,7 @@ def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
 
 
 def _dense(
-    cfg: EventsConfig,
+    config: EventsConfig,
     spec: FeatureSpec,
     numeric: Mapping[str, np.ndarray],
     requests: Requests,
@@ -290,13 +296,13 @@ def _dense(
     scaled, statistics, missing = {}, {}, {}
     training = requests.rows("train")
     for name, values in numeric.items():
-        fill = cfg.missing_fill.get(name)
-        numbers = before_scaling(values, fill, name in cfg.log_numeric)
+        fill = config.missing_fill.get(name)
+        numbers = before_scaling(values, fill, name in config.log_numeric)
         scaled[name], statistics[name] = standardise(numbers, training, earlier.get(name))
         if fill is not None:
             statistics[name] = statistics[name] | {"fill": fill}
         missing[name] = float(np.isnan(values[training]).sum() / max(len(training), 1))
-    for name in matching(numeric, cfg.missing_indicator):
+    for name in matching(numeric, config.missing_indicator):
         scaled[name + INDICATOR] = np.isnan(numeric[name]).astype(np.float32)
         statistics[name + INDICATOR] = AS_IT_IS
 
@@ -308,13 +314,13 @@ def _dense(
 
 
 def _history(
-    cfg: EventsConfig, joins: list[Join], rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
+    config: EventsConfig, joins: list[Join], rows: Rows, user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
     """Read the columns of an event type and flag what is wrong in them; the rest needs to know the requests."""
     if history.lists:
-        return _list_history(cfg, rows, time, history)
+        return _list_history(config, rows, time, history)
     if history.files:
-        return _log_history(cfg, joins, user, time, history)
+        return _log_history(config, joins, user, time, history)
     chosen = _where(rows, history)
     return lambda requests: from_rows(np.flatnonzero(chosen & ~rows.bad), user.codes, time, requests)
 
@@ -329,16 +335,16 @@ def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
 
 
 def _log_history(
-    cfg: EventsConfig, joins: list[Join], user: Coded, time: np.ndarray, history: HistoryConfig
+    config: EventsConfig, joins: list[Join], user: Coded, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
-    assert cfg.user
-    assert cfg.time
-    user_column, time_column = history.user or cfg.user, history.time or cfg.time
+    assert config.user
+    assert config.time
+    user_column, time_column = history.user or config.user, history.time or config.time
     wanted = {*history.fields, *history.where, user_column, time_column}
-    log = Rows(find_files(history.files, cfg.root), wanted, Layout(cfg.csv_separator), cfg.bad_rows, joins)
+    log = Rows(find_files(history.files, config.root), wanted, Layout(config.csv_separator), config.bad_rows, joins)
     log_user = log.required_ids(user_column)
-    log_time = log.milliseconds(time_column, history.time_format or cfg.time_format)
-    log.report(cfg.max_skipped)
+    log_time = log.milliseconds(time_column, history.time_format or config.time_format)
+    log.report(config.max_skipped)
     events = np.flatnonzero(_where(log, history) & ~log.bad)
     owner = log_user.recode(user.values)
     fields = {name: log.ids(name) for name in history.fields}
@@ -346,9 +352,9 @@ def _log_history(
 
 
 def _list_history(
-    cfg: EventsConfig, rows: Rows, time: np.ndarray, history: HistoryConfig
+    config: EventsConfig, rows: Rows, time: np.ndarray, history: HistoryConfig
 ) -> Callable[[Requests], History]:
-    lists = {name: rows.lists(name, cfg.list_separator) for name in history.fields}
+    lists = {name: rows.lists(name, config.list_separator) for name in history.fields}
     lengths = np.diff(lists[history.fields[0]].offsets)
     aligned = (
         f"expected as many items as {history.fields[0]!r}; columns that are not aligned are event types of their own"
@@ -357,7 +363,7 @@ def _list_history(
         rows.flag(np.diff(other.offsets) != lengths, name, aligned)
     times = None
     if history.times:
-        times = rows.time_lists(history.times, cfg.list_separator, history.time_format or cfg.time_format)
+        times = rows.time_lists(history.times, config.list_separator, history.time_format or config.time_format)
         values, offsets = times
         rows.flag(np.diff(offsets) != lengths, history.times, aligned)
         late = values // 1000 >= np.repeat(time // 1000, np.diff(offsets))

@@ -38,15 +38,15 @@ MOVIES = ["movieId", "title", "genres"]
 USERS = ["userId", *USER_ATTRIBUTES, "zip"]
 
 
-def cache_folder(cfg: MovieLensConfig) -> Path:
+def cache_folder(config: MovieLensConfig) -> Path:
     """Where this data set is prepared."""
-    return store.cache_folder(cfg, list(_files(cfg).values()))
+    return store.cache_folder(config, list(_files(config).values()))
 
 
-def prepare(cfg: MovieLensConfig, folder: Path) -> None:
+def prepare(config: MovieLensConfig, folder: Path) -> None:
     """Write the prepared form of the data set into a folder."""
-    files = _files(cfg)
-    rows = _read(cfg, files)
+    files = _files(config)
+    rows = _read(config, files)
     user, movie = rows.required_ids("userId"), rows.required_ids("movieId")
     time = rows.milliseconds("timestamp", "s")
     rating = rows.numbers("rating")
@@ -62,7 +62,7 @@ def prepare(cfg: MovieLensConfig, folder: Path) -> None:
         "year": _release_bucket(rows.ids("title")),
         "rating": rows.ids("rating"),
     }
-    rows.report(cfg.max_skipped)
+    rows.report(config.max_skipped)
     good = np.flatnonzero(~rows.bad)
     requests = group_requests(
         good,
@@ -70,16 +70,16 @@ def prepare(cfg: MovieLensConfig, folder: Path) -> None:
         time,
         request=None,
         part=np.full(len(rows), -1),
-        window=cfg.request_window,
-        max_candidates=cfg.max_candidates,
-        split=cfg.split,
+        window=config.request_window,
+        max_candidates=config.max_candidates,
+        split=config.split,
     )
     with np.errstate(invalid="ignore"):
         labels = np.stack([rating >= 4, rating >= 5], 1).astype(np.float32)
     write(
         folder,
-        cfg,
-        _feature_spec(cfg, attributes),
+        config,
+        _feature_spec(config, attributes),
         rows.table,
         requests,
         user=user.codes,
@@ -91,25 +91,25 @@ def prepare(cfg: MovieLensConfig, folder: Path) -> None:
     )
 
 
-def _files(cfg: MovieLensConfig) -> dict[str, Path]:
-    folder = BUILTIN if cfg.path == "builtin" else Path(cfg.path).expanduser()
+def _files(config: MovieLensConfig) -> dict[str, Path]:
+    folder = BUILTIN if config.path == "builtin" else Path(config.path).expanduser()
     for suffix in ("parquet", "csv", "dat"):
         files = {name: folder / f"{name}.{suffix}" for name in ("ratings", "movies", "users")}
         if files["ratings"].is_file() and files["movies"].is_file():
             return {name: file for name, file in files.items() if file.is_file()}
     held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
     raise ValueError(
-        f"data.path={cfg.path!r} is no MovieLens folder (expected ratings and movies as .csv, .dat or .parquet): {held}"
+        f"data.path={config.path!r} is no MovieLens folder (expected ratings and movies as .csv, .dat or .parquet): {held}"
     )
 
 
-def _read(cfg: MovieLensConfig, files: dict[str, Path]) -> Rows:
+def _read(config: MovieLensConfig, files: dict[str, Path]) -> Rows:
     wanted = {*RATINGS, "title", "genres"}
     joins = [Join([files["movies"]], "movieId", "movieId", _layout(files["movies"], MOVIES))]
     if "users" in files:
         wanted |= set(USER_ATTRIBUTES)
         joins.append(Join([files["users"]], "userId", "userId", _layout(files["users"], USERS)))
-    return Rows([files["ratings"]], wanted, _layout(files["ratings"], RATINGS), cfg.bad_rows, joins)
+    return Rows([files["ratings"]], wanted, _layout(files["ratings"], RATINGS), config.bad_rows, joins)
 
 
 def _layout(file: Path, names: list[str]) -> Layout:
@@ -131,7 +131,7 @@ def _release_bucket(title: Coded) -> Coded:
     return relabel(title.codes, pc.multiply(pc.divide(year, 5), 5).cast(pa.string()))
 
 
-def _feature_spec(cfg: MovieLensConfig, attributes: tuple[str, ...]) -> FeatureSpec:
+def _feature_spec(config: MovieLensConfig, attributes: tuple[str, ...]) -> FeatureSpec:
     fields = (SparseFeature("movie", "movie"), SparseFeature("rating", "rating"), SparseFeature("year", "year"))
     request = tuple(SparseFeature(name, name) for name in ("user", "hour", "weekday", *attributes))
     candidate = (SparseFeature("movie", "movie"), SparseFeature("year", "year"), SparseFeature("genres", "genre", True))
@@ -139,11 +139,11 @@ def _feature_spec(cfg: MovieLensConfig, attributes: tuple[str, ...]) -> FeatureS
         tables=dict.fromkeys([feature.table for feature in (*request, *candidate, *fields)], 0),
         request=request,
         candidate=candidate,
-        histories=(EventType("rated", fields, cfg.max_history),),
+        histories=(EventType("rated", fields, config.max_history),),
         request_dense=("user_ratings", "user_mean"),
         candidate_dense=("movie_ratings", "movie_mean"),
         tasks=("like", "love"),
-        max_candidates=cfg.max_candidates,
+        max_candidates=config.max_candidates,
     )
 
 

@@ -56,7 +56,7 @@ def standardise(
 
 def write(
     folder: Path,
-    cfg: DataConfig,
+    config: DataConfig,
     spec: FeatureSpec,
     table: Table,
     requests: Requests,
@@ -82,12 +82,14 @@ def write(
     training[requests.rows("train")] = True
     training[requests.earlier] = True
     if not training.any():
-        raise ValueError(f"the training split is empty: data.split={list(cfg.split)} of {len(requests.order)} rows")
-    if cfg.id_map == "hash":
-        ids: Hashing | Vocabulary = Hashing(cfg.hash_rows)
+        raise ValueError(f"the training split is empty: data.split={list(config.split)} of {len(requests.order)} rows")
+    if config.id_map == "hash":
+        ids: Hashing | Vocabulary = Hashing(config.hash_rows)
     else:
         occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(occurrences, _min_counts(cfg, spec, new_ids), earlier.ids if earlier else None, cfg.oov_rows)
+        ids = Vocabulary(
+            occurrences, _min_counts(config, spec, new_ids), earlier.ids if earlier else None, config.oov_rows
+        )
         ids.save(folder / mapping.FOLDER)
     spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
     first, order = requests.first, requests.order
@@ -131,7 +133,7 @@ def write(
         "numeric": dense.statistics,
         "missing": dense.missing | _unobserved(spec, labels[training]),
         "fingerprint": _fingerprint(spec, ids, dense),
-        "oov_rows": cfg.oov_rows,
+        "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
         "first_row": table.first_row,
@@ -139,11 +141,11 @@ def write(
     store.save(folder, arrays, meta)
 
 
-def _min_counts(cfg: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
+def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
     """How often an id must occur in training to get a row, by table."""
-    if stray := sorted(set(cfg.table_min_count) - set(spec.tables)):
+    if stray := sorted(set(config.table_min_count) - set(spec.tables)):
         raise ValueError(f"data.table_min_count names {stray}, which are no tables; there are {sorted(spec.tables)}")
-    counts = {table: cfg.table_min_count.get(table, cfg.min_count) for table in spec.tables}
+    counts = {table: config.table_min_count.get(table, config.min_count) for table in spec.tables}
     return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 

@@ -36,12 +36,12 @@ ONLY_LOADING = (
 """Settings that do not change what is prepared."""
 
 
-def cache_folder(cfg: DataConfig, files: Iterable[Path]) -> Path:
+def cache_folder(config: DataConfig, files: Iterable[Path]) -> Path:
     """Where this configuration of these files (name, size, modification time) is prepared."""
-    settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in ONLY_LOADING}
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in ONLY_LOADING}
     stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     text = json.dumps([FORMAT, settings, stamps], sort_keys=True)
-    return Path(cfg.cache_dir).resolve() / f"{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return Path(config.cache_dir).resolve() / f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst, verify: bool = True) -> None:

@@ -77,51 +77,51 @@ class SyntheticSource:
 
     shuffled = True
 
-    def __init__(self, cfg: SyntheticConfig) -> None:
-        if cfg.num_request_features < 1 or cfg.num_candidate_features < 2:
+    def __init__(self, config: SyntheticConfig) -> None:
+        if config.num_request_features < 1 or config.num_candidate_features < 2:
             raise ValueError(
                 "a synthetic request has at least its user and a candidate its item and category: set "
                 "data.num_request_features >= 1 and data.num_candidate_features >= 2"
             )
-        if cfg.num_items < 2 * cfg.num_categories:
+        if config.num_items < 2 * config.num_categories:
             raise ValueError(
-                f"data.num_items={cfg.num_items} must be at least twice data.num_categories={cfg.num_categories}"
+                f"data.num_items={config.num_items} must be at least twice data.num_categories={config.num_categories}"
             )
-        if unknown := sorted(cfg.history_scale.keys() - set(cfg.event_types)):
+        if unknown := sorted(config.history_scale.keys() - set(config.event_types)):
             raise ValueError(
-                f"data.history_scale names {unknown[0]!r}; data.event_types are {', '.join(cfg.event_types)}, e.g. "
-                f"+data.history_scale.{cfg.event_types[0] if cfg.event_types else 'click'}=0.5"
+                f"data.history_scale names {unknown[0]!r}; data.event_types are {', '.join(config.event_types)}, e.g. "
+                f"+data.history_scale.{config.event_types[0] if config.event_types else 'click'}=0.5"
             )
-        if not all(scale > 0 and math.isfinite(scale) for scale in cfg.history_scale.values()):
-            raise ValueError(f"data.history_scale={cfg.history_scale} must be positive numbers, e.g. 0.5")
-        self.cfg = cfg
-        self.most_candidates = cfg.candidates * (2 if cfg.candidate_jitter else 1)
+        if not all(scale > 0 and math.isfinite(scale) for scale in config.history_scale.values()):
+            raise ValueError(f"data.history_scale={config.history_scale} must be positive numbers, e.g. 0.5")
+        self.config = config
+        self.most_candidates = config.candidates * (2 if config.candidate_jitter else 1)
         item, category = SparseFeature("item", "item"), SparseFeature("category", "category")
-        contexts = _numbered("context", cfg.num_request_features - 1)
-        attributes = _numbered("attribute", cfg.num_candidate_features - 2)
+        contexts = _numbered("context", config.num_request_features - 1)
+        attributes = _numbered("attribute", config.num_candidate_features - 2)
         self.spec = FeatureSpec(
             tables={
-                "user": cfg.num_users + 1,
-                "item": cfg.num_items + 1,
-                "category": cfg.num_categories + 1,
+                "user": config.num_users + 1,
+                "item": config.num_items + 1,
+                "category": config.num_categories + 1,
                 **dict.fromkeys([*contexts, *attributes], CONTEXT_ROWS + 1),
             },
             request=tuple(SparseFeature(name, name) for name in ("user", *contexts)),
             candidate=(item, category, *(SparseFeature(name, name) for name in attributes)),
             histories=tuple(
-                EventType(name, (item, category), max(1, int(cfg.max_history * cfg.history_scale.get(name, 1.0))))
-                for name in cfg.event_types
+                EventType(name, (item, category), max(1, int(config.max_history * config.history_scale.get(name, 1.0))))
+                for name in config.event_types
             ),
-            request_dense=tuple(_numbered("request_number", cfg.num_dense)),
-            candidate_dense=tuple(_numbered("candidate_number", cfg.num_dense)),
-            tasks=tuple(cfg.tasks),
+            request_dense=tuple(_numbered("request_number", config.num_dense)),
+            candidate_dense=tuple(_numbered("candidate_number", config.num_dense)),
+            tasks=tuple(config.tasks),
             max_candidates=self.most_candidates,
         )
-        self._seed = np.array([cfg.seed], np.uint64)
+        self._seed = np.array([config.seed], np.uint64)
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps(["popular rows apart", *(getattr(self.cfg, name) for name in POPULATION)])
+        text = json.dumps(["popular rows apart", *(getattr(self.config, name) for name in POPULATION)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     extends = None
@@ -134,8 +134,8 @@ class SyntheticSource:
 
     def num_requests(self, split: str) -> int:
         if split == "train":
-            return self.cfg.num_requests
-        return self.cfg.eval_requests or max(1, self.cfg.num_requests // 10)
+            return self.config.num_requests
+        return self.config.eval_requests or max(1, self.config.num_requests // 10)
 
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
         key = self._key(split, requests)
@@ -157,7 +157,7 @@ class SyntheticSource:
     @cached_property
     def _label_rates(self) -> dict[str, float]:
         """Mean probability over the first 4,096 training requests: a second's work where histories are long."""
-        logits = self.bayes_logits("train", np.arange(min(4096, self.cfg.num_requests)))
+        logits = self.bayes_logits("train", np.arange(min(4096, self.config.num_requests)))
         return dict(zip(self.spec.tasks, _sigmoid(logits).mean(0).tolist(), strict=True))
 
     def bayes_logits(self, split: str, requests: np.ndarray, histories: bool = True) -> np.ndarray:
@@ -193,42 +193,42 @@ class SyntheticSource:
         return [values * _stride(size) % size + 1 for values, size in zip(ids, sizes, strict=True)]
 
     def _draw(self, split: str, requests: np.ndarray) -> _Draw:
-        cfg, spec = self.cfg, self.spec
+        config, spec = self.config, self.spec
         number, split_index = np.asarray(requests, np.int64), SPLITS.index(split)
         key = self._key(split, requests)
         time = START + number + sum(self.num_requests(name) for name in SPLITS[:split_index])
-        counts = np.full(len(number), cfg.candidates)
-        if cfg.candidate_jitter:
+        counts = np.full(len(number), config.candidates)
+        if config.candidate_jitter:
             counts = _below(_bits(key, "count"), self.most_candidates + 1)
         owner = np.repeat(np.arange(len(number)), counts)
         candidate = _mix(_bits(key, "candidate")[owner], ranges(np.zeros(len(counts)), counts).astype(np.uint64))
 
-        interests = _below(_bits(key, "interests", INTERESTS), cfg.num_categories)
-        user = _zipf(_uniform(_bits(key, "user")), cfg.num_users, cfg.zipf)
+        interests = _below(_bits(key, "interests", INTERESTS), config.num_categories)
+        user = _zipf(_uniform(_bits(key, "user")), config.num_users, config.zipf)
         item, category = self._items(candidate, interests, owner, CANDIDATES_OF_INTEREST)
         contexts = [_below(_bits(key, feature.name), CONTEXT_ROWS) for feature in spec.request[1:]]
         item_key = _mix(self._seed, item.astype(np.uint64))
         attributes = [_below(_bits(item_key, feature.name), CONTEXT_ROWS) for feature in spec.candidate[2:]]
-        request_dense = _normal(_bits(key, "dense", cfg.num_dense))
-        candidate_dense = _normal(_bits(candidate, "dense", cfg.num_dense))
+        request_dense = _normal(_bits(key, "dense", config.num_dense))
+        candidate_dense = _normal(_bits(candidate, "dense", config.num_dense))
 
-        events, history_logits = [], np.zeros((len(owner), len(cfg.tasks)), np.float32)
-        for index in range(len(cfg.event_types)):
+        events, history_logits = [], np.zeros((len(owner), len(config.tasks)), np.float32)
+        for index in range(len(config.event_types)):
             history, matches = self._history(self._event_key(key, index), spec.histories[index], interests, time)
             share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
-            for task in range(len(cfg.tasks)):
-                history_logits[:, task] += (STRONG if task % len(cfg.event_types) == index else WEAK) * share
+            for task in range(len(config.tasks)):
+                history_logits[:, task] += (STRONG if task % len(config.event_types) == index else WEAK) * share
             events.append(history)
 
         affinity = self._effects("user", user, LATENT)[owner] * self._effects("item", item, LATENT)
         plain = BIAS + QUALITY * (
-            affinity.sum(1, keepdims=True) / LATENT**0.5 + self._effects("quality", item, len(cfg.tasks))
+            affinity.sum(1, keepdims=True) / LATENT**0.5 + self._effects("quality", item, len(config.tasks))
         )
         named = zip(spec.request[1:] + spec.candidate[2:], [ids[owner] for ids in contexts] + attributes, strict=True)
         for feature, ids in named:
-            plain += EFFECT * self._effects(feature.name, ids, len(cfg.tasks))
+            plain += EFFECT * self._effects(feature.name, ids, len(config.tasks))
         numbers = np.concatenate([request_dense[owner], candidate_dense], 1)
-        plain += EFFECT * numbers @ self._effects("dense", np.arange(numbers.shape[1]), len(cfg.tasks))
+        plain += EFFECT * numbers @ self._effects("dense", np.arange(numbers.shape[1]), len(config.tasks))
         return _Draw(
             request_ids=[user, *contexts],
             candidate_ids=[item, category, *attributes],
@@ -239,7 +239,7 @@ class SyntheticSource:
             events=events,
             plain_logits=plain.astype(np.float32),
             history_logits=history_logits,
-            label_uniform=_uniform(_bits(candidate, "label", len(cfg.tasks))),
+            label_uniform=_uniform(_bits(candidate, "label", len(config.tasks))),
         )
 
     def _key(self, split: str, requests: np.ndarray) -> np.ndarray:
@@ -251,8 +251,8 @@ class SyntheticSource:
 
     def _lengths(self, key: np.ndarray, event: EventType) -> np.ndarray:
         """Events of one type that each request has."""
-        sigma = self.cfg.history_sigma
-        mean = self.cfg.mean_history * self.cfg.history_scale.get(event.name, 1.0)
+        sigma = self.config.history_sigma
+        mean = self.config.mean_history * self.config.history_scale.get(event.name, 1.0)
         length = np.exp(np.log(mean) - sigma**2 / 2 + sigma * _normal(_bits(key, "length")))
         return np.minimum(length, event.max_length).astype(np.int64)
 
@@ -260,7 +260,7 @@ class SyntheticSource:
         self, key: np.ndarray, event: EventType, interests: np.ndarray, time: np.ndarray
     ) -> tuple[Events, np.ndarray]:
         """(events of one type, how many of them each request has in each category [R, num_categories])."""
-        num_categories, lengths = self.cfg.num_categories, self._lengths(key, event)
+        num_categories, lengths = self.config.num_categories, self._lengths(key, event)
         owner = np.repeat(np.arange(len(key)), lengths)
         age = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(owner)) - 1  # 0 is the newest
         bits = splitmix64(key[owner] + age.astype(np.uint64) * GOLDEN)
@@ -274,12 +274,12 @@ class SyntheticSource:
         self, bits: np.ndarray, interests: np.ndarray, owner: np.ndarray, of_interest: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """(item, category): popular items, moved into one of the owner's interests in `of_interest` cases of 256."""
-        item, low = _zipf(_uniform(bits), self.cfg.num_items, self.cfg.zipf), bits.astype(np.uint32)
-        category = item % self.cfg.num_categories
+        item, low = _zipf(_uniform(bits), self.config.num_items, self.config.zipf), bits.astype(np.uint32)
+        category = item % self.config.num_categories
         wanted = interests.ravel()[owner * INTERESTS + (low >> 8) % 256 * INTERESTS // 256]
         wanted = np.where(low % 256 < of_interest, wanted, category)
         item += wanted - category
-        return np.where(item < self.cfg.num_items, item, item - self.cfg.num_categories), wanted
+        return np.where(item < self.config.num_items, item, item - self.config.num_categories), wanted
 
     def _effects(self, name: str, ids: np.ndarray, columns: int) -> np.ndarray:
         """[N, columns] standard normal numbers that belong to each id in every request."""

@@ -131,10 +131,10 @@ class _Mirror(Protocol):
 class _Wandb:
     """One W&B run, offline or online. Steps are a metric of their own, so that a resumed run may go back in them."""
 
-    def __init__(self, run_dir: Path, cfg: TrackingConfig, config: dict[str, Any], run_id: str | None) -> None:
+    def __init__(self, run_dir: Path, tracking: TrackingConfig, config: dict[str, Any], run_id: str | None) -> None:
         import wandb  # imported here: it takes about half a second
 
-        mode = cfg.wandb
+        mode = tracking.wandb
         if mode == "auto":
             with_key = "WANDB_MODE" not in os.environ and wandb.login(prompt=False, verify=False)
             mode = os.environ.get("WANDB_MODE", "online" if with_key else "offline")
@@ -142,12 +142,12 @@ class _Wandb:
         self.run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             dir=run_dir,
-            project=os.environ.get("WANDB_PROJECT", cfg.project),
-            entity=cfg.entity,
-            group=cfg.group,
-            job_type=cfg.job_type,
-            tags=cfg.tags or None,
-            name=cfg.name or os.environ.get("WANDB_NAME", run_dir.name),
+            project=os.environ.get("WANDB_PROJECT", tracking.project),
+            entity=tracking.entity,
+            group=tracking.group,
+            job_type=tracking.job_type,
+            tags=tracking.tags or None,
+            name=tracking.name or os.environ.get("WANDB_NAME", run_dir.name),
             id=run_id,
             resume="allow",
             config=config,
@@ -189,8 +189,8 @@ class Tracker:
     when there is something to tell, `finish` at the end or on the way out of an error.
     """
 
-    def __init__(self, run_dir: Path, cfg: TrackingConfig, *, enabled: bool) -> None:
-        self.run_dir, self.cfg, self.enabled = run_dir, cfg, enabled
+    def __init__(self, run_dir: Path, tracking: TrackingConfig, *, enabled: bool) -> None:
+        self.run_dir, self.tracking, self.enabled = run_dir, tracking, enabled
         self._wandb_run_id: str | None = None
         self._mirrors: dict[str, _Mirror] = {}
         self._file: TextIO | None = None
@@ -217,12 +217,12 @@ class Tracker:
         path = self.run_dir / METRICS_FILE
         _rewind(path, -1 if resume_step is None else resume_step)
         self._file = path.open("a", encoding="utf-8")
-        if self.cfg.wandb != "disabled":
+        if self.tracking.wandb != "disabled":
             self._attempt("W&B", partial(self._open_wandb, config))
-        if self.cfg.tensorboard:
+        if self.tracking.tensorboard:
             first_step = 0 if resume_step is None else resume_step + 1
             self._attempt("TensorBoard", partial(self._open_tensorboard, first_step))
-        if self.cfg.progress == "always" or (self.cfg.progress == "auto" and sys.stderr.isatty()):
+        if self.tracking.progress == "always" or (self.tracking.progress == "auto" and sys.stderr.isatty()):
             self._bar = tqdm(total=total_steps, initial=resume_step or 0, unit="step", dynamic_ncols=True)
 
     def advance(self) -> None:
@@ -270,7 +270,7 @@ class Tracker:
                 logger.info("results in %s\n%s", self.run_dir, format_table(results))
 
     def _open_wandb(self, config: dict[str, Any]) -> None:
-        mirror = _Wandb(self.run_dir, self.cfg, config, self._wandb_run_id)
+        mirror = _Wandb(self.run_dir, self.tracking, config, self._wandb_run_id)
         self._mirrors["W&B"] = mirror
         self._wandb_run_id = mirror.run.id
 

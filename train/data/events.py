@@ -149,8 +149,8 @@ def _earlier(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
         raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
     if earlier.oov_rows != config.oov_rows:
         raise ValueError(
-            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={config.oov_rows}; use "
-            f"data.oov_rows={earlier.oov_rows}"
+            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={config.oov_rows}; "
+            f"use data.oov_rows={earlier.oov_rows}"
         )
     return earlier
 
@@ -181,8 +181,8 @@ def _check(config: EventsConfig) -> None:
         raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
     if config.request and not config.user:
         raise ValueError(
-            f"data.request={config.request} groups rows of one user: data.user must name the user column; without users, "
-            f"let each request be one, data.user={config.request}"
+            f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
+            f"users, let each request be one, data.user={config.request}"
         )
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():

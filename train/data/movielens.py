@@ -99,7 +99,8 @@ def _files(config: MovieLensConfig) -> dict[str, Path]:
             return {name: file for name, file in files.items() if file.is_file()}
     held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
     raise ValueError(
-        f"data.path={config.path!r} is no MovieLens folder (expected ratings and movies as .csv, .dat or .parquet): {held}"
+        f"data.path={config.path!r} is no MovieLens folder (expected ratings and movies as .csv, .dat or .parquet): "
+        f"{held}"
     )
 
 

@@ -98,8 +98,7 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
     Args:
         recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
         globs: over qualified names, or ["auto"]: what `device`, by default that of each layer's weights, multiplies as
-            codes, which is what quantising makes faster; where that is nothing, as on a CPU, all layers of `arch`, so
-            that the numbers can be studied.
+            codes; where that is nothing, as on a CPU, all layers of `arch`, so that the numbers can be studied.
     Returns:
         One row for every module that holds parameters, in the model's order.
     Raises:
@@ -122,7 +121,7 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
     matched = {name for glob in globs for name in _matches(EVERY if glob == AUTO else glob, obstacles)}
     faster = {name for name in matched if not obstacles[name] and _multiplies_codes(holders[name], recipe, device)}
     if AUTO in globs and faster:
-        slower = "its operands would be dequantised first: BF16 is faster here"
+        slower = "its operands would be dequantised in memory first: BF16 is faster here"
         obstacles |= {name: obstacles[name] or slower for name in matched - faster}
     rows = []
     for name, module in holders.items():

@@ -100,7 +100,7 @@ def test_a_draw_depends_on_seed_epoch_and_row_alone(source):
 
 
 def test_draws_are_uniform_and_never_change():
-    draws = uniform(torch.arange(100_000), seed=0, epoch=0)
+    draws = uniform(torch.arange(100_000), 0, 0)
     assert draws.mean().item() == pytest.approx(0.5, abs=0.005)
     assert 0 <= draws.min() < draws.max() < 1
     assert draws.histc(10, 0, 1).sub(10_000).abs().max() < 500

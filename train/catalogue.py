@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.batch import RequestBatch, select_rows
-from modules.embedding import Tokens
-from modules.models.sequential import SequentialModel
+from modules.models.sequential import SequentialModel, Vectors
 from train.build import Job
 from train.data.batch import append_candidates, empty_batch
 from train.metrics import history_lengths
@@ -60,8 +59,8 @@ def evaluate_catalogue(
     """mrr, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`.
 
     Items in the request's history are no candidates (the published protocols filter them), unless one is the target. A
-    target without a row of its own counts as never found. With `predictions`, a folder, every rank writes its targets'
-    ranks there.
+    target without a row of its own, or whose score is not finite, counts as never found. With `predictions`, a folder,
+    every rank writes its targets' ranks there.
     """
     (task,) = job.losses.by_task
     top_k = sorted(set(top_k)) or DEFAULT_TOP_K
@@ -75,7 +74,7 @@ def evaluate_catalogue(
     while group := [_targets(job, batch) for batch in islice(remaining, max(1, HELD // size))]:
         targets = _together(group)
         greater, tied = count_better(job, targets)
-        known = (targets.ids >= first) & (targets.ids < items)
+        known = (targets.ids >= first) & (targets.ids < items) & targets.score.isfinite()
         sums += catalogue_sums(greater, tied, known, targets.weights, top_k)
         if writer is not None:
             writer.write(targets, torch.where(known, greater + (tied + 2) / 2, torch.nan))
@@ -129,22 +128,26 @@ def count_better(job: Job, targets: Targets) -> tuple[Tensor, Tensor]:
 def catalogue_items(job: Job, begin: int, end: int) -> Tensor:
     """[end - begin, dim] float32: what queries are multiplied with, of these rows of the item table. A collective."""
     batch = append_candidates(empty_batch(job.source.spec), torch.arange(begin, end)).to(job.world.device)
-    tokens = job.ranking_model.embedding(batch)
-    return _arch(job).item(tokens.candidate[:, 0])
+    return vectors(job, batch).items
 
 
-def _arch(job: Job) -> SequentialModel:
-    return cast(SequentialModel, job.arch)
+def vectors(job: Job, batch: RequestBatch) -> Vectors:
+    """Of a batch's requests and candidates, by the whole model: weights that are sharded are gathered by its call."""
+    arch = cast(SequentialModel, job.arch)
+    arch.gives_vectors = True
+    try:
+        with job.autocast():
+            return cast(Vectors, job.model(batch))
+    finally:
+        arch.gives_vectors = False
 
 
 def _targets(job: Job, batch: RequestBatch) -> Targets:
     batch = batch.to(job.world.device, non_blocking=True)
-    with job.autocast():
-        tokens = job.ranking_model.embedding(batch)
-        query = _queries(_arch(job), tokens, batch)
+    query, item = vectors(job, batch)
     positive = ((batch.labels[:, 0] == 1) & (batch.weights[:, 0] > 0)).nonzero().squeeze(1)
     owner = batch.owner[positive]
-    query, item = query[owner], _arch(job).item(tokens.candidate[positive, 0])
+    query, item = query[owner], item[positive]
     seen = select_rows(batch.histories, owner)[batch.histories.keys()[0]]
     return Targets(
         query=query,
@@ -158,15 +161,6 @@ def _targets(job: Job, batch: RequestBatch) -> Targets:
         group=batch.group[positive],
         events=history_lengths(batch).sum(0)[owner],
     )
-
-
-def _queries(arch: SequentialModel, tokens: Tokens, batch: RequestBatch) -> Tensor:
-    """[R, dim], by a call of the module: its weights may be sharded, and are gathered by such calls only."""
-    arch.gives_queries = True
-    try:
-        return cast(Tensor, arch(tokens, batch))
-    finally:
-        arch.gives_queries = False
 
 
 def _scores(query: Tensor, item: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from the same labels to correct the teacher, and the student sees what it makes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from train.checkpoint import save as checkpoint
 from train.config.compose import from_dict
 from train.config.schema import DistillConfig
 from train.evaluate import read_predictions
-from train.loss import ranking_loss
+from train.loss import ranking_loss, task_loss
 
 ADAPTER_LR = 0.1
 EPSILON = 1e-6  # probabilities nearer to 0 or 1 count as this near
@@ -159,6 +160,8 @@ def build_teacher(job: Job) -> Teacher | None:
     distill, spec, device = job.config.distill, job.source.spec, job.world.device
     if distill.predictions and distill.checkpoint:
         raise ValueError("distill.predictions and distill.checkpoint name two teachers; leave one of them empty")
+    if distill.predictions or distill.checkpoint:
+        _check_losses(job.config.tasks, "this run's")
     if distill.predictions:
         return StoredTeacher(Path(distill.predictions), spec.tasks, device)
     if not distill.checkpoint:
@@ -167,6 +170,17 @@ def build_teacher(job: Job) -> Teacher | None:
     if (path / "checkpoints").is_dir():
         path = checkpoint.named(str(path), "")
     config = from_dict(checkpoint.read_meta(path)["config"], [])
+    _check_losses(config.tasks, "the teacher's")
     model = load_model(path, config, job.source, spec.max_candidates, device)
     enabled = config.precision.name != "fp32"
     return ModelTeacher(model, torch.autocast(device.type, torch.bfloat16, enabled=enabled))
+
+
+def _check_losses(tasks: Mapping[str, Any], whose: str) -> None:
+    """ValueError for a task whose logits are no probabilities."""
+    for task, chosen in tasks.items():
+        if task_loss(task, chosen).metrics != "binary":
+            raise ValueError(
+                f"distillation: {whose} tasks.{task}.loss={chosen['loss']} gives no probabilities, which soft labels "
+                "are; use the loss binary or focal, or no distill.predictions and distill.checkpoint"
+            )

@@ -144,11 +144,13 @@ def evaluate_split(
     if predictions is not None and world.is_first:
         shutil.rmtree(predictions, ignore_errors=True)  # of an earlier evaluation, perhaps on more ranks
     world.barrier()
+    high_precision = nullcontext() if quantized else in_high_precision(job.ranking_model)
     if job.losses.next_item:
-        return evaluate_catalogue(job, batches, job.config.tracking.top_k, predictions), metrics
+        with high_precision:
+            return evaluate_catalogue(job, batches, job.config.tracking.top_k, predictions), metrics
     writer = PredictionWriter(predictions, source.spec.tasks, job.losses, world.rank) if predictions else None
     try:
-        with nullcontext() if quantized else in_high_precision(job.ranking_model):
+        with high_precision:
             return evaluate(job, batches, metrics, writer), metrics
     finally:
         if writer is not None:

@@ -27,7 +27,7 @@ from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
 from train.distill import build_distillation
 from train.evaluate import evaluate_split
-from train.loss import binary_only, shares_of_tasks
+from train.loss import shares_of_tasks
 from train.metrics import ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
 from train.metrics.tasks import TaskMetrics
 from train.optim.balance import Balance
@@ -94,8 +94,6 @@ class Trainer:
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.distillation = build_distillation(self.job)
-        if self.distillation is not None:
-            binary_only(config.tasks, "distillation")
         self.metrics = TaskMetrics(
             self.job.losses,
             rates,

@@ -35,6 +35,13 @@ class NextItems(NamedTuple):
     candidate_ids: Tensor  # [C] int64
 
 
+class Vectors(NamedTuple):
+    """Scores are products of these."""
+
+    queries: Tensor  # [R, dim] float32, of requests
+    items: Tensor  # [C, dim] float32, of candidates
+
+
 class Sequences(NamedTuple):
     """Tokens of requests one after another; the place of request r's token is `offsets[r]`, its events follow."""
 
@@ -80,7 +87,7 @@ class SequentialModel(nn.Module, ABC):
         self.dim = dim
         self.max_length = self.event.max_length + 1
         self.score, self.temperature = config.score, config.temperature
-        self.trains_on_places = self.gives_queries = False
+        self.trains_on_places = self.gives_vectors = False
         self.positions = nn.Parameter(torch.randn(self.max_length, dim) / math.sqrt(dim))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -88,11 +95,11 @@ class SequentialModel(nn.Module, ABC):
     def encode(self, values: Tensor, sequences: Sequences) -> Tensor:
         """States [R + N, dim] of tokens [R + N, dim]; each sees its request's tokens up to itself."""
 
-    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor | NextItems:
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor | NextItems | Vectors:
         """Logits [C, 1]; in training with `trains_on_places`, what the losses of next items need; in evaluations with
-        `gives_queries`, the `queries`."""
-        if self.gives_queries and not self.training:
-            return self.queries(tokens)
+        `gives_vectors`, what a whole catalogue is scored with."""
+        if self.gives_vectors and not self.training:
+            return Vectors(self.queries(tokens), self.item(tokens.candidate[:, 0]))
         sequences = self.sequences(tokens)
         states = self.states(sequences)
         if self.training and self.trains_on_places:

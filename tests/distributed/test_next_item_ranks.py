@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pyarrow.parquet as pq
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
@@ -77,7 +78,7 @@ def test_losses_of_two_ranks_are_those_of_all_rows(tmp_path: Path) -> None:
     assert np.isclose(np.mean([each[1] for each in told]), expected, rtol=1e-5)
 
 
-def _config(root: Path) -> Config:
+def _config(root: Path, dense: str) -> Config:
     register_schema()
     overrides = [
         "+experiment=ml1m_sasrec", f"data.root={root}", f"data.cache_dir={root}/cache", "data.max_history=6",
@@ -85,13 +86,14 @@ def _config(root: Path) -> Config:
         "tasks.next.uniform=8", "optimizer.sparse=rowwise_adagrad", "precision=fp32", "runtime.epochs=2",
         "runtime.eval_epochs=2",
         f"runtime.run_dir={root}/run", "runtime.device=cpu", "runtime.threads=1", "parallel.sharding_types=[row_wise]",
+        f"parallel.dense={dense}",
     ]  # fmt: skip
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         return to_config(compose("train", overrides=overrides))
 
 
-def _train_and_rank(root: Path) -> None:
-    config = _config(root)
+def _train_and_rank(root: Path, dense: str) -> None:
+    config = _config(root, dense)
     catalogue.CHUNK, catalogue.BLOCK = 7, 3
     world = distributed.start(config.runtime)
     results = Trainer(config, world).run()
@@ -108,7 +110,7 @@ def _by_hand(job: Any, batch: Any) -> dict[int, int]:
     with torch.no_grad():
         job.model.eval()
         items = catalogue.catalogue_items(job, 1, catalogue.num_rows(job))
-        query = job.arch.queries(job.ranking_model.embedding(batch))
+        query = catalogue.vectors(job, batch).queries
     scores = query @ items.T
     histories = batch.histories["rated.item"].values().split(batch.histories["rated.item"].lengths().tolist())
     found = {}
@@ -122,7 +124,8 @@ def _by_hand(job: Any, batch: Any) -> dict[int, int]:
     return found
 
 
-def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, dense: str) -> None:
     generator = np.random.default_rng(0)
     counts = generator.integers(3, 12, 30)
     users = np.repeat(np.arange(30), counts)
@@ -133,7 +136,7 @@ def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path) 
         "rating": np.ones(len(users)),
     }
     pq.write_table(pa.table(table), tmp_path / "ratings.parquet")
-    run_ranks(_train_and_rank, 2, tmp_path)
+    run_ranks(_train_and_rank, 2, tmp_path, dense)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert told[0][0] == told[1][0]
     assert told[0][1] == told[1][1]

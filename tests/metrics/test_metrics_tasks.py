@@ -79,6 +79,8 @@ def test_labels_that_are_all_equal_have_no_nmse() -> None:
     values = metrics.compute()
     assert math.isnan(values["r/nmse"])
     assert values["r/rmse"] == pytest.approx(0.1)
+    metrics.update(torch.full((1, 1), torch.nan), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
+    assert math.isinf(metrics.compute()["r/nmse"])
 
 
 def test_places_in_a_catalogue_are_those_of_sorting_and_ties_an_expectation() -> None:

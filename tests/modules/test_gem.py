@@ -238,6 +238,13 @@ def test_domains_have_heads_of_their_own_on_one_trunk() -> None:
     torch.testing.assert_close(model(embedding(expanded), expanded), logits)
 
 
+def test_domains_score_all_classes_of_a_task() -> None:
+    spec = dataclasses.replace(domains(), outputs=(1, 5))
+    model, embedding = gem(spec, domain_feature="surface")
+    batch = random_batch(spec, (2, 1))
+    assert model(embedding(batch), batch).shape == (3, 6)
+
+
 def test_domains_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="domain_feature='item' is no categorical feature of requests; there are user"):
         gem(domain_feature="item")

@@ -85,6 +85,18 @@ def test_a_task_without_an_ne_leaves_the_judgement_to_the_others() -> None:
     assert progress.stale_validations == 2
 
 
+def test_labels_that_decide_nothing_leave_the_judgement_to_other_tasks_and_an_infinite_metric_does_not() -> None:
+    values = {"click/label_rate": 0.3, "click/ne": 0.8, "order/pair_accuracy": math.nan, "watch/nmse": math.nan}
+    others = {"order": ("pair_accuracy", True), "watch": ("nmse", False)}
+    shares = dict.fromkeys(("click", "order", "watch"), 1 / 3)
+    progress = Progress(step=1)
+    progress.judge(values, {"click": 0.3}, shares, others)
+    assert (progress.best_ne, progress.best_step) == (pytest.approx(0.8), 1)
+    progress.step = 2
+    progress.judge(values | {"click/ne": 0.1, "watch/nmse": math.inf}, {"click": 0.3}, shares, others)
+    assert (progress.best_step, progress.stale_validations) == (1, 1)
+
+
 def test_the_best_validation_is_the_one_of_the_tasks_that_count() -> None:
     rates = dict.fromkeys(("click", "buy", "seen"), 0.3)
     rated = {f"{task}/label_rate": 0.3 for task in rates}

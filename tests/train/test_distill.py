@@ -142,6 +142,7 @@ def test_a_run_learns_alike_from_a_checkpoint_and_from_its_predictions(
     [
         (("distill.predictions=a", "distill.checkpoint=b"), "name two teachers; leave one of them empty"),
         (("distill.adapter=true",), "distill.adapter=true corrects a teacher, and there is none"),
+        (("+tasks.click.loss=squared", "distill.predictions=a"), "this run's tasks.click.loss=squared gives no probab"),
         (("distill.weight=-1",), "distill.weight=-1.0 must be at least 0"),
     ],
 )

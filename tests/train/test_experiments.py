@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -43,6 +45,23 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
     checkpoint.check_config(tmp_path, current)
     current["model"]["interaction"] = "wukong"
     with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
+        checkpoint.check_config(tmp_path, current)
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "before", "now"),
+    [("optimizer", "dense", "adamw", "muon"), ("tasks", "rating", {"loss": "huber"}, None)],
+)
+def test_a_run_does_not_resume_with_another_optimizer_or_loss(
+    group: str, key: str, before: Any, now: Any, tmp_path: Path
+) -> None:
+    config = dataclasses.asdict(composed("synthetic_moe"))
+    current = json.loads(json.dumps(config))
+    config[group][key] = before
+    if now is not None:
+        current[group][key] = now
+    (tmp_path / "meta.json").write_text(json.dumps({"config": config, "progress": {}, "data_fingerprint": ""}))
+    with pytest.raises(ValueError, match=re.escape(f"{group}.{key}={before}, this run has {now}")):
         checkpoint.check_config(tmp_path, current)
 
 

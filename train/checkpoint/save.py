@@ -40,7 +40,8 @@ from train.process.files import fault_of, room, write_json
 
 log = logging.getLogger(__name__)
 META = "meta.json"
-FIXED = {"data": ("name",), "optimizer": ("sparse", "accumulate", "frozen", "ema_decay")}  # besides model and precision
+FIXED = {"data": ("name",), "optimizer": ("dense", "sparse", "accumulate", "frozen", "ema_decay")}
+"""Keys that a resumed run may not change, besides all of model, precision and tasks."""
 
 
 @dataclass
@@ -105,8 +106,7 @@ class Progress:
         losses = {task: values[f"{task}/ne"] for task in counted}
         for task, (name, larger) in (others or {}).items():
             value = values[f"{task}/{name}"]
-            # A split without an order or a spread has no such metric; weights that are not finite are never best.
-            if shares[task] and values.get(f"{task}/examples", 1):
+            if shares[task] and not math.isnan(value):  # labels without an order or a spread have no such metric
                 counted[task], losses[task] = shares[task], 1 - value if larger else value
         if not counted:
             return
@@ -291,11 +291,11 @@ def check_config(path: Path, current: dict[str, Any]) -> None:
     # Keys that are newer than the checkpoint have their defaults.
     saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
     for group, values in current.items():
-        for key, value in values.items():
-            before = saved.get(group, {}).get(key)
+        for key in dict.fromkeys((*values, *saved.get(group, {}))):
+            value, before = values.get(key), saved.get(group, {}).get(key)
             if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
                 continue
-            if group in ("model", "precision") or key in FIXED.get(group, ()):
+            if group in ("model", "precision", "tasks") or key in FIXED.get(group, ()):
                 raise ValueError(
                     f"{path} was written with {group}.{key}={before}, this run has {value}; "
                     f"resume with the same value or choose another runtime.run_dir"

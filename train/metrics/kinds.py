@@ -17,7 +17,10 @@ from train.metrics.ranking import ranking_names, ranking_sums
 
 
 class TaskSums(ABC):
-    """`best` is the metric that decides which checkpoint is best, and whether a larger one is better."""
+    """`best` is the metric that decides which checkpoint is best, and whether a larger one is better.
+
+    It is NaN where labels decide nothing (none, or all equal), and infinite if predictions are not finite.
+    """
 
     best: tuple[str, bool]
 
@@ -56,7 +59,11 @@ class RealSums(TaskSums):
         variance = squared / weight - (label / weight) ** 2
         # Equal labels have a variance of rounding errors.
         spread = torch.where(variance > 1e-12 * squared / weight, variance, torch.nan)
-        means = {"rmse": (error / weight).sqrt(), "mae": absolute / weight, "nmse": error / weight / spread}
+        means = {
+            "rmse": (error / weight).sqrt(),
+            "mae": absolute / weight,
+            "nmse": _or_infinite(error, error / weight / spread),
+        }
         means |= {"calibration": prediction / label, "label_mean": label / weight, "examples": examples}
         return {name: float(value) for name, value in means.items()}
 
@@ -87,7 +94,7 @@ class ClassSums(TaskSums):
         values = {
             "log_loss": mean,
             "accuracy": right / weight,
-            "ne": mean / torch.where(entropy > 0, entropy, torch.nan),
+            "ne": _or_infinite(loss, mean / torch.where(entropy > 0, entropy, torch.nan)),
         }
         return {name: float(value) for name, value in (values | {"examples": examples}).items()}
 
@@ -130,3 +137,7 @@ class OrderSums(TaskSums):
             _, total, *within = sums[3:]
             values |= {name: value / total for name, value in zip(self.names, within, strict=True)}
         return {name: float(value) for name, value in values.items()}
+
+
+def _or_infinite(total: Tensor, value: Tensor) -> Tensor:
+    return torch.where(total.isfinite(), value, torch.inf)

@@ -25,12 +25,12 @@ class DomainHeads(nn.Module):
     def __init__(self, spec: FeatureSpec, num_in: int, hidden: Sequence[int], dropout: float, feature: str) -> None:
         super().__init__()
         self.feature = feature
-        self.num_tasks = len(spec.tasks)
-        self.shared = TaskHeads(num_in, hidden, self.num_tasks, dropout)
+        self.num_outputs = spec.num_outputs
+        self.shared = TaskHeads(num_in, hidden, self.num_outputs, dropout)
         self.own: TaskHeads | None = None
         if feature:
             num_domains = _num_domains(spec, feature)
-            self.own = TaskHeads(num_in, hidden, num_domains * self.num_tasks, dropout)
+            self.own = TaskHeads(num_in, hidden, num_domains * self.num_outputs, dropout)
 
     def forward(self, x: Tensor, rows: CandidateRows, batch: RequestBatch) -> Tensor:
         logits = self.shared(x)
@@ -42,8 +42,8 @@ class DomainHeads(nn.Module):
                 'with model.domain_feature="" to export, or give each domain a task of its own'
             )
         domain = batch.request_sparse[self.feature].values()[rows.owner]  # 0 is unknown
-        own = self.own(x).unflatten(1, (-1, self.num_tasks))
-        index = (domain - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.num_tasks)
+        own = self.own(x).unflatten(1, (-1, self.num_outputs))
+        index = (domain - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.num_outputs)
         return logits + torch.where(domain[:, None] > 0, own.gather(1, index)[:, 0], 0)
 
 

@@ -38,8 +38,7 @@ class _Measured(Trainer):
         """Not measured."""
 
     def _results(self, seconds: float) -> dict[str, Any]:
-        rates = self.whole_run.compute(self.forward_flops)
-        return {"peak_memory_bytes": self._peak_memory(), **rates}
+        return {"peak_memory_bytes": self.meters.peak_memory(), **self.meters.whole_run()}
 
 
 def measure(config: Config, world: World) -> dict[str, Any]:

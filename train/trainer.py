@@ -6,13 +6,11 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -29,8 +27,7 @@ from train.data.loader import build_loader
 from train.distill import build_distillation
 from train.evaluate import evaluate_split
 from train.loss import shares_of_tasks
-from train.metrics import ScoreHistogram, Throughput, history_lengths, history_sums, peak_flops
-from train.metrics.tasks import TaskMetrics
+from train.metrics import ScoreHistogram
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
@@ -39,18 +36,17 @@ from train.process import lock as lock_of_run
 from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
-from train.process.memory import peak_memory_bytes, reset_peak_memory
+from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
 from train.process.stall import StallWatch
 from train.record.advice import advice
+from train.record.meters import Meters
 from train.record.tracing import StepTracer
 from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
 from train.speedup.launching import LaunchWatch
-from train.speedup.replay import Replay
 
 log = logging.getLogger(__name__)
-WARMUP_STEPS = 10  # not counted in the speed of the whole run (half of a shorter one)
 
 
 class Trainer:
@@ -89,34 +85,18 @@ class Trainer:
         self.pipeline = TrainPipelineSparseDist(
             self.model, self.optimizer, world.device, custom_model_fwd=self._forward
         )
-        tasks, rates = self.source.spec.tasks, self.source.label_rates()
-        self.task_shares = shares_of_tasks(optimizer.task_weights, tasks)
+        self.task_shares = shares_of_tasks(optimizer.task_weights, self.source.spec.tasks)
         self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.distillation = build_distillation(self.job)
-        self.metrics = TaskMetrics(
-            self.job.losses,
-            rates,
-            world.device,
-            max_candidates=self.source.spec.max_candidates,
-            exact_auc=False,
-            top_k=config.tracking.top_k if self.job.losses.next_item else (),
-        )
-        peak = peak_flops(world.device, torch.bfloat16)
-        self.throughput = Throughput(world.device, peak=peak)  # of a logging window
-        self.whole_run = Throughput(world.device, peak=peak, warmup_steps=min(WARMUP_STEPS, self.total_steps // 2))
-        self.forward_flops = self.job.forward_flops
         self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
-        self.account = Replay(self._account, graphs)
+        self.meters = Meters(self.job, self.total_steps, graphs=graphs)
         self.launches = LaunchWatch(config, world)
-        self.loss_sum = torch.zeros((), device=world.device)
-        self.good_steps = torch.zeros((), device=world.device)  # counted in loss_sum
         self.bad: list[str] = []  # batches since the last log line that were skipped
         self.logged_step = 0  # the last step that has been logged
         self.saved_step = 0  # the last step that has been saved
-        self.skipped_steps = torch.zeros((), device=world.device)  # of the whole run
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
@@ -169,7 +149,7 @@ class Trainer:
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
             self.balance.restore(self.progress.tokens_per_expert)
-            self.skipped_steps.fill_(self.progress.skipped_steps)
+            self.meters.restore(self.progress.skipped_steps)
             if self.distillation is not None and self.distillation.adapter is not None:
                 self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
@@ -188,7 +168,7 @@ class Trainer:
         candidates = sample.num_candidates / sample.num_requests
 
         def flops(length: float, squared: float) -> float:
-            return self.forward_flops(1, candidates, length, squared)
+            return self.job.forward_flops(1, candidates, length, squared)
 
         fixed = flops(0, 0)
         cost = Cost(fixed, flops(1, 0) - fixed, flops(0, 1) - fixed)
@@ -249,7 +229,7 @@ class Trainer:
             pin_memory=self.world.device.type == "cuda",
         )
         self.model.train()
-        batches = _timed(iter(loader), (self.throughput, self.whole_run))
+        batches = self.meters.timed(iter(loader))
         while not self._finished():
             begun = progress.consumed
             self._step(batches)
@@ -294,34 +274,13 @@ class Trainer:
         if _every(self.progress.step, self.config.optimizer.accumulate):
             self.balance.step(self.optimizer.skipped)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
-        rows = batch.labels, batch.weights, batch.group
-        history = self.account(self.guard.found_inf, loss, logits, *rows, history_lengths(batch))
-        self.throughput.step(batch, history, self.job.losses.negatives)
-        self.whole_run.step(batch, history, self.job.losses.negatives)
+        self.meters.step(batch, loss, logits, self.guard.found_inf)
         self.launches.accounted()
         self.stall.passed(self.progress.step)
         self.tracer.step()
         self.tracker.advance()
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
-
-    def _account(
-        self,
-        found_inf: Tensor,
-        loss: Tensor,
-        logits: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        group: Tensor,
-        lengths: Tensor,
-    ) -> Tensor:
-        """Add a step to the sums that are logged, unless it was skipped; returns its `history_sums`."""
-        skipped = found_inf.bool()
-        self.loss_sum += torch.where(skipped, 0, loss)
-        self.good_steps += 1 - found_inf
-        self.skipped_steps += found_inf
-        self.metrics.update(logits, torch.where(skipped, torch.nan, labels), weights, group)
-        return history_sums(lengths)
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
@@ -339,11 +298,8 @@ class Trainer:
         self.checkpoints.check()
         self._report_bad()
         bad, self.bad = self.bad, []
-        throughput = self.throughput.compute(self.forward_flops)
-        self.launches.report(throughput)
-        values = {"loss": self._window_loss(), **self.metrics.compute(), **throughput}
-        values["skipped_steps"] = self.skipped_steps.item()
-        values["peak_memory_bytes"] = self._peak_memory()
+        values = self.meters.window()
+        self.launches.report(values)
         values["lr"] = self.optimizer.lr
         if (violation := self.balance.violation()) is not None:
             values["load_violation"] = violation
@@ -353,8 +309,7 @@ class Trainer:
         shown = _every(self.progress.step, runtime.log_every) or self._finished()
         self.tracker.log(self.progress.step, "train", values, shown=shown)
         self.logged_step = self.progress.step
-        self.metrics.reset()
-        self.throughput.reset()
+        self.meters.reset()
         if bad and runtime.bad_batch == "stop":
             self.checkpoints.wait()  # before all ranks and the process groups stop
             raise RuntimeError(
@@ -399,26 +354,11 @@ class Trainer:
         )
         return False
 
-    def _window_loss(self) -> float:
-        mean = self.loss_sum / self.good_steps  # NaN when every batch was skipped
-        self.loss_sum.zero_()
-        self.good_steps.zero_()
-        if self.world.size > 1:
-            dist.all_reduce(mean)
-        return mean.item() / self.world.size
-
-    def _peak_memory(self) -> float:
-        """Peak bytes of the rank that used most: shards are uneven."""
-        peak = torch.tensor(peak_memory_bytes(self.world.device), dtype=torch.float64, device=self.world.device)
-        if self.world.size > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return peak.item()
-
     def _validate(self) -> None:
         """Metrics of the validation split, which decide what is best and when to stop early."""
         if self.source.num_requests("valid") == 0:
             return
-        with self.throughput.paused(), self.whole_run.paused():
+        with self.meters.paused():
             self.pipeline.detach()
             with self.optimizer.averaged():
                 values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
@@ -426,15 +366,16 @@ class Trainer:
             # second exchange and use its result, for which nothing waits.
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
-        self.progress.judge(values, self.metrics.base_rates, self.task_shares, self.metrics.best)
+        metrics = self.meters.metrics
+        self.progress.judge(values, metrics.base_rates, self.task_shares, metrics.best)
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self.balance.counts()
-        self.progress.skipped_steps = int(self.skipped_steps.item())
+        self.progress.skipped_steps = self.meters.skipped()
         self.progress.tracker = self.tracker.state_dict()
         if self.distillation is not None and self.distillation.adapter is not None:
             self.progress.adapter = self.distillation.adapter.state()
-        with self.throughput.paused(), self.whole_run.paused():
+        with self.meters.paused():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step
 
@@ -447,11 +388,11 @@ class Trainer:
         results: dict[str, Any] = {
             "step": self.progress.step,
             "best_step": self.progress.best_step,
-            "skipped_steps": int(self.skipped_steps.item()),
+            "skipped_steps": self.meters.skipped(),
             "seconds": seconds,
             "label_rates": self.source.label_rates(),
-            "peak_memory_bytes": self._peak_memory(),
-            **self.whole_run.compute(self.forward_flops),
+            "peak_memory_bytes": self.meters.peak_memory(),
+            **self.meters.whole_run(),
         }
         results["advice"] = advice(self.config, self.progress.validations, self.progress.step)
         histograms: dict[str, ScoreHistogram] = {}
@@ -470,18 +411,6 @@ class Trainer:
             write_json(self.run_dir / "results.json", results)
         self.world.barrier()
         return results
-
-
-def _timed(batches: Iterator[RequestBatch], clocks: tuple[Throughput, ...]) -> Iterator[RequestBatch]:
-    """The same batches; the clocks count the wait for each."""
-    while True:
-        with ExitStack() as stack:
-            for clock in clocks:
-                stack.enter_context(clock.data_wait())
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def _every(step: int, interval: int) -> bool:

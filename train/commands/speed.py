@@ -22,8 +22,9 @@ from train.process import distributed
 from train.process.distributed import World
 from train.process.files import write_json
 from train.process.memory import peak_memory_bytes
+from train.record.meters import WARMUP_STEPS
 from train.record.tracing import TRACED_STEPS, StepTracer
-from train.trainer import WARMUP_STEPS, Trainer
+from train.trainer import Trainer
 
 register_schema()
 SPEED_FILE = "speed.json"
@@ -45,7 +46,7 @@ class SpeedRun(Trainer):
     def _step(self, batches: Iterator[RequestBatch]) -> None:
         super()._step(batches)
         if self.progress.step == self.measured:
-            self.speed = self.whole_run.compute(self.forward_flops)
+            self.speed = self.meters.whole_run()
 
     def _validate(self) -> None:
         """Not measured."""

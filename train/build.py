@@ -26,7 +26,7 @@ from modules.models.ranking import Architecture, RankingModel
 from modules.models.sequential import SequentialModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from modules.summary import summarise as summarise_model
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source

@@ -22,7 +22,7 @@ from torch import Tensor
 from modules.batch import RequestBatch
 from modules.models.ranking import RankingModel
 from train.build import Job, load_model
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.schema import DistillConfig
 from train.evaluate import read_predictions

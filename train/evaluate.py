@@ -29,7 +29,7 @@ from modules.batch import RequestBatch
 from modules.precision import in_high_precision
 from train.build import Job, build
 from train.catalogue import evaluate_catalogue
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data.loader import build_loader

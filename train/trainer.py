@@ -18,9 +18,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
 from train.build import build
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
-from train.checkpoint.save import Checkpointer, Progress
+from train.checkpoint.progress import Progress
+from train.checkpoint.save import Checkpointer
 from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.dealing import Cost, Dealer

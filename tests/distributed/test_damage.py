@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.launching import ROOT, TINY_DLRM, environment, python, train_here, train_ranks
 from train.checkpoint import manifest
+from train.checkpoint.load import best_checkpoint, read_meta
 from train.checkpoint.manifest import DamagedError
+from train.checkpoint.progress import Progress
 from train.checkpoint.read import read_metadata
-from train.checkpoint.save import Progress, best_checkpoint, read_meta
 from train.evaluate import main as evaluate
 from train.record.tracking import read_metrics
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.launching import TINY, train_here
 from tests.processes import run_ranks
-from train.checkpoint.save import named
+from train.checkpoint.load import named
 from train.trainer import Trainer
 
 OPTIONS = (

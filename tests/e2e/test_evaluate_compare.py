@@ -23,8 +23,8 @@ from tests.launching import TINY, python, run, train_ranks
 from tests.processes import run_ranks
 from train import evaluate
 from train.build import load_model
-from train.checkpoint import save as checkpoint
-from train.checkpoint.save import read_meta
+from train.checkpoint import load as checkpoint
+from train.checkpoint.load import read_meta
 from train.commands import compare, export, importance, score
 from train.commands.score import Scorer
 from train.config.compose import from_dict

@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from train.checkpoint.save import Checkpointer, Progress, of_first_rank
+from train.checkpoint.load import of_first_rank
+from train.checkpoint.progress import Progress
+from train.checkpoint.save import Checkpointer
 from train.config.schema import RuntimeConfig
 from train.process import distributed
 from train.process.distributed import World

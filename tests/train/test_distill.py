@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from modules.batch import RequestBatch
 from tests.launching import TINY_DLRM, python, run, train_here
 from tests.modules.factories import random_batch, random_spec
-from train.checkpoint.save import checkpoints, read_meta
+from train.checkpoint.load import checkpoints, read_meta
 from train.config.schema import DistillConfig
 from train.distill import Distillation, StoredTeacher, StudentAdapter
 from train.loss import ranking_loss

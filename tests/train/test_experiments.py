@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from modules.models.interformer import InterFormer
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema

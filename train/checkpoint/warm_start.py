@@ -10,9 +10,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from train.checkpoint import load as checkpoint
 from train.checkpoint import manifest
-from train.checkpoint import save as checkpoint
 from train.checkpoint.read import Planner, read_metadata
+from train.checkpoint.state import model_state, optimizer_state
 from train.config.schema import CheckpointConfig, OptimizerConfig
 from train.data.source import Source
 from train.optim.dense import Optimizer
@@ -35,7 +36,7 @@ def load(
     if (path / "checkpoints").is_dir():
         path = checkpoint.named(str(path), "")
     manifest.verify(path, world)
-    meta, saved, state = checkpoint.read_meta(path), read_metadata(path), checkpoint.model_state(model)
+    meta, saved, state = checkpoint.read_meta(path), read_metadata(path), model_state(model)
     extends = source.extends is not None and source.extends == meta["data_fingerprint"]
     if start.load_partial:
         same_data = extends or source.fingerprint == meta["data_fingerprint"]
@@ -46,7 +47,7 @@ def load(
         checkpoint.check_keys(path, state, saved, longer_tables=extends)
     if start.load_optimizer:
         _check_moments(path, meta["config"]["optimizer"], optimizer.config)
-        state |= checkpoint.optimizer_state(model, optimizer.moments())
+        state |= optimizer_state(model, optimizer.moments())
     checkpoint.take(path, state, model, world, _Prefixes() if extends else None)
     if start.load_optimizer:
         optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew

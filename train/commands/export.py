@@ -32,7 +32,7 @@ from modules.batch import RequestBatch, with_candidates
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
 from train.build import load_model
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.commands.score import check
 from train.config.compose import from_dict
 from train.config.overrides import split_options

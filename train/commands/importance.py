@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.batch import FeatureSpec, RequestBatch, select_rows
 from modules.precision import in_high_precision
 from train.build import Job
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.config.overrides import split_options
 from train.data.numeric import INDICATOR
 from train.evaluate import checked_split, split_loader, trained

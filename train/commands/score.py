@@ -38,7 +38,7 @@ from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
 from train.build import load_model
-from train.checkpoint import save as checkpoint
+from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source

@@ -1,4 +1,4 @@
-"""Benchmarks of the kernels: `python -m kernels.bench FAMILY`, where kernels/FAMILY/bench.py defines `cases(device)`.
+"""Benchmarks of the kernels: `python -m kernels.bench FAMILY`, where bench/cases/FAMILY.py defines `cases(device)`.
 
 A case makes one problem: inputs, contenders that solve it, and a check of their results. A contender whose result fails
 the check is not timed. Contenders are timed in turns, one call each per round with the L2 cache flushed before each, so

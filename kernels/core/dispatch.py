@@ -88,13 +88,17 @@ _formulas: dict[str, Formula] = {}
 _observer: Observer | None = None
 
 
-@torch.compiler.assume_constant_result  # a compiler runs it instead of tracing an import
 def _import(implementation: str) -> bool:
     module, _, function = implementation.partition(":")
     for backend in (backend for backends in _registry.values() for backend in backends):
         if backend.implementation == implementation:
             backend.imported = getattr(importlib.import_module(module), function)
     return True
+
+
+# As `torch.compiler.assume_constant_result` does, which would first import the compiler, for over a second: a compiler
+# runs the function instead of tracing an import.
+_import._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def declare(op: str, *backends: Backend) -> None:

@@ -83,6 +83,8 @@ from train.config.schema import Config, EventsConfig, register_schema
         ("runtime.collective_timeout=1e12", "must be at most 1000000000, e.g. runtime.collective_timeout=600.0"),
         ("runtime.seed=99999999999999999999", "runtime.seed=99999999999999999999 must be at most 9223372036854775807"),
         ("data.num_workers=100000", "data.num_workers=100000 must be at most 1024, e.g. data.num_workers=1"),
+        ("data.batch_size=100000000", "data.batch_size=100000000 must be at most 16777216, e.g. data.batch_size=256"),
+        ("data=synthetic data.tasks=[a,a]", "must name each task once, e.g. data.tasks=[a]"),
     ],
 )
 @pytest.mark.reliability(

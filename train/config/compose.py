@@ -14,7 +14,7 @@ from modules.config import check_options
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
-from train.config.schema import SOURCES, Config
+from train.config.schema import SOURCES, Config, SyntheticConfig
 from train.loss import task_loss
 
 
@@ -71,6 +71,9 @@ def validate(config: Config) -> None:
                 f"model.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at once, "
                 f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
             )
+    if isinstance(data, SyntheticConfig) and len(set(data.tasks)) < len(data.tasks):
+        once = ",".join(dict.fromkeys(data.tasks))
+        raise ValueError(f"data.tasks={data.tasks} must name each task once, e.g. data.tasks=[{once}]")
     model.check()
     if config.parallel.balance and data.batch_size % config.parallel.balance:
         raise ValueError(

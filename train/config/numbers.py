@@ -24,6 +24,8 @@ ABOVE_ZERO = {
 }
 """Keys of sizes of which there must be something, each with one that works."""
 MOST = {
+    "data.batch_size": 2**24,  # requests a rank; offsets of more do not fit a machine
+    "data.eval_batch_size": 2**24,
     "data.history_sigma": 10,  # of logarithms
     "data.num_workers": 1024,  # processes a rank
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it

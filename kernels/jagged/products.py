@@ -16,9 +16,7 @@ from kernels.core import dispatch
 from kernels.core.checks import check_floating, check_offsets
 from kernels.core.dispatch import Backend, triton_floats
 from kernels.jagged import reference
-
-SHORT = 128  # places; rows of fewer do not fill tiles of 64
-LONG = 1024  # places of a row; the kernel that gives each row to one program keeps to rows of no more
+from kernels.jagged.sizes import LONG, SHORT
 
 
 def squared_offsets(offsets: Tensor) -> Tensor:

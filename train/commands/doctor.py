@@ -374,10 +374,10 @@ def fit_report(arguments: list[str]) -> tuple[str, bool]:
     """Bytes of a rank for a configuration, and whether they fit; imports what `diagnose` may find broken."""
     from hydra import compose, initialize_config_dir
 
+    from train.commands.fit import fit
     from train.config.compose import to_config
     from train.config.overrides import split_options
     from train.config.schema import register_schema
-    from train.parallel.fit import fit
 
     defaults = {"ranks": "1", "node_ranks": "8", "gpu_gib": "140"}
     options, overrides = split_options(arguments, defaults, "ranks=8 gpu_gib=80 +experiment=synthetic_h200")

@@ -25,7 +25,7 @@ from kernels.jagged.hopper.square import outer_product
 from kernels.jagged.hopper.square.fp32 import PLACES, copy_single, multiply_single
 from kernels.jagged.hopper.square.half import copy_half, multiply_half
 from kernels.jagged.hopper.square.tiles import ROWS, find_tiles, ring_barriers, tile_list, tile_numbers, tile_table
-from kernels.jagged.products import SHORT
+from kernels.jagged.sizes import SHORT
 from kernels.jagged.triton import square as triton_square
 
 

@@ -7,11 +7,11 @@ from hydra import compose, initialize_config_dir
 
 from modules.models import build as build_arch
 from tests.launching import ROOT, TINY
+from train.commands.fit import Fit, fit
+from train.commands.fit import _model as model_of
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema
 from train.data import build_source
-from train.parallel.fit import Fit, fit
-from train.parallel.fit import _model as model_of
 
 
 def config(*overrides: str) -> Config:

@@ -29,9 +29,11 @@ from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.moe import Experts
 from modules.precision import apply_recipe
+from train.build import output_spec
 from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
+from train.loss import TaskLosses
 from train.optim.frozen import freeze
 from train.optim.sparse import GIB, ids_per_request, plan_tables
 from train.parallel.mesh import sizes
@@ -102,7 +104,8 @@ def _model(config: Config, source: Source) -> RankingModel:
     """The model in host memory, its tables on `meta`."""
     torch.manual_seed(config.runtime.seed)
     embedding = FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims)
-    model = RankingModel(embedding, build_arch(config.model, source.spec))
+    spec = output_spec(source.spec, TaskLosses(config.tasks, source.spec.tasks))
+    model = RankingModel(embedding, build_arch(config.model, spec))
     apply_recipe(model, config.precision.name, config.precision.quantize)
     freeze(model, config.optimizer.frozen)
     return model
@@ -164,11 +167,14 @@ def _dense(config: Config, model: RankingModel, ranks: int, node_ranks: int) -> 
     parameters = [*model.arch.parameters(), *model.embedding.assemble.parameters()]
     learning = sum(held(p) for p in parameters if p.requires_grad)
     optimizer = config.optimizer
+    # Muon keeps one moment of a matrix where AdamW keeps two.
+    matrices = (p for p in parameters if p.requires_grad and p.dim() == 2 and min(p.shape) > 1)
+    of_muon = sum(held(p) for p in matrices) if optimizer.dense == "muon" else 0
     half = config.precision.name != "fp32"
     result = {
         "dense weights": sum(held(p) for p in parameters),
         "dense gradients": learning,
-        "dense optimiser": 2 * learning,
+        "dense optimiser": 2 * learning - of_muon,
     }
     if optimizer.ema_decay:
         result["averaged weights"] = learning

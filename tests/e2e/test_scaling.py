@@ -39,11 +39,6 @@ def test_a_speed_is_measured_without_checkpoints_and_test(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "profile" / "rank_0" / "trace.json").stat().st_size > 0
 
 
-def test_a_speed_needs_a_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"runtime\.steps=100"):
-        train_here(tmp_path / "run", trainer=SpeedRun)
-
-
 def test_scaling_measures_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "out"

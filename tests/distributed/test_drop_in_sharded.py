@@ -17,7 +17,8 @@ from tests.processes import run_ranks
 
 
 def holders(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if part is not module and list(part.parameters(recurse=False))]
+    parts = [part for part in module.modules() if part is not module and list(part.parameters(recurse=False))]
+    return parts[::-1]  # inner ones first, as FSDP wants them
 
 
 PARTS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {

@@ -10,7 +10,7 @@ import torch
 
 from modules.models.baselines import DIN
 from modules.models.interformer import InterFormer
-from train.config.schema import DataConfig, OptimizerConfig
+from train.config.schema import DataConfig, OptimizerConfig, ParallelConfig
 from train.process.distributed import World
 from train.speedup.launching import LEAST_STEPS, LaunchWatch
 
@@ -35,7 +35,12 @@ def watch(model: object = InterFormer.Config(), device: str = "cuda", cuda_graph
     runtime, data = SimpleNamespace(cuda_graphs=cuda_graphs), DataConfig(batch_size=2048)
     world = SimpleNamespace(device=torch.device(device), is_first=True)
     return LaunchWatch(
-        cast(Any, SimpleNamespace(runtime=runtime, data=data, model=model, optimizer=OptimizerConfig())),
+        cast(
+            Any,
+            SimpleNamespace(
+                runtime=runtime, data=data, model=model, optimizer=OptimizerConfig(), parallel=ParallelConfig()
+            ),
+        ),
         cast(World, world),
     )
 

@@ -12,7 +12,6 @@ from modules.gdpa import GDPASelfAttention
 from modules.history import HistoryEncoder, merge_by_time
 from modules.jagged_attention import JaggedSelfAttention
 from modules.masknet import MaskNet
-from modules.norms import rms_norm
 from modules.pooling import PMA
 from modules.precision import apply_recipe
 from modules.rotary import rotate, rotation
@@ -173,7 +172,8 @@ def test_pma_asks_its_seeds_plus_the_condition_and_an_empty_sequence_gives_zeros
 def test_masknet_is_the_formula_of_the_paper():
     masknet = MaskNet(num_fields=3, dim=4).double()
     values = torch.randn(5, 12, dtype=torch.float64)
-    s = torch.cat([rms_norm(field) for field in values.split(4, dim=1)], dim=1)
+    fields = values.split(4, dim=1)
+    s = torch.cat([field / (field.square().mean(1, keepdim=True) + 0.1**2).sqrt() for field in fields], dim=1)
     first, _, _, second = masknet.mask
     mask = second(torch.nn.functional.silu(first(s)))
     torch.testing.assert_close(masknet(values), masknet.output(s * mask))

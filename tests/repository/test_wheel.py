@@ -79,7 +79,7 @@ def test_a_modules_example_runs_and_its_tests_pass(python: Path, tmp_path: Path)
     said = run(str(python), "-m", "pytest", "-q", "-k", chosen, "-p", "no:cacheprovider", ".", cwd=tmp_path)
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None, said
-    assert int(passed[1]) > 50
+    assert int(passed[1]) > 30
     assert "skipped" not in said
 
 

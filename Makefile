@@ -5,7 +5,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart quick test check format doctor nightly clean
+.PHONY: help env quickstart quick test check format doctor wheel nightly clean
 
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
@@ -29,6 +29,7 @@ help:
 	@echo 'make check        lint, format, types'
 	@echo 'make format       rewrite the source in the project format'
 	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
+	@echo 'make wheel        the package that pip and uv install, in dist/'
 	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
 	@echo 'make nightly      train one row of docs/quality.md again and fail when it leaves its interval'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
@@ -76,6 +77,9 @@ nightly: env
 doctor: env
 	@$(BIN)/python -m train.commands.doctor
 
+wheel: env
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -270,6 +270,9 @@ class TrackingConfig:
     progress: str = option(
         "auto", choices=["auto", "always", "never"]
     )  # bar on rank 0; auto: when stderr is a terminal
+    http_port: int = option(0, most=65535)  # rank 0 serves /metrics (Prometheus) and /healthz there; 0: nowhere
+    http_host: str = "127.0.0.1"  # address of the interface that it listens on; 0.0.0.0: of all
+    http_healthy: float = option(600.0, least=1)  # seconds without a step after which /healthz says 503
 
 
 @dataclass

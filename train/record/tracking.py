@@ -42,6 +42,8 @@ CONSOLE_METRICS = (
     "pair_accuracy",
     "hr@10",
     "ndcg@10",
+    "recall@20",
+    "ndcg@20",
     "examples_per_s",
     "mfu",
 )  # all other values are in the file only

@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from train.process.places import CONFIGS, PREFIX, ROOT
+
 LAUNCHER = ROOT / "launch" / "torchrun.sh"
 
 
@@ -30,7 +31,7 @@ class Command:
 
     @property
     def docstring(self) -> str:
-        path = ROOT.joinpath(*self.module.split("."))
+        path = ROOT.joinpath(*self.module.removeprefix(PREFIX).split("."))
         source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         return ast.get_docstring(ast.parse(source.read_text())) or ""
 
@@ -45,6 +46,10 @@ COMMANDS = {
     "export": Command("train.commands.export", "write a trained model for scoring", "run_dir=DIR"),
     "score": Command("train.commands.score", "how fast an exported model scores requests", "export=DIR"),
     "sweep": Command("launch.sweep", "a grid of runs", "+experiment=NAME --over key=a,b", has_parser=True),
+    "hosts": Command(
+        "launch.hosts", "train on a list of hosts over ssh", "--hosts a,b --run-dir DIR +experiment=NAME",
+        has_parser=True,
+    ),
     "scaling": Command(
         "launch.scaling", "speed on 1, 2, 4 processes of this host", "+experiment=NAME runtime.steps=100",
         has_parser=True,
@@ -67,7 +72,8 @@ COMMANDS = {
 def overview() -> str:
     """What `gemsmith --help` prints."""
     lines = [f"  {name:<11} {command.what}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: gemsmith COMMAND [arguments]", "", *lines, "", "gemsmith COMMAND --help explains each."])
+    ends = ["gemsmith COMMAND --help explains each.", f"configurations: {CONFIGS}"]
+    return "\n".join(["usage: gemsmith COMMAND [arguments]", "", *lines, "", *ends])
 
 
 def usage(name: str) -> str:
@@ -89,9 +95,9 @@ def usage(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of the processes that are started: this environment's programs, this repository's packages."""
+    """That of the processes that are started: this environment's programs, and in a checkout its packages."""
     programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    packages = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    packages = [*([] if PREFIX else [str(ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PATH": os.pathsep.join(programs), "PYTHONPATH": os.pathsep.join(packages)}
 
 

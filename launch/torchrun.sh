@@ -56,7 +56,9 @@ RUN_DIR=$(cd "$RUN_DIR" && pwd)
 export RUN_DIR
 export HYDRA_FULL_ERROR=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the trainer sets torch's threads itself
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+if [[ -e $root/pyproject.toml ]]; then  # a checkout; what a wheel has installed is found without
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 # torchrun takes no more than these ranks here. Rank 0 keeps the terminal, for its progress bar.
 to_files=1:3,2:3,3:3,4:3,5:3,6:3,7:3,8:3,9:3

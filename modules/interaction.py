@@ -11,7 +11,7 @@ from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows, request_part
 from modules.maxima import check_maximum
-from modules.mlp import MLP, SharedLinear
+from modules.mlp import MLP, SharedLinear, linear_of_both
 from modules.norms import rms_norm
 
 
@@ -71,11 +71,24 @@ class CrossNet(nn.Module):
         self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(num_layers))
         self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(num_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[C, width] -> [C, width]."""
-        crossed = x
-        for down, up in zip(self.down, self.up, strict=True):
-            crossed = x * up(down(crossed)) + crossed
+    def forward(self, x: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
+        """[C, width] -> [C, width].
+
+        The first features may be a request's [R, num_request], with its rows; x [C, width - num_request] has the rest.
+        """
+        if request is None or rows is None:
+            crossed = x
+            for down, up in zip(self.down, self.up, strict=True):
+                crossed = x * up(down(crossed)) + crossed
+            return crossed
+        if not self.down:
+            return torch.cat([rows.expand(request), x], dim=1)
+        # x_l is x_0 times 1 and all that the layers before l add to it.
+        split, gate = request.shape[1], torch.ones((), dtype=x.dtype, device=x.device)
+        low = linear_of_both(self.down[0], x, request, rows)
+        for index, up in enumerate(self.up):
+            gate = gate + up(low if index == 0 else self.down[index](crossed))
+            crossed = torch.cat([rows.multiply(gate[:, :split], request), x * gate[:, split:]], dim=1)
         return crossed
 
 

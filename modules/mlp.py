@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,23 @@ class MLP(nn.Sequential):
             layers.append(nn.Linear(in_dim, out_dim))
         super().__init__(*layers)
 
-    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
-        """[..., in_dim] -> [..., last width], times `factor` if there is one."""
+    def forward(
+        self,
+        x: Tensor,
+        factor: Tensor | None = None,
+        *,
+        request: Tensor | None = None,
+        rows: CandidateRows | None = None,
+    ) -> Tensor:
+        """[..., in_dim] -> [..., last width], times `factor` if there is one.
+
+        The first features may be a request's [R, num_request], with its rows; x [C, in_dim - num_request] has the rest.
+        """
         layers = list(self)
+        if request is not None and rows is not None:
+            if not layers:
+                return torch.cat([rows.expand(request), x], dim=1)
+            x = linear_of_both(layers.pop(0), x, request, rows)
         while layers:
             layer = layers.pop(0)
             if layers and is_plain(layers[0], nn.SiLU):
@@ -47,7 +62,12 @@ class SharedLinear(nn.Module):
     y[c] = (W_own candidate[c] + b) + W_shared request[owner(c)]: the second product is computed once a request, and
     adding it is the only broadcast. Both weights are initialised as parts of one. Without features of a request this is
     `layer` itself.
+
+    With `one_weight` they are columns of one weight, `own`, the request's first, or in the places that `order` [inputs]
+    int64 gives: feature i of [request | candidate] has column order[i].
     """
+
+    order: Tensor | None
 
     def __init__(
         self,
@@ -57,22 +77,27 @@ class SharedLinear(nn.Module):
         *,
         bias: bool = True,
         layer: type[nn.Linear] = nn.Linear,
+        one_weight: bool = False,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.own = layer(num_candidate, out_dim, bias=bias)
-        self.shared = layer(num_request, out_dim, bias=False) if num_request else None
+        self.num_request = num_request
+        self.own = layer(num_candidate + num_request * one_weight, out_dim, bias=bias)
+        self.shared = layer(num_request, out_dim, bias=False) if num_request and not one_weight else None
+        self.register_buffer("order", order, persistent=False)
         bound = (num_candidate + num_request) ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate], request [R, num_request] with its rows -> [C, out_dim]."""
-        given = request_part(0 if self.shared is None else self.shared.in_features, request, rows, "features")
-        y = self.own(candidate)
-        if self.shared is None or given is None:
-            return y
+        given = request_part(self.num_request, request, rows, "features")
+        if given is None:
+            return self.own(candidate)
         request, rows = given
-        return rows.add(y, self.shared(request))
+        if self.shared is None:
+            return linear_of_both(self.own, candidate, request, rows, self.order)
+        return rows.add(self.own(candidate), self.shared(request))
 
 
 class TaskHeads(nn.Module):
@@ -80,18 +105,28 @@ class TaskHeads(nn.Module):
 
     Tasks do not share the MLP, since they share everything below it already. Logits are computed in fp32 under any
     precision: in bf16 they would have 8 significant bits, and the many equal scores would blur AUC.
-    `num_request` further features may be a request's, see `SharedLinear`.
+    `num_request` further features may be a request's; for these, `one_weight` and `order` see `SharedLinear`.
     """
 
     def __init__(
-        self, num_candidate: int, hidden: Sequence[int], num_tasks: int, dropout: float = 0.0, num_request: int = 0
+        self,
+        num_candidate: int,
+        hidden: Sequence[int],
+        num_tasks: int,
+        dropout: float = 0.0,
+        num_request: int = 0,
+        *,
+        one_weight: bool = False,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.num_request = num_request
+        of_both: dict[str, Any] = {"one_weight": one_weight, "order": order}
 
         def first() -> SharedLinear:
             if hidden:
-                return SharedLinear(num_candidate, num_request, hidden[0])
-            return SharedLinear(num_candidate, num_request, 1, layer=FP32Linear)
+                return SharedLinear(num_candidate, num_request, hidden[0], **of_both)
+            return SharedLinear(num_candidate, num_request, 1, layer=FP32Linear, **of_both)
 
         def trunk() -> nn.Sequential:
             layers = [nn.SiLU(), nn.Dropout(dropout), *MLP(hidden[0], hidden[1:], dropout=dropout)] if hidden else []
@@ -104,6 +139,32 @@ class TaskHeads(nn.Module):
         """candidate [C, num_candidate] and, if built for them, request [R, num_request] with its rows."""
         pairs = zip(self.first, self.trunks, strict=True)
         return torch.cat([trunk(first(candidate, request, rows)) for first, trunk in pairs], dim=-1)
+
+
+def linear_of_both(
+    layer: nn.Module, candidate: Tensor, request: Tensor, rows: CandidateRows, order: Tensor | None = None
+) -> Tensor:
+    """layer([request of c | candidate[c]]) for each candidate c: [C, n], [R, m] with its rows -> [C, out].
+
+    The product with the request's columns of the weight is computed once a request. `order` as in `SharedLinear`. A
+    layer that is not plain is called, on copies of the requests.
+    """
+    if is_plain(layer, FP32Linear):
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        with torch.autocast(candidate.device.type, enabled=False):
+            return _of_both(layer, candidate.to(dtype), request.to(dtype), rows, order)
+    if is_plain(layer, nn.Linear):
+        return _of_both(layer, candidate, request, rows, order)
+    features = torch.cat([rows.expand(request), candidate], dim=1)
+    if order is not None:
+        features = torch.empty_like(features).index_copy(1, order, features)
+    return layer(features)
+
+
+def _of_both(layer: nn.Linear, candidate: Tensor, request: Tensor, rows: CandidateRows, order: Tensor | None) -> Tensor:
+    weight = layer.weight if order is None else layer.weight.index_select(1, order)
+    split = request.shape[1]
+    return rows.add(F.linear(candidate, weight[:, split:], layer.bias), F.linear(request, weight[:, :split]))
 
 
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:

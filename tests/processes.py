@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing as mp
+
+from train.process.signals import SIGNALS
 
 # Imported once, by the server that ranks are forked from: the imports take longer than most of what ranks do here.
 multiprocessing.set_forkserver_preload(["train.main"])
@@ -32,4 +35,6 @@ def _enter(rank: int, function: Callable[..., None], ranks: int, port: int, argu
         "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": "",
     }
+    # Blocked where a loader of an earlier test started the server that this process was forked from.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     function(*arguments)

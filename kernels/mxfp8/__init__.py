@@ -9,7 +9,7 @@ recipes that are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -130,14 +130,15 @@ def check_recipe(recipe: str) -> None:
         raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
 
 
-def _last_axes(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int, **facts: Hashable) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0), (10, 0)) or dispatch.needs_dtype(
-        dtype, *dispatch.FLOATS
-    ):
-        return reason
-    if axis < -2:
-        return f"quantises along one of the last two axes, not along {axis}"
-    return None
+def _last_axes(chip: tuple[int, int]) -> Callable[..., str | None]:
+    def supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int) -> str | None:
+        if reason := dispatch.needs_triton(device, capability, chip) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+            return reason
+        if axis < -2:
+            return f"quantises along one of the last two axes, not along {axis}"
+        return None
+
+    return supports
 
 
 def _hopper(
@@ -176,8 +177,9 @@ def _blackwell(
 
 dispatch.declare(
     "mxfp8_quantize",
-    Backend("hopper", "kernels.mxfp8.hopper.quantize:quantize", _last_axes),
+    Backend("hopper", "kernels.mxfp8.hopper.quantize:quantize", _last_axes((9, 0))),
     Backend("reference", reference.quantize),
+    Backend("blackwell", "kernels.mxfp8.hopper.quantize:quantize", _last_axes((10, 0))),  # compiled, not run
 )
 dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
 dispatch.declare("linear", Backend("reference", functional.linear))

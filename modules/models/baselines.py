@@ -6,23 +6,37 @@ All use SiLU, dropout in their MLPs, and a head of its own for each task.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kernels.ikbo import expand_rows
-from kernels.jagged import jagged_dense_elementwise, jagged_index_select, jagged_linear, segment_mean, segment_sum
+from kernels.jagged import (
+    jagged_dense_elementwise,
+    jagged_elementwise,
+    jagged_index_select,
+    jagged_linear,
+    segment_mean,
+    segment_sum,
+)
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.embedding import JaggedSequence, Tokens
-from modules.interaction import CrossNet, DotInteraction
+from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
 from modules.plain import is_plain
+
+LEAST_PAIRS = 1 << 14
+"""Pairs of candidate and event of which it does not pay to make fewer at a time."""
 
 
 class ActivationUnit(nn.Module):
@@ -33,7 +47,8 @@ class ActivationUnit(nn.Module):
     SiLU instead of DIN's Dice, whose batch statistics would depend on which candidates share a batch.
 
     The first layer of the MLP, W [q, k, q - k, q * k], is (W_1 + W_3) q + (W_2 - W_3) k + W_4 (q * k): the part of q is
-    computed once a candidate and added to those of its events, and q is copied to none of them.
+    computed once a candidate, that of k once an event of the request. Pairs of candidate and event are made for some
+    candidates at a time, and again in the backward: never more than the batch has events (or `LEAST_PAIRS`).
     """
 
     def __init__(self, spec: FeatureSpec, event: EventType, dim: int, hidden: Sequence[int]) -> None:
@@ -50,34 +65,75 @@ class ActivationUnit(nn.Module):
         """
         fallback = candidate.mean(1)
         query = torch.cat([fallback if match is None else candidate[:, match] for match in self.matches], dim=1)
-        key, offsets = jagged_index_select(sequence.values, sequence.offsets, rows.owner)
-        weight = self._first(query, key, offsets)
-        for layer in self.layers:
-            weight = layer(weight)
-        return segment_sum(weight * key, offsets)
+        of_query, of_key = self._parts(query, sequence.values)
+        events = (sequence.values, of_key, sequence.offsets)
+        if torch.compiler.is_compiling():
+            return self._attend(query, of_query, rows.owner, None, *events)
+        ends = functional.pad(sequence.offsets.diff()[rows.owner].cumsum(0), (1, 0)).tolist()
+        pieces = _pieces(ends, max(sequence.values.shape[0], LEAST_PAIRS))
+        if len(pieces) == 1:
+            return self._attend(query, of_query, rows.owner, ends[-1], *events)
+        candidates = [end - begin for begin, end in pieces]
+        parts = [[None] * len(pieces) if x is None else x.split(candidates) for x in (query, of_query, rows.owner)]
+        totals = [ends[end] - ends[begin] for begin, end in pieces]
+        attended = [
+            checkpoint(self._attend, *part, total, *events, use_reentrant=False)
+            for *part, total in zip(*parts, totals, strict=True)
+        ]
+        return torch.cat(attended)
 
     @property
     def layers(self) -> list[nn.Module]:
         """The MLP after its first layer and activation."""
         return list(self.score)[2:]
 
-    def _first(self, query: Tensor, key: Tensor, offsets: Tensor) -> Tensor:
-        """The first layer of the MLP: query [C, width], key [pairs, width] of rows `offsets` -> [pairs, hidden]."""
+    def _parts(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of the first layer's result that of each query, with the bias, and of each key; None if it must be called."""
         first, *rest = self.score
-        product = jagged_dense_elementwise(key, offsets, query, "mul")
         if not (is_plain(first, nn.Linear) and all(is_plain(layer, nn.SiLU) for layer in rest[:1])):
-            query = expand_rows(query, offsets, key.shape[0])
-            hidden = first(torch.cat([query, key, query - key, product], dim=1))
-            return rest[0](hidden) if rest else hidden
-        of_query, of_key, of_difference, of_product = first.weight.chunk(4, dim=1)
-        return jagged_linear(
-            torch.cat([key, product], dim=1),
-            offsets,
-            torch.cat([of_key - of_difference, of_product], dim=1),
-            first.bias,
-            functional.linear(query, of_query + of_difference),
-            "silu" if rest else "none",
+            return None, None
+        of_query, of_key, of_difference, _ = first.weight.chunk(4, dim=1)
+        return (
+            functional.linear(query, of_query + of_difference, first.bias),
+            functional.linear(key, of_key - of_difference),
         )
+
+    def _attend(
+        self,
+        query: Tensor,
+        of_query: Tensor | None,
+        owner: Tensor,
+        total: int | None,
+        values: Tensor,
+        of_key: Tensor | None,
+        offsets: Tensor,
+    ) -> Tensor:
+        """query [c, width] of candidates with these owners [c], which have `total` pairs -> [c, width]."""
+        key, ends = jagged_index_select(values, offsets, owner, total)
+        products = jagged_dense_elementwise(key, ends, query, "mul")
+        first, *rest = self.score
+        if of_query is None or of_key is None:
+            query = expand_rows(query, ends, key.shape[0])
+            weight = first(torch.cat([query, key, query - key, products], dim=1))
+            weight = rest[0](weight) if rest else weight
+        else:
+            of_product = cast(nn.Linear, first).weight[:, -self.width :]
+            of_pair = jagged_linear(products, ends, of_product, None, of_query)
+            of_key, _ = jagged_index_select(of_key, offsets, owner, key.shape[0])
+            weight = jagged_elementwise(of_pair, of_key, "add", "silu" if rest else "none")
+        for layer in self.layers:
+            weight = layer(weight)
+        return segment_sum(weight * key, ends)
+
+
+def _pieces(ends: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Ranges of candidates, begin and end, that have at most `most` pairs together; `ends` as offsets of each one's."""
+    pieces, begin, last = [], 0, len(ends) - 1
+    while begin < last:
+        end = max(begin + 1, bisect_right(ends, ends[begin] + most) - 1)
+        pieces.append((begin, end))
+        begin = end
+    return pieces or [(0, 0)]
 
 
 class _Baseline(nn.Module):
@@ -103,15 +159,18 @@ class DIN(_Baseline):
         self.events = spec.histories
         units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
-        self.heads = TaskHeads(_num_tokens(spec) * dim, config.hidden, spec.num_outputs, config.dropout)
+        of_request = spec.num_request_tokens * dim
+        of_candidate = _num_tokens(spec) * dim - of_request
+        outputs, dropout = spec.num_outputs, config.dropout
+        self.heads = TaskHeads(of_candidate, config.hidden, outputs, dropout, of_request, one_weight=True)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
-        features = [rows.expand(tokens.request).flatten(1), tokens.candidate.flatten(1)]
+        features = [tokens.candidate.flatten(1)]
         for event, unit in zip(self.events, self.units, strict=True):
             features.append(unit(tokens.candidate, tokens.histories[event.name], rows))
-        return self.heads(torch.cat(features, dim=1))
+        return self.heads(torch.cat(features, dim=1), tokens.request.flatten(1), rows)
 
 
 class DCNv2(_Baseline):
@@ -133,19 +192,18 @@ class DCNv2(_Baseline):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
-        x = _all_tokens(tokens, batch).flatten(1)
-        return self.heads(torch.cat([self.cross(x), self.deep(x)], dim=1))
+        x, request, rows = tokens.candidate.flatten(1), _request_tokens(tokens).flatten(1), CandidateRows.of(batch)
+        crossed = self.cross(x, request, rows)
+        return self.heads(torch.cat([crossed, self.deep(x, request=request, rows=rows)], dim=1))
 
 
 class DLRM(_Baseline):
     """DLRM (arXiv 1906.00091): dense tokens pass a bottom MLP, all tokens meet in inner products, then a top MLP.
 
     The dense tokens of request and candidate become one token; without dense features there is no bottom MLP and the
-    top MLP reads inner products alone.
+    top MLP reads inner products alone. What is a request's alone, such as the products of its tokens with each other,
+    is computed once a request.
     """
-
-    dense: Tensor
-    sparse: Tensor
 
     @dataclass(kw_only=True)
     class Config(ModelConfig):
@@ -156,25 +214,74 @@ class DLRM(_Baseline):
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
         dim, dropout = config.dim, config.dropout
-        num_tokens = _num_tokens(spec)
-        dense = [spec.num_request_tokens - 1] * bool(spec.request_dense) + [num_tokens - 1] * bool(spec.candidate_dense)
-        sparse = [index for index in range(num_tokens) if index not in dense]
-        self.register_buffer("dense", torch.tensor(dense, dtype=torch.int64), persistent=False)
-        self.register_buffer("sparse", torch.tensor(sparse, dtype=torch.int64), persistent=False)
-        self.bottom = MLP(len(dense) * dim, config.bottom_hidden, dim, dropout) if dense else None
-        self.dot = DotInteraction(len(sparse) + bool(dense))
-        self.heads = TaskHeads(self.dot.num_pairs + dim * bool(dense), config.top_hidden, spec.num_outputs, dropout)
-        self.dim = dim
+        self.request_dense, self.candidate_dense = bool(spec.request_dense), bool(spec.candidate_dense)
+        num_dense = self.request_dense + self.candidate_dense
+        self.bottom = MLP(num_dense * dim, config.bottom_hidden, dim, dropout) if num_dense else None
+        # All tokens in the order of the top MLP's weights: the dense one, then the request's, then the candidate's.
+        num_tokens = bool(num_dense) + _num_tokens(spec) - num_dense
+        num_candidate = spec.num_candidate_tokens - self.candidate_dense
+        candidate = list(range(num_tokens - num_candidate, num_tokens))
+        if self.candidate_dense:
+            candidate.insert(0, 0)
+        request = [token for token in range(num_tokens) if token not in candidate]
+        self.dot = DotInteraction(len(candidate))
+        self.request_dot = DotInteraction(len(request)) if request else None
+        order = _dlrm_order(dim, num_dense > 0, request, candidate)
+        of_request = dim * (self.request_dense and not self.candidate_dense) + math.comb(len(request), 2)
+        self.heads = TaskHeads(
+            len(order) - of_request,
+            config.top_hidden,
+            spec.num_outputs,
+            dropout,
+            of_request,
+            one_weight=True,
+            order=torch.tensor(order, dtype=torch.int64),
+        )
+        self.max_candidates = spec.max_candidates
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
-        x = _all_tokens(tokens, batch)
-        sparse = x.index_select(1, self.sparse)
-        if self.bottom is None:
-            return self.heads(self.dot(sparse))
-        dense = self.bottom(x.index_select(1, self.dense).flatten(1))
-        pairs = self.dot(torch.cat([dense[:, None], sparse], dim=1))
-        return self.heads(torch.cat([dense, pairs], dim=1))
+        rows = CandidateRows.of(batch)
+        request, candidate = _request_tokens(tokens), tokens.candidate
+        of_request, of_candidate = [], []
+        if self.bottom is not None:
+            numbers = tokens.request[:, -1] if self.request_dense else None
+            if numbers is not None:
+                before = tokens.request.shape[1] - 1
+                request = torch.cat([request[:, :before], request[:, before + 1 :]], dim=1)
+            if self.candidate_dense:
+                dense = self.bottom(candidate[:, -1], request=numbers, rows=rows)
+                candidate = torch.cat([dense[:, None], candidate[:, :-1]], dim=1)
+                of_candidate.append(dense)
+            else:
+                assert numbers is not None
+                dense = self.bottom(numbers)
+                request = torch.cat([dense[:, None], request], dim=1)
+                of_request.append(dense)
+        if self.request_dot is not None:
+            of_request.append(self.request_dot(request))
+            of_candidate.append(products_across(candidate, request, rows, self.max_candidates))
+        of_candidate.append(self.dot(candidate))
+        features = torch.cat(of_request, dim=1) if self.heads.num_request else None
+        return self.heads(torch.cat(of_candidate, dim=1), features, rows)
+
+
+def _dlrm_order(dim: int, dense: bool, request: Sequence[int], candidate: Sequence[int]) -> list[int]:
+    """Where what DLRM computes, of requests first, is in [dense token | products of all pairs of tokens i < j].
+
+    `request` and `candidate` are the numbers of their tokens, of which 0 is the dense one if there is one.
+    """
+    num_tokens = len(request) + len(candidate)
+    column = {pair: dim * dense + i for i, pair in enumerate(combinations(range(num_tokens), 2))}
+
+    def own(side: Sequence[int]) -> list[int]:
+        return list(range(dim)) if dense and 0 in side else []
+
+    def pairs(side: Sequence[int]) -> list[int]:
+        return [column[pair] for pair in combinations(side, 2)]
+
+    across = [column[min(pair), max(pair)] for pair in product(candidate, request)]
+    return [*own(request), *pairs(request), *own(candidate), *across, *pairs(candidate)]
 
 
 def _num_tokens(spec: FeatureSpec) -> int:
@@ -183,9 +290,8 @@ def _num_tokens(spec: FeatureSpec) -> int:
     return spec.num_request_tokens + fields + spec.num_candidate_tokens
 
 
-def _all_tokens(tokens: Tokens, batch: RequestBatch) -> Tensor:
-    """[C, n, d]: request tokens, the mean of each history field (zeros without events), candidate tokens."""
+def _request_tokens(tokens: Tokens) -> Tensor:
+    """[R, n, d]: request tokens and the mean of each history field, zeros without events."""
     dim = tokens.request.shape[2]
     means = [segment_mean(history.values, history.offsets) for history in tokens.histories.values()]
-    shared = torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)
-    return torch.cat([CandidateRows.of(batch).expand(shared), tokens.candidate], dim=1)
+    return torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)

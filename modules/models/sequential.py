@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kernels.tokens import permute
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
+from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
 from modules.embedding import Tokens
 
@@ -105,7 +106,7 @@ class SequentialModel(nn.Module, ABC):
         if self.training and self.trains_on_places:
             return self._next_items(states, sequences, tokens, batch)
         last = states[sequences.offsets[1:] - 1]
-        product = self.query(last)[batch.owner] * self.item(tokens.candidate[:, 0])
+        product = CandidateRows.of(batch).multiply(self.item(tokens.candidate[:, 0]), self.query(last))
         return product.sum(1, keepdim=True)
 
     def queries(self, tokens: Tokens) -> Tensor:

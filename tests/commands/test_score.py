@@ -95,10 +95,11 @@ class Runs:
 def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_operators.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("evil_operators", "kernels_of_mine.evil"):
+    for name in ("evil_operators", "kernels_of_mine.evil", "gemsmith.evil_operators"):
         (tmp_path / "export.json").write_text(json.dumps({"operators": [name], "program": None, "dtype": "float32"}))
         with pytest.raises(ValueError, match=f"needs operators of '{name}', which is none of kernels"):
             Scorer(tmp_path)
+    scorer._import_operators(["gemsmith.kernels.jagged"])  # as a wheel writes it
     scorer._import_operators(["kernels.jagged", "json"])  # imported already, by whoever trusts it
 
 

@@ -18,7 +18,7 @@ from train.data.columns import (
     read_numbers,
     read_time_lists,
 )
-from train.data.vocabulary import Hashing, Vocabulary, hash_texts
+from train.data.vocabulary import Hashing, Vocabulary, hash_texts, occurrences
 
 
 def column(values, kind=None) -> pa.ChunkedArray:
@@ -150,10 +150,10 @@ def test_times():
 def test_vocabulary_knows_training_ids_only(tmp_path):
     ids = read_ids(column(["b", "a", "c", "a", None, "z"]))
     training = np.array([True, True, True, True, True, False])
-    vocabulary = Vocabulary([("item", ids, training)], min_count={"item": 1})
+    vocabulary = Vocabulary([("item", ids.values, occurrences(ids, training))], min_count={"item": 1})
     assert vocabulary.size("item") == 4
     assert vocabulary.ids("item", ids).tolist() == [2, 1, 3, 1, 0, 0]
-    rare = Vocabulary([("item", ids, training)], min_count={"item": 2})
+    rare = Vocabulary([("item", ids.values, occurrences(ids, training))], min_count={"item": 2})
     assert rare.ids("item", ids).tolist() == [0, 1, 0, 1, 0, 0]
     vocabulary.save(tmp_path / "vocabulary")
     saved = pq.read_table(tmp_path / "vocabulary" / "item.parquet").to_pydict()
@@ -162,8 +162,7 @@ def test_vocabulary_knows_training_ids_only(tmp_path):
 
 def test_columns_of_one_table_share_its_rows():
     left, right = read_ids(column([1, 2])), read_ids(column(["3", "2"]))
-    everything = np.ones(2, bool)
-    vocabulary = Vocabulary([("item", left, everything), ("item", right, everything)], min_count={"item": 1})
+    vocabulary = Vocabulary([("item", side.values, occurrences(side)) for side in (left, right)], min_count={"item": 1})
     assert vocabulary.ids("item", left).tolist() == [1, 2]
     assert vocabulary.ids("item", right).tolist() == [3, 2]
 

@@ -13,7 +13,7 @@ from tests.data.test_data_events import make_config, make_table, whole, words
 from train.data import build_source
 from train.data.columns import read_ids
 from train.data.summary import summarise
-from train.data.vocabulary import Vocabulary, hash_texts
+from train.data.vocabulary import Vocabulary, hash_texts, occurrences
 
 OOV = {"min_count": 6, "oov_rows": 3}
 
@@ -40,7 +40,7 @@ def test_a_table_may_have_a_min_count_of_its_own(tmp_path, caplog):
 def test_rare_and_unseen_ids_are_hashed_into_rows_apart_from_missing_ones(tmp_path):
     ids = read_ids(column(["b", "a", "c", "a", None, "z"]))
     training = np.array([True, True, True, True, True, False])
-    vocabulary = Vocabulary([("item", ids, training)], {"item": 2}, oov_rows=4)
+    vocabulary = Vocabulary([("item", ids.values, occurrences(ids, training))], {"item": 2}, oov_rows=4)
     assert vocabulary.size("item") == 6
     rows = dict(zip(["b", "a", "c", "a", None, "z"], vocabulary.ids("item", ids).tolist(), strict=True))
     assert (rows[None], rows["a"]) == (0, 5)
@@ -51,7 +51,10 @@ def test_rare_and_unseen_ids_are_hashed_into_rows_apart_from_missing_ones(tmp_pa
     vocabulary.save(tmp_path / "vocabulary")
     saved = pq.read_table(tmp_path / "vocabulary" / "item.parquet").to_pydict()
     assert saved == {"row": [5], "value": ["a"], "count": [2]}
-    digests = {Vocabulary([("item", ids, training)], {"item": 2}, oov_rows=rows).digest() for rows in (0, 1, 4)}
+    digests = {
+        Vocabulary([("item", ids.values, occurrences(ids, training))], {"item": 2}, oov_rows=rows).digest()
+        for rows in (0, 1, 4)
+    }
     assert len(digests) == 3
 
 

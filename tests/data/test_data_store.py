@@ -24,6 +24,12 @@ def test_a_file_rewritten_with_equal_size_is_another_file_set(tmp_path: Path) ->
     assert store.cache_folder(config, [file]) != before
 
 
+def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict) -> None:
+    for name, array in arrays.items():
+        np.save(store.array_file(folder, name), array)
+    store.save_meta(folder, meta)
+
+
 def test_settings_of_the_loader_prepare_nothing_anew() -> None:
     usual = EventsConfig()
     loading = EventsConfig(batch_size=1, eval_batch_size=2, num_workers=3, prefetch=4, max_history=5, pad_events=6)
@@ -36,7 +42,7 @@ def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     folder, plain = tmp_path / "cache" / "data", tmp_path / "plain"
     before = os.umask(0o027)
     try:
-        store.prepare_once(folder, lambda partial: store.save(partial, {}, {}), lambda make: make())
+        store.prepare_once(folder, lambda partial: save(partial, {}, {}), lambda make: make())
         plain.mkdir()
     finally:
         os.umask(before)
@@ -57,7 +63,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
     arrays = {name: np.arange(len(name)) for name in ("plain", "history.x.ids", "list.a/b", "100%", "..")}
-    store.save(tmp_path, arrays, {"key": [1]})
+    save(tmp_path, arrays, {"key": [1]})
     loaded = store.load(tmp_path)
     assert loaded.keys() == arrays.keys()
     assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
@@ -74,7 +80,7 @@ def test_a_damaged_cache_is_prepared_anew(file: str, tmp_path: Path, caplog: pyt
 
     def prepare(partial: Path) -> None:
         prepared.append(partial)
-        store.save(partial, {"numbers": np.arange(1000)}, {"key": 1})
+        save(partial, {"numbers": np.arange(1000)}, {"key": 1})
         (partial / "vocabulary.parquet").write_bytes(b"ids")
 
     def again(verify: bool = True) -> int:

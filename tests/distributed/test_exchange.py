@@ -19,8 +19,7 @@ def _layer(top_k: int) -> MoE:
     return MoE(DIM, 6, EXPERTS, top_k, num_shared_experts=1).double()
 
 
-def _same_as_whole(counts: tuple[int, ...], top_k: int) -> None:
-    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+def _same_as_whole(world: distributed.World, counts: tuple[int, ...], top_k: int) -> None:
     whole, layer = _layer(top_k), _layer(top_k)
     held = EXPERTS // world.size
     mine = slice(world.rank * held, (world.rank + 1) * held)
@@ -48,13 +47,14 @@ def _same_as_whole(counts: tuple[int, ...], top_k: int) -> None:
     assert gate is not None
     dist.all_reduce(gate)  # each rank has that of its own tokens
     torch.testing.assert_close(gate, gradient)
-    distributed.stop()
 
 
 def _cases(ranks: int) -> None:
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
     for top_k in (2, EXPERTS):
         for counts in ((5, 3), (0, 7), (0, 0)) if ranks > 1 else ((5,), (0,)):
-            _same_as_whole(counts, top_k)
+            _same_as_whole(world, counts, top_k)
+    distributed.stop()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,7 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
-from modules.models import build
+from modules.mlp import TaskHeads
+from modules.models import baselines, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.precision import apply_recipe
 from tests.modules.factories import random_batch, random_spec
@@ -65,6 +66,12 @@ def tokens_by_hand(embedding: FeatureEmbedding, spec: FeatureSpec, batch: Reques
     return result
 
 
+def scores(heads: TaskHeads, features: Tensor) -> Tensor:
+    """Logits of a head for each task over all features of each candidate, the request's copied to it."""
+    pairs = zip(heads.first, heads.trunks, strict=True)
+    return torch.cat([trunk(first.own(features)) for first, trunk in pairs], dim=1)
+
+
 def test_tokens_are_the_looked_up_rows() -> None:
     spec = random_spec()
     embedding, batch = FeatureEmbedding(spec, 8, "cpu"), random_batch(spec)
@@ -95,27 +102,61 @@ def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], r
         for key in tokens.events["event0"].flatten(1):
             pooled = pooled + unit.score(torch.cat([query, key, query - key, query * key])) * key
         features = torch.cat([tokens.request.flatten(), tokens.candidate.flatten(), pooled])
-        expected.append(din.heads(features[None])[0])
+        expected.append(scores(din.heads, features[None])[0])
     torch.testing.assert_close(din(embedding(batch), batch), torch.stack(expected))
 
 
-def test_dcnv2_is_a_cross_network_beside_an_mlp() -> None:
+@pytest.mark.parametrize(("layers", "hidden"), [(3, [16]), (1, [16, 8]), (0, [])], ids=str)
+def test_dcnv2_is_a_cross_network_beside_an_mlp(layers: int, hidden: list[int]) -> None:
     spec = random_spec()
-    embedding, dcnv2 = build_model(DCNv2.Config(dim=8, rank=4, hidden=[16]), spec)
+    embedding, dcnv2 = build_model(DCNv2.Config(dim=8, rank=4, num_cross_layers=layers, hidden=hidden), spec)
     batch = random_batch(spec)
     x = torch.stack([tokens.all().flatten() for tokens in tokens_by_hand(embedding, spec, batch)])
     expected = dcnv2.heads(torch.cat([dcnv2.cross(x), dcnv2.deep(x)], 1))
     torch.testing.assert_close(dcnv2(embedding(batch), batch), expected)
 
 
-def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token() -> None:
+@pytest.mark.parametrize("sides", [("request", "candidate"), ("request",), ("candidate",), ()], ids=str)
+def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token(sides: tuple[str, ...]) -> None:
     spec = random_spec()
+    spec = dataclasses.replace(spec, **{f"{side}_dense": () for side in {"request", "candidate"} - set(sides)})
     embedding, dlrm = build_model(DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]), spec)
-    batch, expected = random_batch(spec), []
-    for tokens in tokens_by_hand(embedding, spec, batch):
-        dense = dlrm.bottom(torch.cat([tokens.request[-1], tokens.candidate[-1]]))
-        sparse = CandidateTokens(tokens.request[:-1], tokens.candidate[:-1], tokens.events).all()
-        met = torch.cat([dense[None], sparse])
+    batch = random_batch(spec)
+    tokens, expected = embedding(batch), []
+    for c, r in enumerate(batch.owner.tolist()):
+        request, candidate = tokens.request[r], tokens.candidate[c]
+        numbers = [request[-1]] * ("request" in sides) + [candidate[-1]] * ("candidate" in sides)
+        request = request[:-1] if "request" in sides else request
+        candidate = candidate[:-1] if "candidate" in sides else candidate
+        events = {
+            name: history.values[history.offsets[r] : history.offsets[r + 1]].unflatten(1, (2, 8))
+            for name, history in tokens.histories.items()
+        }
+        met = CandidateTokens(request, candidate, events).all()
+        dense = [dlrm.bottom(torch.cat(numbers))] if numbers else []
+        met = torch.cat([*(x[None] for x in dense), met])
         pairs = [met[i] @ met[j] for i in range(len(met)) for j in range(i + 1, len(met))]
-        expected.append(dlrm.heads(torch.cat([dense, torch.stack(pairs)])[None])[0])
-    torch.testing.assert_close(dlrm(embedding(batch), batch), torch.stack(expected))
+        expected.append(scores(dlrm.heads, torch.cat([*dense, torch.stack(pairs)])[None])[0])
+    torch.testing.assert_close(dlrm(tokens, batch), torch.stack(expected))
+
+
+@pytest.mark.parametrize("hidden", [[8], []], ids=str)
+def test_din_in_pieces_equals_din_at_once(hidden: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = random_spec(num_events=1)
+    embedding, din = build_model(DIN.Config(dim=8, attention_hidden=hidden, hidden=[]), spec)
+    batch = random_batch(spec, (4, 0, 3, 4, 2), (6, 2, 0, 5, 1))
+    results = []
+    for least in (baselines.LEAST_PAIRS, 0):
+        monkeypatch.setattr(baselines, "LEAST_PAIRS", least)
+        logits = din(embedding(batch), batch)
+        parameters = [*din.parameters(), *embedding.parameters()]
+        results.append([logits, *torch.autograd.grad(logits.square().sum(), parameters)])
+    for at_once, in_pieces in zip(*results, strict=True):
+        torch.testing.assert_close(in_pieces, at_once)  # sums over candidates in another order
+
+
+@pytest.mark.parametrize("ends", [[0], [0, 0, 0], [0, 5, 5, 9, 9], [0, 1, 2, 3, 8], [0, 7]], ids=str)
+def test_pieces_cover_all_candidates_and_are_small(ends: list[int]) -> None:
+    pieces = baselines._pieces(ends, 5)
+    assert [candidate for piece in pieces for candidate in range(*piece)] == list(range(len(ends) - 1))
+    assert all(ends[end] - ends[begin] <= 5 or end == begin + 1 for begin, end in pieces)

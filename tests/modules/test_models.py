@@ -277,9 +277,10 @@ def test_flops_of_a_batch_follow_from_those_of_small_ones(variant):
     batch, other = random_batch(spec, ones, lengths), random_batch(spec, (1, 1), (5, 6), seed=1)
 
     def count(batch: RequestBatch) -> float:
-        tokens = model.embedding(batch)
-        with torch.no_grad(), FlopCounter() as counter:
-            model.arch(tokens, batch)
+        with torch.no_grad():
+            tokens = model.embedding(batch)
+            with FlopCounter() as counter:
+                model.arch(tokens, batch)
         return counter.total
 
     # Of a difference, so that what is computed once a batch does not count.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
@@ -11,7 +12,7 @@ from modules.interaction import DHENLayer
 from modules.lce import LCE
 from modules.mlp import SharedLinear, TaskHeads
 from modules.norms import QUIET, rms_norm, row_norm
-from modules.precision import apply_recipe, in_high_precision
+from modules.precision import FP32Linear, apply_recipe, in_high_precision
 from modules.rotary import BASE, rotate, rotation
 from modules.wukong import WukongLayer
 
@@ -66,6 +67,25 @@ def test_task_heads_are_separate_and_give_logits_in_the_weights_dtype():
     touched = {name.split(".")[1] for name, p in heads.named_parameters() if p.grad is not None and p.grad.any()}
     assert touched == {"1"}
     assert TaskHeads(6, [], num_tasks=2)(x).shape == (7, 2)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "fp32", "called", "quantised"])
+def test_one_weight_over_features_of_both_equals_the_layer_on_copies(kind, ordered):
+    rows = CandidateRows.of_offsets(torch.tensor([0, 2, 2, 5]), 5)
+    order = torch.randperm(64) if ordered else None
+    layer = FP32Linear if kind == "fp32" else nn.Linear
+    linear = SharedLinear(40, 24, 32, layer=layer, one_weight=True, order=order)
+    if kind == "called":
+        linear.own.register_forward_hook(lambda *_: None)
+    if kind == "quantised":
+        apply_recipe(linear, "mxfp8", ["own"])
+    candidate, request = torch.randn(5, 40), torch.randn(3, 24)
+    features = torch.cat([request[rows.owner], candidate], dim=1)
+    copies = torch.empty_like(features)
+    copies[:, torch.arange(64) if order is None else order] = features
+    torch.testing.assert_close(linear(candidate, request, rows), linear.own(copies))
+    assert set(linear.state_dict()) == {"own.weight", "own.bias"}
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0], [1], [0, 4]])

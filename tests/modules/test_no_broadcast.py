@@ -1,7 +1,8 @@
-"""InterFormer computes what belongs to a request at the request, and allocates no copy of it for candidates."""
+"""Models compute what belongs to a request at the request, and allocate no copy of it for candidates."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,20 @@ from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
-from modules.models import build
-from modules.models.baselines import DCNv2
+from modules.models import baselines, build
+from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
+from modules.models.hstu import HSTU
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
+from modules.models.sasrec import SASRec
+from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
 from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec
-from tests.modules.test_models import GEM_SMALL, KUNLUN, SMALL
+from tests.modules.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
 from tests.modules.test_models import WUKONG as WUKONG_MODEL
+from tests.modules.test_sequential import SPEC
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
 WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
@@ -133,14 +138,83 @@ def test_wukong_kunlun_and_gem_copy_no_request_to_its_candidates(config: ModelCo
 
 
 @pytest.mark.usefixtures("opaque")
+@pytest.mark.parametrize(
+    "config",
+    [
+        DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
+        DIN.Config(dim=8, attention_hidden=[], hidden=[]),
+        DCNv2.Config(dim=8, rank=4, hidden=[16]),
+        DCNv2.Config(dim=8, rank=4, hidden=[16, 16], num_cross_layers=1),
+        DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
+        DLRM.Config(dim=8, bottom_hidden=[], top_hidden=[]),
+    ],
+    ids=lambda config: config.name,
+)
+def test_baselines_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    spec = random_spec()
+    embedding = FeatureEmbedding(spec, config.dim, device="cpu")
+    assert found(build(config, spec), random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
+
+
+@pytest.mark.usefixtures("opaque")
+@pytest.mark.parametrize("config", [SASRec.Config(dim=8), HSTU.Config(dim=8)], ids=["sasrec", "hstu"])
+def test_sequential_rankers_copy_no_request_to_its_candidates(config: SequentialConfig) -> None:
+    torch.manual_seed(0)
+    spec = SPEC
+    embedding, model = FeatureEmbedding(spec, config.dim, device="cpu"), build(config, spec)
+    assert found(model, random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
+
+
+@pytest.mark.usefixtures("opaque")
 def test_copies_are_seen_where_a_model_makes_them() -> None:
     torch.manual_seed(0)
     spec, dim = random_spec(), 8
-    config = DCNv2.Config(dim=dim, rank=4, hidden=[16])
-    model = build(config, spec)
+    model = build(DIN.Config(dim=dim, hidden=[16]), spec)
+    model.heads.first[0].own.register_forward_hook(lambda *_: None)  # must now be called, on all features
     batch, embedding = random_batch(spec, CANDIDATES), FeatureEmbedding(spec, dim, device="cpu")
-    # Two request tokens and four means of history fields.
-    assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 6 * dim
+    assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 2 * dim  # two request tokens
+
+
+class Sizes(TorchDispatchMode):
+    """Remembers how many elements results have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                self.found[x.numel()] = f"{func} {list(x.shape)}"
+        return result
+
+
+@pytest.mark.usefixtures("opaque")
+@pytest.mark.parametrize("variant", [*(name for name in VARIANTS if name != "interformer-candidate"), "sasrec", "hstu"])
+def test_nothing_is_made_for_each_pair_of_candidate_and_event(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "LEAST_PAIRS", 0)
+    torch.manual_seed(0)
+    ratio, length, dim = 16, 192, 8
+    if variant in VARIANTS:
+        config, spec = VARIANTS[variant], random_spec(max_length=length)
+    else:
+        (event,) = SPEC.histories
+        config = (SASRec if variant == "sasrec" else HSTU).Config(dim=dim)
+        spec = dataclasses.replace(SPEC, histories=(dataclasses.replace(event, max_length=length),))
+    spec = dataclasses.replace(spec, max_candidates=ratio)
+    model, embedding = build(config, spec), FeatureEmbedding(spec, dim, device="cpu")
+    sizes = []
+    for each in (1, ratio):
+        batch = random_batch(spec, (each, each), [length] * 2)
+        tokens = embedding(batch)
+        with Sizes() as made:
+            model(tokens, batch).square().sum().backward()
+        sizes.append(made.found)
+    alone, together = sizes  # scores of all pairs of events are large, but not larger with more candidates
+    pairs = 2 * ratio * length * dim
+    assert {size: name for size, name in together.items() if size >= pairs and size not in alone} == {}
 
 
 def test_rows_combine_with_candidates_in_the_wider_dtype() -> None:

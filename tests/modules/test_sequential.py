@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from kernels.gdpa import gdpa
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
@@ -16,6 +17,7 @@ from modules.models.hstu import HSTU, HSTULayer
 from modules.models.sasrec import SASRec
 from modules.models.sequential import NextItems, SequentialModel
 from tests.modules.factories import random_batch
+from tests.modules.test_models import DoubleLookup
 from train.loss import TaskLosses
 from train.loss.next_item import ItemShares
 
@@ -72,6 +74,22 @@ def test_each_place_has_the_next_event_as_its_target_and_the_last_one_the_candid
     rows = embedding.collection.embeddings["item"].weight
     torch.testing.assert_close(items.target[weighed], rows[torch.stack(expected)])
     torch.testing.assert_close(items.candidates, rows[candidates])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_rankers_a_request_batch_and_its_expanded_twin_agree_in_loss_and_every_gradient(name: str) -> None:
+    embedding, own = model(name)
+    embedding.collection = DoubleLookup(embedding.collection)
+    embedding, own = embedding.double(), own.double().eval()  # scores of the last state
+    own._scored = lambda vectors: vectors  # in float32 otherwise
+    made = random_batch(SPEC, (2, 0, 3, 1), (3, 2, 0, 6))
+    parameters = [*embedding.parameters(), *own.parameters()]
+    results = []
+    for twin in (made, made.expand()):
+        loss = binary_cross_entropy_with_logits(own(embedding(twin), twin), twin.labels.double())
+        results.append([loss, *torch.autograd.grad(loss, parameters)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-14)  # sums in another order
 
 
 @pytest.mark.parametrize("name", MODELS)

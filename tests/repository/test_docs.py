@@ -94,7 +94,7 @@ def headings(page: Path) -> set[str]:
 
 def test_links_lead_to_files_and_headings() -> None:
     astray = []
-    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*/README.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*/README.md")):
         for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
             path, _, heading = link.partition("#")
             target = page.parent / path if path else page

@@ -49,10 +49,10 @@ from train.loss import binary_only
 from train.process import distributed
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
+from train.process.places import CONFIGS
 from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @dataclass(frozen=True)

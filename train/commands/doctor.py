@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from train.process.places import CONFIGS, PREFIX, ROOT
+
 PIP = f"{sys.executable} -m pip"
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
@@ -60,8 +61,9 @@ PROBES = {
     "matplotlib": "import matplotlib as m; extra = {}",
     "tensorboard": "import tensorboard as m; extra = {}",
     "wandb": "import wandb as m; extra = {}",
-    "gemsmith": "import train as m, modules, kernels, launch;"
-    "extra = dict(places=[p.__path__[0] for p in (m, modules, kernels, launch)])",
+    "gemsmith": "from importlib import import_module;"
+    f"found = [import_module('{PREFIX}' + name) for name in ('train', 'modules', 'kernels', 'launch')];"
+    "m = found[0]; extra = dict(places=[package.__path__[0] for package in found])",
 }
 REPORT = "\nimport json; print('\\n' + json.dumps(dict(version=getattr(m, '__version__', None), **extra)))"
 
@@ -161,7 +163,8 @@ def _torch(facts: Facts) -> Finding:
     if not count:
         return Finding(OK, "torch", f"{build}; no GPU here, training runs on the CPU over gloo")
     if facts.torch_cuda is None:
-        return Finding(FAIL, "torch", f"{build}, but GPUs here: {count}", (f"make -C {ROOT} env DEVICE=cuda",))
+        fix = _lock(facts) if PREFIX else f"make -C {ROOT} env DEVICE=cuda"
+        return Finding(FAIL, "torch", f"{build}, but GPUs here: {count}", (fix,))
     needed = MIN_DRIVER.get(facts.torch_cuda.split(".")[0], 0)
     if numbers(facts.driver)[:1] < (needed,):
         message = f"{build} needs NVIDIA driver {needed} or newer; found {facts.driver}"
@@ -257,7 +260,7 @@ def _plain(facts: Facts, name: str, level: str) -> Finding:
 
 def _gemsmith(facts: Facts) -> Finding:
     own = facts.packages["gemsmith"]
-    install = f"{PIP} install --no-deps -e {ROOT}"
+    install = f"{PIP} install --no-deps --force-reinstall gemsmith" if PREFIX else f"{PIP} install --no-deps -e {ROOT}"
     if own.error:
         message = f"not importable from everywhere ({own.error}); commands work from the repository's root only"
         return Finding(WARN, "gemsmith", message, (install,))
@@ -267,7 +270,8 @@ def _gemsmith(facts: Facts) -> Finding:
         return Finding(
             WARN, "gemsmith", message, (f"{PIP} uninstall {' '.join(Path(each).name for each in strangers)}",)
         )
-    return Finding(OK, "gemsmith", f"installed from {ROOT}")
+    how = "installed in" if PREFIX else "installed from"
+    return Finding(OK, "gemsmith", f"{how} {ROOT}; configurations: {CONFIGS}")
 
 
 def gather() -> Facts:
@@ -382,7 +386,7 @@ def fit_report(arguments: list[str]) -> tuple[str, bool]:
     defaults = {"ranks": "1", "node_ranks": "8", "gpu_gib": "140"}
     options, overrides = split_options(arguments, defaults, "ranks=8 gpu_gib=80 +experiment=synthetic_h200")
     register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = to_config(compose("train", overrides))
     ranks = int(options["ranks"])
     result = fit(config, ranks, min(ranks, int(options["node_ranks"])), float(options["gpu_gib"]))

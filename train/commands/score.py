@@ -98,7 +98,7 @@ def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reques
 
 def _check_loading(package: Path) -> None:
     """In another process, which a crash in the library would end."""
-    load = "import sys, pathlib; from train.serving.scorer import Scorer; Scorer(pathlib.Path(sys.argv[1]))"
+    load = f"import sys; from {Scorer.__module__} import Scorer; Scorer(sys.argv[1])"
     ended = subprocess.run([sys.executable, "-c", load, str(package.parent)], capture_output=True, text=True)
     if ended.returncode < 0:
         raise RuntimeError(

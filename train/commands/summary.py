@@ -16,11 +16,11 @@ from hydra import compose, initialize_config_dir
 from modules.models import build as build_arch
 from modules.precision import apply_recipe
 from modules.summary import Summary, summarise
-from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.overrides import split_options
 from train.config.schema import register_schema
 from train.data import build_source
+from train.process.places import CONFIGS
 
 
 def main(arguments: list[str]) -> Summary:
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> Summary:
     if options["chip"] and not (options["chip"].isdigit() and len(options["chip"]) in (2, 3)):
         raise ValueError(f"chip={options['chip']} must be a compute capability without its dot, e.g. chip=90")
     register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+    with initialize_config_dir(str(CONFIGS), version_base=None):
         config = to_config(compose("train", overrides))
     source = build_source(config.data)
     arch = build_arch(config.model, source.spec)

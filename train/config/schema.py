@@ -24,6 +24,8 @@ class DataConfig:
     num_workers: int = 1  # loader processes a rank; 0 loads in the training process
     prefetch: int = option(4, least=1)  # batches that each worker prepares ahead
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
+    # rows of data=events that are prepared in memory; more go through the disk in parts of this size
+    rows_at_once: int = option(2_000_000, least=1)
     verify_cache: bool = True  # compare its checksums at the start of a run, which reads all of it once
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time

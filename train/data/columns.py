@@ -46,13 +46,6 @@ class Coded:
         position = pc.index_in(self.values, value_set=values, skip_nulls=True).fill_null(-1).to_numpy()
         return np.append(position, -1).astype(np.int32)[self.codes]
 
-    def having(self, accepted: Sequence[object], condition: str) -> np.ndarray:
-        """`isin`, with a warning where no row meets this `condition`."""
-        met = self.isin(accepted)
-        if not met.any():
-            logger.warning("no row meets %s; the column holds e.g. %s", condition, self.values[:5].to_pylist())
-        return met
-
     def isin(self, accepted: Sequence[object]) -> np.ndarray:
         """[N] bool: rows whose id is one of `accepted`, compared as text; None accepts missing ones."""
         wanted = pa.array([_canonical(pa.array([value]))[0].as_py() for value in accepted], pa.string())
@@ -207,6 +200,8 @@ def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
 
 
 def _canonical(values: pa.Array) -> pa.StringArray:
+    if pa.types.is_integer(values.type):
+        return values.cast(pa.string())
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
     if pa.types.is_floating(values.type):

@@ -26,7 +26,7 @@ from train.data.files import Layout
 from train.data.histories import from_rows
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import Requests, earlier_events, group_requests
-from train.data.rows import Join, Rows
+from train.data.rows import Join, RowFiles, Rows
 
 BUILTIN = Path(__file__).resolve().parents[2] / "data" / "ml-latest-small"
 PRIOR = 10.0
@@ -62,6 +62,7 @@ def prepare(config: MovieLensConfig, folder: Path) -> None:
         "year": _release_bucket(rows.ids("title")),
         "rating": rows.ids("rating"),
     }
+    rows.finish()
     rows.report(config.max_skipped)
     good = np.flatnonzero(~rows.bad)
     requests = group_requests(
@@ -110,7 +111,7 @@ def _read(config: MovieLensConfig, files: dict[str, Path]) -> Rows:
     if "users" in files:
         wanted |= set(USER_ATTRIBUTES)
         joins.append(Join([files["users"]], "userId", "userId", _layout(files["users"], USERS)))
-    return Rows([files["ratings"]], wanted, _layout(files["ratings"], RATINGS), config.bad_rows, joins)
+    return RowFiles([files["ratings"]], wanted, _layout(files["ratings"], RATINGS), config.bad_rows, joins).whole()
 
 
 def _layout(file: Path, names: list[str]) -> Layout:

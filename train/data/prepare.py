@@ -1,7 +1,7 @@
 """The last stage of preparation, common to all sources: rows, requests and histories to the columns of a cache folder.
 
-The columns of the file set are held in memory while they are prepared: ids as 4 bytes each, numbers as 8, lists as 4 an
-item. Training then reads memory-mapped files.
+`write` has the columns of all rows in memory: ids as 4 bytes each, numbers as 8, lists as 4 an item.
+`train.data.events.streamed` has not, and ends in the same parts. Training then reads memory-mapped files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from modules.batch import FeatureSpec, SparseFeature
 from train.config.schema import DataConfig
 from train.data import mapping, store
 from train.data.columns import Coded, CodedLists
+from train.data.exact import ExactSum, Moments
 from train.data.files import Table
 from train.data.histories import History
 from train.data.numeric import scaled
 from train.data.requests import Requests
-from train.data.vocabulary import Hashing, Occurrences, Vocabulary
+from train.data.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
+from train.data.writer import Block, Writer
 
 
 @dataclass
@@ -45,13 +47,75 @@ def standardise(
 
     `earlier`: mean and std of another run, which are used in their place.
     """
-    sample = values[training]
-    sample = sample[~np.isnan(sample)]
-    mean = float(sample.mean()) if sample.size else 0.0
-    # The deviation of a constant column is a rounding error of the mean, and another number would become 1e16.
-    std = float(sample.std()) if sample.size and sample.min() < sample.max() else 0.0
-    used = earlier or {"mean": mean, "std": std}
+    moments = Moments()
+    moments.add(np.asarray(values[training], np.float64))
+    used = earlier or {"mean": moments.mean(), "std": moments.std()}
     return scaled(values, used), used
+
+
+class Labels:
+    """What is known of the labels of all rows: training rates, unobserved shares and bounds."""
+
+    def __init__(self, spec: FeatureSpec, real: Sequence[str]) -> None:
+        self.spec, self.real = spec, real
+        self._rows = 0
+        self._unobserved = np.zeros(len(spec.tasks), np.int64)
+        self._sums = [(ExactSum(), ExactSum()) for _ in spec.tasks]  # of weighted labels, of weights
+        self._bounds: dict[str, tuple[float, float, bool]] = {}
+
+    def train(self, labels: np.ndarray, weights: np.ndarray | None) -> None:
+        """Labels [N, tasks] and weights [N] of training rows."""
+        self._rows += len(labels)
+        weights = np.ones(len(labels)) if weights is None else weights
+        for task, column in enumerate(labels.T):
+            observed = ~np.isnan(column)
+            self._unobserved[task] += np.count_nonzero(~observed)
+            total, weight = self._sums[task]
+            total.add(column[observed] * weights[observed])
+            weight.add(weights[observed])
+
+    def see(self, labels: np.ndarray) -> None:
+        """Labels [N, tasks] of any rows."""
+        for task, column in zip(self.spec.tasks, labels.T, strict=True):
+            observed = column[~np.isnan(column)]
+            if task in self.real and observed.size:
+                least, most, whole = self._bounds.get(task, (math.inf, -math.inf, True))
+                whole = whole and bool((observed == np.round(observed)).all())
+                self._bounds[task] = min(least, float(observed.min())), max(most, float(observed.max())), whole
+
+    def rates(self) -> dict[str, float]:
+        rates = {}
+        for task, (total, weight) in zip(self.spec.tasks, self._sums, strict=True):
+            if not weight.value():
+                raise ValueError(f"task {task!r} has no observed label in the training split")
+            rates[task] = float(total.value() / weight.value())
+        return rates
+
+    def unobserved(self) -> dict[str, float]:
+        """Share of training rows whose label was not observed, by task."""
+        return dict(zip(self.spec.tasks, (self._unobserved / max(self._rows, 1)).tolist(), strict=True))
+
+    def bounds(self) -> dict[str, tuple[float, float, bool]]:
+        """(least, most, whether all are whole) of the observed labels of tasks that have real numbers."""
+        return self._bounds
+
+
+def make_ids(
+    folder: Path,
+    config: DataConfig,
+    spec: FeatureSpec,
+    training: Iterable[Occurrences],
+    earlier: mapping.Mapping | None,
+    new_ids: bool,
+) -> tuple[Hashing | Vocabulary, FeatureSpec]:
+    """Rows for the ids that occur in training, saved, and the spec with the sizes of the tables."""
+    if config.id_map == "hash":
+        ids: Hashing | Vocabulary = Hashing(config.hash_rows)
+    else:
+        known = earlier.ids if earlier else None
+        ids = Vocabulary(training, _min_counts(config, spec, new_ids), known, config.oov_rows)
+        ids.save(folder / mapping.FOLDER)
+    return ids, dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
 
 
 def write(
@@ -82,63 +146,66 @@ def write(
     training[requests.rows("train")] = True
     training[requests.earlier] = True
     if not training.any():
-        raise ValueError(f"the training split is empty: data.split={list(config.split)} of {len(requests.order)} rows")
-    if config.id_map == "hash":
-        ids: Hashing | Vocabulary = Hashing(config.hash_rows)
-    else:
-        occurrences = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-        ids = Vocabulary(
-            occurrences, _min_counts(config, spec, new_ids), earlier.ids if earlier else None, config.oov_rows
-        )
-        ids.save(folder / mapping.FOLDER)
-    spec = dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
+        raise ValueError(empty_training(config, len(requests.order)))
+    counted = _training_ids(spec, columns, histories, training, requests.bounds["train"])
+    ids, spec = make_ids(folder, config, spec, counted, earlier, new_ids)
+    known = Labels(spec, real_labels)
+    known.train(labels[training], None if weights is None else weights[training])
+    known.see(labels[np.append(requests.order, requests.earlier)])
     first, order = requests.first, requests.order
-    arrays: dict[str, np.ndarray] = {
-        "request_time": time[first] // 1000,
-        "user": user[first].astype(np.int64),
-        "candidate_offsets": requests.offsets,
-        "row": table.number[order],
-        "labels": labels[order].astype(np.float32),
-        "request_dense": dense.request,
-        "candidate_dense": dense.candidate,
-    }
-    if weights is not None:
-        arrays["weights"] = weights[order].astype(np.float32)
-    for side, features, rows in (("request", spec.request, first), ("candidate", spec.candidate, order)):
-        single = np.zeros((len(rows), sum(not feature.is_list for feature in features)), np.int32)
-        taken = 0
-        for feature in features:
-            column = columns[feature.name].take(rows)
-            if isinstance(column, CodedLists):
-                arrays[f"{side}_list.{feature.name}.ids"] = ids.ids(feature.table, column)
-                arrays[f"{side}_list.{feature.name}.offsets"] = column.offsets
-            else:
-                single[:, taken] = ids.ids(feature.table, column)
-                taken += 1
-        arrays[f"{side}_ids"] = single
+    writer = Writer(folder, spec, ids)
+    writer.add(
+        Block(
+            time=time[first],
+            user=user[first],
+            counts=np.diff(requests.offsets),
+            row=table.number[order],
+            labels=labels[order],
+            weights=None if weights is None else weights[order],
+            request={feature.name: columns[feature.name].take(first) for feature in spec.request},
+            candidate={feature.name: columns[feature.name].take(order) for feature in spec.candidate},
+            request_dense=dense.request,
+            candidate_dense=dense.candidate,
+            events={name: (history.starts, history.ends) for name, history in histories.items()},
+        )
+    )
     for event in spec.histories:
-        history, name = histories[event.name], f"history.{event.name}"
-        fields = [_field(history, field, columns) for field in event.fields]
-        mapped = [ids.ids(field.table, column) for field, column in zip(event.fields, fields, strict=True)]
-        arrays[f"{name}.ids"] = np.stack(mapped, 1)
-        arrays[f"{name}.times"] = history.times
-        arrays[f"{name}.starts"], arrays[f"{name}.ends"] = history.starts, history.ends
+        history = histories[event.name]
+        writer.events(event, [history_field(history, field, columns) for field in event.fields], history.times)
+    writer.close()
+    save_meta(folder, config, spec, table, requests.bounds, ids, known, dense, earlier, new_ids)
+
+
+def save_meta(
+    folder: Path,
+    config: DataConfig,
+    spec: FeatureSpec,
+    table: Table,
+    bounds: Mapping[str, tuple[int, int]],
+    ids: Hashing | Vocabulary,
+    labels: Labels,
+    dense: Dense,
+    earlier: mapping.Mapping | None,
+    new_ids: bool,
+) -> None:
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
-        "bounds": requests.bounds,
-        "label_rates": earlier.label_rates
-        if earlier and not new_ids
-        else _label_rates(spec, labels[training], None if weights is None else weights[training]),
-        "label_bounds": _label_bounds(spec, labels[np.append(requests.order, requests.earlier)], real_labels),
+        "bounds": bounds,
+        "label_rates": earlier.label_rates if earlier and not new_ids else labels.rates(),
+        "label_bounds": labels.bounds(),
         "numeric": dense.statistics,
-        "missing": dense.missing | _unobserved(spec, labels[training]),
+        "missing": dense.missing | labels.unobserved(),
         "fingerprint": _fingerprint(spec, ids, dense),
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
         "first_row": table.first_row,
     }
-    store.save(folder, arrays, meta)
+    store.save_meta(folder, meta)
+
+
+def empty_training(config: DataConfig, rows: int) -> str:
+    return f"the training split is empty: data.split={list(config.split)} of {rows} rows"
 
 
 def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
@@ -158,7 +225,7 @@ def _fingerprint(spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense) -> 
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _field(history: History, field: SparseFeature, columns: Mapping[str, Coded | CodedLists]) -> Coded:
+def history_field(history: History, field: SparseFeature, columns: Mapping[str, Coded | CodedLists]) -> Coded:
     if history.rows is None:
         return history.fields[field.name]
     column = columns[field.name]
@@ -181,38 +248,11 @@ def _training_ids(
             counted.add((feature.table, feature.name))
             column = columns[feature.name]
             lengths = np.diff(column.offsets) if isinstance(column, CodedLists) else 1
-            yield feature.table, column, np.repeat(training, lengths)
+            yield feature.table, column.values, occurrences(column, np.repeat(training, lengths))
     for event in spec.histories:
         history = histories[event.name]
         if history.rows is None:
             seen = history.seen(*bounds)
             for field in event.fields:
-                yield field.table, history.fields[field.name], seen
-
-
-def _unobserved(spec: FeatureSpec, labels: np.ndarray) -> dict[str, float]:
-    """Share of rows [N, tasks] whose label was not observed, by task."""
-    return dict(zip(spec.tasks, np.isnan(labels).mean(0).tolist(), strict=True))
-
-
-def _label_bounds(
-    spec: FeatureSpec, labels: np.ndarray, real_labels: Sequence[str]
-) -> dict[str, tuple[float, float, bool]]:
-    """(least, most, whether all are whole) of the observed labels [N, tasks] of these tasks."""
-    bounds = {}
-    for task, column in zip(spec.tasks, labels.T, strict=True):
-        observed = column[~np.isnan(column)]
-        if task in real_labels and observed.size:
-            whole = bool((observed == np.round(observed)).all())
-            bounds[task] = float(observed.min()), float(observed.max()), whole
-    return bounds
-
-
-def _label_rates(spec: FeatureSpec, labels: np.ndarray, weights: np.ndarray | None) -> dict[str, float]:
-    rates = {}
-    for task, column in zip(spec.tasks, labels.T, strict=True):
-        observed = ~np.isnan(column) if weights is None else ~np.isnan(column) & (weights > 0)
-        if not observed.any():
-            raise ValueError(f"task {task!r} has no observed label in the training split")
-        rates[task] = float(np.average(column[observed], weights=None if weights is None else weights[observed]))
-    return rates
+                column = history.fields[field.name]
+                yield field.table, column.values, occurrences(column, seen)

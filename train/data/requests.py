@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +48,7 @@ def group_requests(
     split_by: str = "time",
     train_requests: str = "all",
 ) -> Requests:
-    """Groups rows into requests and splits those by time, or by their place in their user's history.
+    """Requests of rows, split by time, or by their place in their user's history.
 
     rows [M]: those to use; user, time, request, part [N]: codes, milliseconds, codes or None, and the index in `SPLITS`
     of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one request;
@@ -60,62 +60,110 @@ def group_requests(
     split's share is 0; all others train, or the last of them with `train_requests` "last", whose history holds the
     rest.
     """
+    formed = form_requests(
+        rows,
+        user,
+        time,
+        request=request,
+        part=part,
+        window=window,
+        max_candidates=max_candidates,
+        held_out=held_out(split) if split_by == "last" else None,
+        train_requests=train_requests,
+    )
+    warn_of_long([np.bincount(formed.sizes)], max_candidates)
+    parts, offsets = formed.parts, formed.offsets
+    counts = np.bincount(parts + 1, minlength=len(SPLITS) + 1).tolist()
+    free = int(offsets[counts[0]])
+    fractions = split if split_by == "time" else None
+    bounds = split_bounds(counts, free, lambda candidates: int(np.searchsorted(offsets, candidates)), fractions)
+    return Requests(formed.order, offsets, bounds, formed.earlier)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """Requests sorted by their split's index (-1: time decides it), then time, then user."""
+
+    order: np.ndarray  # [C], as in `Requests`
+    offsets: np.ndarray  # [R + 1]
+    parts: np.ndarray  # [R]
+    earlier: np.ndarray
+    sizes: np.ndarray  # rows of each request id, of which more than max_candidates became several requests
+
+
+def form_requests(
+    rows: np.ndarray,
+    user: np.ndarray,
+    time: np.ndarray,
+    *,
+    request: np.ndarray | None,
+    part: np.ndarray,
+    window: int,
+    max_candidates: int,
+    held_out: Sequence[int] | None,
+    train_requests: str,
+) -> Formed:
+    """`group_requests` before the split; it needs all rows of its users, but not all users.
+
+    `held_out`: the splits of a user's last request, of the one before, and so on; all others train.
+    """
     keys = [time, *([] if request is None else [request]), user, part]
     order = rows[np.lexsort([key[rows] for key in keys])]
     same = np.ones(max(len(order) - 1, 0), bool)
     for key in keys[1:]:
         same &= key[order[1:]] == key[order[:-1]]
     run = np.append(0, np.cumsum(~same))[: len(order)]
-    run_ends = np.append(np.flatnonzero(~same) + 1, len(order))
+    run_ends = np.append(np.flatnonzero(~same) + 1, len(order))[: len(order)]
     sizes = np.diff(run_ends, prepend=0)
-    if request is not None and sizes.max(initial=0) > max_candidates:
-        logger.warning(
-            "%d of %d requests have more than data.max_candidates=%d rows, up to %d, and count as several requests",
-            (sizes > max_candidates).sum(),
-            len(sizes),
-            max_candidates,
-            sizes.max(),
-        )
     limit = np.minimum(run_ends[run], np.arange(len(order)) + max_candidates)
     if request is None:
         second = time[order] // 1000
         in_window = earlier_events(run, second, run, second + window + 1)[1]
         limit = np.minimum(limit, in_window)
-    starts = _follow(np.append(0, run_ends[:-1]), limit, run_ends)
+    starts = _follow(run_ends - sizes, limit, run_ends)
     lengths = np.diff(np.append(starts, len(order)))
     first = order[starts]
     parts, earlier = part[first], np.zeros(len(first), bool)
-    if split_by == "last":
-        parts, earlier = _held_out(user[first], time[first], split)
+    if held_out is not None:
+        parts, earlier = _hold_out(user[first], time[first], held_out)
         earlier &= train_requests == "last"
     used = np.flatnonzero(~earlier)
     by_time = used[np.lexsort((starts[used], time[first[used]], parts[used]))]
     in_histories = order[ranges(starts[earlier], lengths[earlier])]
     order = order[ranges(starts[by_time], lengths[by_time])]
     offsets = np.append(0, np.cumsum(lengths[by_time]))
-    parts = parts[by_time]
-    bounds = _bounds(parts) if split_by == "last" else _split(parts, offsets, split)
-    return Requests(order, offsets, bounds, in_histories)
+    return Formed(order, offsets, parts[by_time], in_histories, np.zeros(0, np.int64) if request is None else sizes)
 
 
-def _held_out(user: np.ndarray, time: np.ndarray, split: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int) -> None:
+    """sizes: for each n how many request ids have n rows, in any number of parts."""
+    parts = list(sizes)
+    most = max((len(part) for part in parts), default=0) - 1
+    if most > max_candidates:
+        logger.warning(
+            "%d of %d requests have more than data.max_candidates=%d rows, up to %d, and count as several requests",
+            sum(part[max_candidates + 1 :].sum() for part in parts),
+            sum(part.sum() for part in parts),
+            max_candidates,
+            most,
+        )
+
+
+def held_out(split: Sequence[float]) -> list[int]:
+    """Indices in `SPLITS` of what `split_by` "last" holds out of a user's requests, from the last one on."""
+    return [SPLITS.index(name) for name in ("test", "valid") if split[SPLITS.index(name)] > 0]
+
+
+def _hold_out(user: np.ndarray, time: np.ndarray, held: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """(index in `SPLITS`, whether a later training request of the user exists) of requests of these users and times."""
     order = np.lexsort((np.arange(len(user)), time, user))
     ends = np.searchsorted(user[order], user[order], side="right")
     from_end = np.empty(len(user), np.int64)
     from_end[order] = ends - 1 - np.arange(len(user))
-    held = [SPLITS.index(name) for name in ("test", "valid") if split[SPLITS.index(name)] > 0]
     parts = np.zeros(len(user), np.int64)
     for place, index in enumerate(held):
         parts[from_end == place] = index
     return parts, from_end > len(held)
-
-
-def _bounds(parts: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Where each split lies in sorted indices of splits."""
-    begins = np.searchsorted(parts, np.arange(len(SPLITS)), side="left").tolist()
-    ends = np.searchsorted(parts, np.arange(len(SPLITS)), side="right").tolist()
-    return dict(zip(SPLITS, zip(begins, ends, strict=True), strict=True))
 
 
 def earlier_events(
@@ -151,20 +199,27 @@ def _follow(begins: np.ndarray, next_start: np.ndarray, ends: np.ndarray) -> np.
         begins = next_start[begins]
         going = begins < ends
         begins, ends = begins[going], ends[going]
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(found)) if found else begins
 
 
-def _split(part: np.ndarray, offsets: np.ndarray, fractions: Sequence[float]) -> dict[str, tuple[int, int]]:
-    """`part` [R] is sorted: -1 first, in time order, then the splits that have files of their own."""
-    free = int(np.searchsorted(part, 0))
-    bounds = {}
-    for index, name in enumerate(SPLITS):
-        bounds[name] = (int(np.searchsorted(part, index)), int(np.searchsorted(part, index, side="right")))
+def split_bounds(
+    counts: Sequence[int], free: int, place: Callable[[int], int], fractions: Sequence[float] | None
+) -> dict[str, tuple[int, int]]:
+    """First request of each split and the one after its last.
+
+    counts: requests whose split time decides, then those of each split's own files, which follow them in this order.
+    The former have `free` candidates; `place` gives the first request before which at least so many came. Without
+    `fractions` time decides of none.
+    """
+    ends = np.cumsum(counts).tolist()
+    bounds = {name: (ends[index], ends[index + 1]) for index, name in enumerate(SPLITS)}
+    if fractions is None:
+        return bounds
     shared = [index for index, name in enumerate(SPLITS) if bounds[name][0] == bounds[name][1]]
     total, begin = sum(fractions[index] for index in shared), 0
     for index in shared:
         share = sum(fractions[i] for i in shared if i <= index) / total
-        end = int(np.searchsorted(offsets[: free + 1], round(share * offsets[free])))
+        end = min(place(round(share * free)), counts[0])
         bounds[SPLITS[index]] = (begin, end)
         begin = end
     return bounds

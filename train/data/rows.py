@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from train.data import columns
 from train.data.columns import Coded, CodedLists
-from train.data.files import Layout, column_names, read_files
+from train.data.files import Layout, Table, column_names, count_rows, stream_files
 from train.data.numeric import TOO_LARGE, too_large
+from train.data.remote import DataFile
 
 logger = logging.getLogger(__name__)
 
@@ -30,57 +30,122 @@ HEAVIEST = 1e30
 class Join:
     """A side table with one row for each value of `key`, to which `column` of the main rows refers."""
 
-    files: Sequence[Path]
+    files: Sequence[DataFile]
     key: str
     column: str
     layout: Layout
 
 
-class Rows:
+class RowFiles:
     """Columns of the rows of some files. A column that those lack is taken from the first joined table that has it.
 
     NaN in the number columns `nan_missing` is a missing number, in others it is malformed.
 
-    `bad_rows` "raise": the first malformed row is a ValueError that names it; "skip": such rows are marked in `bad` and
-    `report` names them. A malformed value in a joined table is then a missing one.
+    `bad_rows` "raise": the first malformed row is a ValueError that names it; "skip": such rows are marked in
+    `Rows.bad` and `report` names them. A malformed value in a joined table is then a missing one.
     """
 
     def __init__(
         self,
-        files: Sequence[Path],
+        files: Sequence[DataFile],
         wanted: Collection[str],
         layout: Layout,
         bad_rows: str,
         joins: Sequence[Join] = (),
         nan_missing: Collection[str] = (),
     ) -> None:
-        self.bad_rows, self.nan_missing = bad_rows, nan_missing
+        self.files, self.layout, self.bad_rows, self.nan_missing = files, layout, bad_rows, nan_missing
         names = column_names(files[0], layout)
         absent = sorted(set(wanted) - set(names))
         known = {files[0]: names}
-        self.sides: list[tuple[Join, Rows]] = []
+        self._sides: list[tuple[Join, Rows]] = []
         for join in joins:
             known[join.files[0]] = theirs = column_names(join.files[0], join.layout)
             taken = [name for name in absent if name in theirs]
             absent = [name for name in absent if name not in theirs]
             if taken:
-                side = Rows(join.files, [join.key, *taken], join.layout, bad_rows, nan_missing=nan_missing)
-                self.sides.append((join, side))
+                side = RowFiles(join.files, [join.key, *taken], join.layout, bad_rows, nan_missing=nan_missing)
+                self._sides.append((join, side.whole()))
         if absent:
             held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
             raise ValueError(f"no column {absent[0]!r}: {held}")
-        own = {name for name in wanted if name in names} | {join.column for join, _ in self.sides}
-        self.table = read_files(files, sorted(own), layout, skip_malformed=bad_rows == "skip")
+        self._own = sorted({name for name in wanted if name in names} | {join.column for join, _ in self._sides})
+        self._notes = Notes(str(files[0]))
+
+    def whole(self) -> Rows:
+        """All rows at once."""
+        return next(self.chunks(None))
+
+    def chunks(self, most: int | None) -> Iterator[Rows]:
+        """The rows in order, `most` at a time (None: all)."""
+        tables = stream_files(self.files, self._own, self.layout, self.bad_rows == "skip", most)
+        return (Rows(table, self._sides, self.bad_rows, self.nan_missing, self._notes) for table in tables)
+
+    def count(self) -> int:
+        """About how many rows there are."""
+        return count_rows(self.files, self.layout)
+
+
+@dataclass
+class Notes:
+    """What was found in the rows of some files, in all chunks of them."""
+
+    start: str  # the first file
+    rows: int = 0
+    bad: int = 0
+    flaws: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # kind -> (rows, the first of them)
+    unmet: dict[str, list[Any] | None] = field(default_factory=dict)  # condition -> values met instead; None: it is met
+
+    def flaw(self, kind: tuple[str, str], count: int, first: str) -> None:
+        known, example = self.flaws.get(kind, (0, first))
+        self.flaws[kind] = known + count, example
+
+    def condition(self, condition: str, met: bool, values: pa.StringArray) -> None:
+        if met:
+            self.unmet[condition] = None
+        else:
+            self.unmet.setdefault(condition, values[:5].to_pylist())
+
+    def report(self, max_skipped: float) -> None:
+        for condition, values in self.unmet.items():
+            if values is not None:
+                logger.warning("no row meets %s; the column holds e.g. %s", condition, values)
+        flaws = [f"{count} rows, the first is {first}" for count, first in self.flaws.values()]
+        for flaw in flaws:
+            logger.warning("bad input: %s", flaw)
+        share, told = self.bad / max(self.rows, 1), f"{self.bad} of {self.rows} rows from {self.start} on"
+        if share:
+            logger.warning("skipped %s", told)
+        if share > max_skipped:
+            raise ValueError(
+                f"{told} are malformed, more than data.max_skipped={max_skipped} lets data.bad_rows=skip leave "
+                f"out: {'; '.join(flaws)}. If the configuration is right, set e.g. "
+                f"data.max_skipped={math.ceil(100 * share) / 100}"
+            )
+
+
+class Rows:
+    """Some rows of `RowFiles`, as numpy columns."""
+
+    def __init__(
+        self,
+        table: Table,
+        sides: Sequence[tuple[Join, Rows]],
+        bad_rows: str,
+        nan_missing: Collection[str],
+        notes: Notes,
+    ) -> None:
+        self.table, self.sides, self.bad_rows, self.nan_missing, self.notes = table, sides, bad_rows, nan_missing, notes
         self.bad = np.zeros(len(self), bool)
-        self._flaws: list[str] = []
         self._matches: dict[int, np.ndarray] = {}
+        self._read_before: dict[tuple[Any, ...], Any] = {}
 
     def __len__(self) -> int:
         return len(self.table.number)
 
     def ids(self, name: str) -> Coded:
         side = self._side(name)
-        return side[0].ids(name).take(side[1]) if side else self._read(name, columns.read_ids)
+        return side[0].once("ids", name).take(side[1]) if side else self._read(name, columns.read_ids)
 
     def required_ids(self, name: str) -> Coded:
         """Ids of which none may be missing."""
@@ -91,7 +156,7 @@ class Rows:
     def lists(self, name: str, separator: str) -> CodedLists:
         side = self._side(name)
         if side:
-            return side[0].lists(name, separator).take(side[1])
+            return side[0].once("lists", name, separator).take(side[1])
         return self._read(name, lambda column: columns.read_lists(column, separator))
 
     def numbers(self, name: str) -> np.ndarray:
@@ -101,7 +166,7 @@ class Rows:
         """
         side = self._side(name)
         if side:
-            return np.append(side[0].numbers(name), np.nan)[side[1]]
+            return np.append(side[0].once("numbers", name), np.nan)[side[1]]
         nan_is_missing = name in self.nan_missing
         numbers, bad = self._read(name, lambda column: columns.read_numbers(column, nan_is_missing))
         expected = "expected a finite number or nothing"
@@ -126,7 +191,7 @@ class Rows:
         column, sign, value = comparison(name)
         if sign == "==":
             ids = self.ids(column)
-            return np.where(ids.codes < 0, np.nan, ids.having([value], name))
+            return np.where(ids.codes < 0, np.nan, self.having(ids, [value], name))
         numbers = self.numbers(column)
         if sign:
             return np.where(np.isnan(numbers), np.nan, numbers >= float(value))
@@ -158,6 +223,19 @@ class Rows:
         self.flag(self.owners(bad, offsets), name, _expected_time(time_format))
         return times, offsets
 
+    def once(self, method: str, *arguments: str) -> Any:
+        """What a method returns, which is called a single time: rows of several chunks join the same side table."""
+        key = (method, *arguments)
+        if key not in self._read_before:
+            self._read_before[key] = getattr(self, method)(*arguments)
+        return self._read_before[key]
+
+    def having(self, ids: Coded, accepted: Sequence[object], condition: str) -> np.ndarray:
+        """`ids.isin(accepted)`; `report` warns when no row meets the `condition`."""
+        met = ids.isin(accepted)
+        self.notes.condition(condition, bool(met.any()), ids.values)
+        return met
+
     def owners(self, chosen: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """[N] bool: rows that hold one of the `chosen` list items."""
         rows = np.zeros(len(self), bool)
@@ -174,29 +252,25 @@ class Rows:
         flaw = f"{self.table.locate(index)}: column {name!r}{value}, {expected}"
         if self.bad_rows == "raise":
             raise ValueError(f"{flaw}; data.bad_rows=skip leaves such input out")
-        self._flaws.append(f"{bad.sum()} rows, the first is {flaw}")
+        self.notes.flaw((name, expected), int(bad.sum()), flaw)
         if drop:
             self.bad |= bad
 
-    def report(self, max_skipped: float) -> None:
-        """A warning for each kind of flaw that was skipped; ValueError if more than this share of the rows was skipped.
+    def finish(self) -> None:
+        """All columns are read: count the rows and the malformed ones."""
+        self.notes.rows += len(self)
+        self.notes.bad += int(self.bad.sum())
 
-        ValueError, too, when no row is left.
+    def report(self, max_skipped: float) -> None:
+        """Once all columns of the last rows are read: a warning for each kind of flaw that was skipped in any rows.
+
+        ValueError if more than this share of the rows was skipped, or all.
         """
-        for rows in (self, *(side for _, side in self.sides)):
-            for flaw in rows._flaws:
-                logger.warning("bad input: %s", flaw)
-            share, start = rows.bad.mean(), rows.table.files[0]
-            told = f"{rows.bad.sum()} of {len(rows)} rows from {start} on"
-            if share:
-                logger.warning("skipped %s", told)
-            if share > max_skipped:
-                raise ValueError(
-                    f"{told} are malformed, more than data.max_skipped={max_skipped} lets data.bad_rows=skip leave "
-                    f"out: {'; '.join(rows._flaws)}. If the configuration is right, set e.g. "
-                    f"data.max_skipped={math.ceil(100 * share) / 100}"
-                )
-        if self.bad.all():
+        for _, side in self.sides:
+            side.finish()
+        for notes in (self.notes, *(side.notes for _, side in self.sides)):
+            notes.report(max_skipped)
+        if self.notes.bad == self.notes.rows:
             raise ValueError(f"every row of {', '.join(self.table.files)} is malformed; see the warnings above")
 
     def _side(self, name: str) -> tuple[Rows, np.ndarray] | None:
@@ -211,17 +285,20 @@ class Rows:
         raise KeyError(name)
 
     def _match(self, join: Join, side: Rows) -> np.ndarray:
-        theirs, mine = side.required_ids(join.key), self.ids(join.column)
-        usable = np.flatnonzero(~side.bad)
-        distinct, at = np.unique(theirs.codes[usable], return_index=True)
+        keys, row_of = side.once("places", join.key)
+        return row_of[self.ids(join.column).recode(keys)]
+
+    def places(self, key: str) -> tuple[pa.StringArray, np.ndarray]:
+        """(distinct keys, row of each of them, then -1)."""
+        ids = self.required_ids(key)
+        usable = np.flatnonzero(~self.bad)
+        distinct, at = np.unique(ids.codes[usable], return_index=True)
         if len(distinct) < len(usable):
             again = int(np.delete(usable, at)[0])
-            raise ValueError(
-                f"{side.table.locate(again)}: {join.key}={theirs.values[theirs.codes[again]]} is a repeated key"
-            )
-        row_of = np.full(len(theirs.values) + 1, -1)
+            raise ValueError(f"{self.table.locate(again)}: {key}={ids.values[ids.codes[again]]} is a repeated key")
+        row_of = np.full(len(ids.values) + 1, -1)
         row_of[distinct] = usable[at]
-        return row_of[mine.recode(theirs.values)]
+        return ids.values, row_of
 
     def _value(self, name: str, index: int) -> str:
         value = self.table.columns[name][index]

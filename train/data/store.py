@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from train.config.schema import DataConfig
+from train.data.remote import DataFile, stamp
 from train.process.files import faults, room, summed, write_json
 
 log = logging.getLogger(__name__)
@@ -31,16 +32,15 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
-    "negative_rate", "verify_cache",
+    "negative_rate", "rows_at_once", "verify_cache",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 
 
-def cache_folder(config: DataConfig, files: Iterable[Path]) -> Path:
+def cache_folder(config: DataConfig, files: Iterable[DataFile]) -> Path:
     """Where this configuration of these files (name, size, modification time) is prepared."""
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in ONLY_LOADING}
-    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    text = json.dumps([FORMAT, settings, stamps], sort_keys=True)
+    text = json.dumps([FORMAT, settings, [stamp(file) for file in files]], sort_keys=True)
     return Path(config.cache_dir).resolve() / f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -92,10 +92,12 @@ def _fault(folder: Path) -> str | None:
         return f"{MANIFEST}: {error!r}"
 
 
-def save(folder: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-    for name, array in arrays.items():
-        np.save(folder / f"{quote(name, safe='')}.npy", array)
+def save_meta(folder: Path, meta: dict[str, Any]) -> None:
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def array_file(folder: Path, name: str) -> Path:
+    return folder / f"{quote(name, safe='')}.npy"
 
 
 def load_meta(folder: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from modules.batch import UNKNOWN_ID
 from train.data.columns import Coded, CodedLists
 
-Occurrences = tuple[str, Coded | CodedLists, np.ndarray]
-"""(table, column, mask [N] of the column's codes that belong to the training split)."""
+Occurrences = tuple[str, pa.StringArray, np.ndarray]
+"""(table, ids, how often each of them occurs in the training split)."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,8 @@ class Vocabulary:
     ) -> None:
         self.oov_rows = oov_rows
         seen: dict[str, list[pa.Table]] = {}
-        for table, column, training in occurrences:
-            codes = column.codes[training]
-            counts = np.bincount(codes[codes >= 0], minlength=len(column.values))
-            seen.setdefault(table, []).append(pa.table({"value": column.values, "count": counts}))
+        for table, values, counts in occurrences:
+            seen.setdefault(table, []).append(pa.table({"value": values, "count": counts}))
         kept = earlier or {}
         self.tables = {
             table: self._known(table, pa.concat_tables(parts), min_count[table], kept.get(table))
@@ -101,10 +99,14 @@ class Vocabulary:
 
     def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
         """Row of each code of a column, int32."""
-        found = pc.index_in(column.values, value_set=self.tables[table]["value"].combine_chunks())
+        return self.rows(table, column.values)[column.codes]
+
+    def rows(self, table: str, values: pa.StringArray) -> np.ndarray:
+        """[len(values) + 1] int32: the row of each id, and at last that of a missing one."""
+        found = pc.index_in(values, value_set=self.tables[table]["value"].combine_chunks())
         known, place = found.is_valid().to_numpy(zero_copy_only=False), found.fill_null(0).to_numpy()
-        unknown = rows_of_unknown(column.values, self.oov_rows)
-        return _translate(column, np.where(known, place + first_row(self.oov_rows), unknown))
+        unknown = rows_of_unknown(values, self.oov_rows)
+        return _with_missing(np.where(known, place + first_row(self.oov_rows), unknown))
 
     def digest(self) -> str:
         """Changes whenever an id of some table would get another row."""
@@ -129,20 +131,29 @@ class Hashing:
     def __init__(self, rows: int) -> None:
         if rows < 2:
             raise ValueError(f"data.hash_rows={rows} leaves no row beside the unknown one; use at least 2, e.g. 100000")
-        self.rows = rows
+        self.num_rows = rows
 
     def size(self, table: str) -> int:
-        return self.rows
+        return self.num_rows
 
     def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
-        hashed = hash_texts(column.values) % np.uint64(self.rows - 1)
-        return _translate(column, hashed.astype(np.int64) + UNKNOWN_ID + 1)
+        return self.rows(table, column.values)[column.codes]
+
+    def rows(self, table: str, values: pa.StringArray) -> np.ndarray:
+        hashed = hash_texts(values) % np.uint64(self.num_rows - 1)
+        return _with_missing(hashed.astype(np.int64) + UNKNOWN_ID + 1)
 
     def digest(self) -> str:
-        return f"hash into {self.rows}"
+        return f"hash into {self.num_rows}"
 
     def save(self, folder: Path) -> None:
         """Hashing has nothing to save."""
+
+
+def occurrences(column: Coded | CodedLists, chosen: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """How often each of a column's values occurs among the chosen ones of its codes."""
+    codes = column.codes[chosen]
+    return np.bincount(codes[codes >= 0], minlength=len(column.values))
 
 
 def first_row(oov_rows: int) -> int:
@@ -180,5 +191,5 @@ def _contents(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
     return lengths, np.frombuffer(data, np.uint8)[begin : begin + total]
 
 
-def _translate(column: Coded | CodedLists, rows: np.ndarray) -> np.ndarray:
-    return np.append(rows, UNKNOWN_ID)[column.codes].astype(np.int32)
+def _with_missing(rows: np.ndarray) -> np.ndarray:
+    return np.append(rows, UNKNOWN_ID).astype(np.int32)

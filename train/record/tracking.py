@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from train.config.schema import TrackingConfig
 from train.process.files import named
+from train.process.places import PREFIX
 from train.process.quiet import quieten
 from train.process.signals import STATUS
 
@@ -41,7 +42,7 @@ CONSOLE_METRICS = (
     "mfu",
 )  # all other values are in the file only
 WANDB_TIMEOUT = 30  # seconds for which a server that cannot be reached may delay the start of the run
-OWN_LOGGERS = ("train", "modules", "kernels", "launch", "__main__")
+OWN_LOGGERS = (*(PREFIX + name for name in ("train", "modules", "kernels", "launch")), "__main__")
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from modules.embedding import Tokens
 from modules.models.scoring import Sequences, scoring_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.loss import TaskLosses
+from train.process.places import name_here
 from train.speedup.replay import Replay
 
 ABOUT = "export.json"
@@ -175,13 +176,14 @@ def _import_operators(modules: list[str]) -> None:
 
     Otherwise an export could name any module. One that has been imported already may define operators of your own.
     """
-    for module in modules:
-        if module.partition(".")[0] not in OPERATORS and module not in sys.modules:
+    for name in modules:
+        if name.removeprefix("gemsmith.").partition(".")[0] in OPERATORS:
+            importlib.import_module(name_here(name))
+        elif name not in sys.modules:
             raise ValueError(
-                f"the export needs operators of {module!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "
+                f"the export needs operators of {name!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "
                 "if you trust it, import it before the Scorer is made"
             )
-        importlib.import_module(module)
 
 
 def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:

@@ -86,7 +86,7 @@ def test_nothing_to_multiply(shape: tuple[int, int]) -> None:
 
 def test_a_weight_gradient_that_cannot_be_served_is_refused_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
-    monkeypatch.setattr(dispatch, "_facts_of", lambda tensor: hopper)
+    monkeypatch.setattr(dispatch, "facts_of", lambda tensor: hopper)
     x, weight, ends = random(130, 128).requires_grad_(), random(4, 64, 128), ends_of(SIZES)
     dispatch.force("grouped_mm=hopper,grouped_wgrad=hopper")
     try:

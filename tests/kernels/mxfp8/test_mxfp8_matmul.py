@@ -167,6 +167,14 @@ def test_block_scaled_products_are_reached_by_name() -> None:
         assert "blackwell     chosen" in dispatch.explain(op, "blackwell", **facts, **widths, group=32)
 
 
+def test_what_never_ran_serves_only_when_asked_for() -> None:
+    facts: dict[str, Any] = {"device": "cuda", "capability": (10, 0), "dtype": torch.bfloat16}
+    untried = [op for op, backends in dispatch.operators().items() if "blackwell" in backends]
+    assert "mxfp8_quantize" in untried
+    for op in untried:
+        assert "reference     chosen" in dispatch.explain(op, **facts)
+
+
 def test_wgrad_blocks_do_not_straddle_experts() -> None:
     # Two experts meet in the middle of 32 rows and differ by 2^40: in a shared block the small one's rows become zeros.
     sizes = [16, 16, 50]

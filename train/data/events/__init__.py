@@ -1,0 +1,116 @@
+"""Any table of labelled events, described by `train.config.schema.EventsConfig`: a new dataset is a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from modules.batch import FeatureSpec
+from train.config.schema import EventsConfig
+from train.data import mapping, store
+from train.data.events import streamed
+from train.data.events.check import check, check_once, earlier_mapping
+from train.data.events.dense import Numbers, dense
+from train.data.events.names import feature_spec, max_candidates
+from train.data.events.read import (
+    files_by_split,
+    histories,
+    labelled_rows,
+    log_files,
+    read_columns,
+    read_log,
+    row_files,
+)
+from train.data.files import find_files
+from train.data.prepare import Dense, write
+from train.data.requests import Requests, group_requests
+from train.data.rows import Rows
+
+__all__ = ["cache_folder", "feature_spec", "prepare", "read_rows"]
+
+
+def cache_folder(config: EventsConfig) -> Path:
+    """Where these events are prepared."""
+    others = [join.files for join in config.joins] + [history.files for history in config.histories.values()]
+    sets = (*files_by_split(config), *(find_files(each, config.root) for each in others))
+    found = [file for files in sets for file in files]
+    known = mapping.files(Path(config.vocabulary_of)) if config.vocabulary_of else []
+    return store.cache_folder(config, [*found, *known])
+
+
+def read_rows(config: EventsConfig, wanted: set[str]) -> Rows:
+    """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
+    return row_files(config, wanted).whole()
+
+
+def prepare(config: EventsConfig, folder: Path) -> None:
+    """Write the prepared form of the events into a folder: in memory, or if there are many through the disk."""
+    check(config)
+    spec = feature_spec(config)
+    earlier = earlier_mapping(config, spec)
+    check_once([file for files in files_by_split(config) for file in files])
+    files = labelled_rows(config)
+    chunks = files.chunks(config.rows_at_once)
+    first, second = next(chunks), next(chunks, None)
+    if second is not None:
+        streamed.prepare(config, folder, spec, earlier, files.count(), chain([first, second], chunks))
+        return
+    columns = read_columns(config, first)
+    first.report(config.max_skipped)
+    logs = {}
+    for name, history in config.histories.items():
+        if history.files:
+            log = log_files(config, history).whole()
+            logs[name] = read_log(config, history, log, columns.user.values)
+            log.report(config.max_skipped)
+    requests = group_requests(
+        np.flatnonzero(columns.good),
+        columns.user.codes,
+        columns.time,
+        request=columns.request.codes if columns.request else None,
+        part=columns.part,
+        window=config.request_window,
+        max_candidates=max_candidates(config),
+        split=config.split,
+        split_by=config.split_by,
+        train_requests=config.train_requests,
+    )
+    write(
+        folder,
+        config,
+        spec,
+        first.table,
+        requests,
+        user=columns.user.codes,
+        time=columns.time,
+        columns=columns.sparse,
+        labels=columns.labels,
+        weights=columns.weights,
+        dense=_dense(config, spec, columns.numeric, requests, earlier.numeric if earlier else {}),
+        histories=histories(config, columns, logs, requests),
+        earlier=earlier,
+        new_ids=config.new_ids,
+        real_labels=config.real_labels,
+    )
+
+
+def _dense(
+    config: EventsConfig,
+    spec: FeatureSpec,
+    columns: Mapping[str, np.ndarray],
+    requests: Requests,
+    earlier: Mapping[str, dict[str, float]],
+) -> Dense:
+    def rows(chosen: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: values[chosen] for name, values in columns.items()}
+
+    numbers = Numbers(config)
+    numbers.train(rows(requests.rows("train")))
+    statistics = numbers.statistics(earlier)
+    first, order = requests.first, requests.order
+    request = dense(config, spec.request_dense, rows(first), len(first), statistics)
+    candidate = dense(config, spec.candidate_dense, rows(order), len(order), statistics)
+    return Dense(request, candidate, statistics, numbers.missing())

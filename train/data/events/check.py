@@ -1,0 +1,126 @@
+"""What a description of labelled events must fulfil before any row is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+from modules.batch import FeatureSpec
+from train.config.schema import EventsConfig
+from train.data import mapping
+from train.data.columns import NUMBER
+from train.data.events.names import features, numbers, numeric
+from train.data.numeric import INDICATOR, matching
+from train.data.remote import DataFile
+from train.data.rows import comparison
+
+
+def check(config: EventsConfig) -> None:
+    if not config.files:
+        raise ValueError("data.files is empty; name the files of labelled rows, e.g. data.files=[log.parquet]")
+    for name, history in config.histories.items():
+        key = f"data.histories.{name}"
+        if not history.fields:
+            raise ValueError(f"{key}.fields is empty; name at least one column, e.g. [item_id]")
+        if history.lists and (history.where or history.files):
+            raise ValueError(f"{key}.lists reads lists of the row itself; where and files go with lists=false")
+        if history.times and not config.time:
+            raise ValueError(f"{key}.times dates events: data.time must name the time column of the rows")
+        if history.times and not history.lists:
+            raise ValueError(f"{key}.times names a list column and goes with lists=true; a log's time column is `time`")
+        if not history.lists and not config.user:
+            raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
+        if history.files and not config.time:
+            raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
+    if config.split_by == "last" and (not config.user or not config.time or config.valid_files or config.test_files):
+        raise ValueError(
+            "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
+            "and data.valid_files and data.test_files must be empty"
+        )
+    if config.train_requests == "last" and config.split_by != "last":
+        raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
+    if config.request and not config.user:
+        raise ValueError(
+            f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
+            f"users, let each request be one, data.user={config.request}"
+        )
+    formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
+    for key, time_format in {"data.time_format": config.time_format, **formats}.items():
+        if time_format not in (None, "s", "ms") and "%" not in time_format:
+            raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+    for task, text in config.labels.items():
+        column, sign, value = comparison(text)
+        wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
+        if wrong or any(other in column for other in "<>="):
+            raise ValueError(
+                f"data.labels.{task}={text!r} must name a column of 0 and 1, or compare one as COLUMN >= NUMBER or "
+                "COLUMN == ID, e.g. 'rating >= 4' or 'event == buy'"
+            )
+        if column in (*features(config), *numeric(config)):
+            raise ValueError(
+                f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
+                "the answer; let only fields of histories have it, whose events are earlier ones"
+            )
+    used = {*features(config), *(name for history in config.histories.values() for name in history.fields)}
+    if not used:
+        raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
+    scaled, read = set(numeric(config)), set(numbers(config))
+    for key, stray, there in (
+        ("tables", set(config.tables) - used, used),
+        ("real_labels", set(config.real_labels) - set(config.labels), set(config.labels)),
+        ("log_numeric", set(config.log_numeric) - scaled, scaled),
+        ("missing_fill", set(config.missing_fill) - scaled, scaled),
+        ("missing_indicator", {glob for glob in config.missing_indicator if not matching(scaled, [glob])}, scaled),
+        ("missing_nan", {glob for glob in config.missing_nan if not matching(read, [glob])}, read),
+    ):
+        if stray:
+            raise ValueError(
+                f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
+                f"{sorted(there)}"
+            )
+    for name, fill in config.missing_fill.items():
+        if not math.isfinite(fill):
+            raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")
+    if taken := sorted({name + INDICATOR for name in scaled} & scaled):
+        raise ValueError(f"column {taken[0]!r} has the name of an indicator of data.missing_indicator; rename it")
+
+
+def check_once(files: list[DataFile]) -> None:
+    (again, count), *_ = Counter(file.resolve() for file in files).most_common(1)
+    if count > 1:
+        raise ValueError(
+            f"data.files, data.valid_files and data.test_files name {again} twice, so its rows would count twice or be "
+            "trained on and tested; let the globs and folders of each leave out the files of the others"
+        )
+
+
+def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
+    """The mapping of `data.vocabulary_of`. Raises ValueError when it is not for these tables."""
+    if not config.vocabulary_of:
+        if not config.new_ids:
+            raise ValueError("data.new_ids=false knows no id at all without data.vocabulary_of, e.g. runs/first")
+        return None
+    earlier = mapping.read(Path(config.vocabulary_of))
+    if absent := sorted(set(spec.tables) ^ set(earlier.sizes)):
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} has the tables {sorted(earlier.sizes)}, this configuration "
+            f"{sorted(spec.tables)}: {', '.join(absent)} would have no weights to go on with; use its features"
+        )
+    fills = {name: used["fill"] for name, used in earlier.numeric.items() if "fill" in used}
+    if fills != config.missing_fill:
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
+            f"{config.missing_fill}; give data.missing_fill the former"
+        )
+    hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
+    if hashed != ([config.hash_rows] if config.id_map == "hash" else []):
+        theirs = f"data.id_map=hash data.hash_rows={hashed[0]}" if hashed else "data.id_map=vocabulary"
+        raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
+    if earlier.oov_rows != config.oov_rows:
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={config.oov_rows}; "
+            f"use data.oov_rows={earlier.oov_rows}"
+        )
+    return earlier

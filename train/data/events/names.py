@@ -1,0 +1,73 @@
+"""Which columns a description of labelled events names, and the features that they make."""
+
+from __future__ import annotations
+
+from modules.batch import EventType, FeatureSpec, SparseFeature
+from train.config.schema import EventsConfig
+from train.data.numeric import numeric_features
+from train.data.rows import comparison
+
+
+def feature_spec(config: EventsConfig) -> FeatureSpec:
+    """The features that the configuration names; table sizes are not known yet."""
+
+    def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
+        return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
+
+    request = sparse(config.request_categorical) + sparse(config.request_list, True)
+    candidate = sparse(config.candidate_categorical) + sparse(config.candidate_list, True)
+    histories = tuple(EventType(name, sparse(h.fields), config.max_history) for name, h in config.histories.items())
+    used = [feature.table for feature in (*request, *candidate, *(f for event in histories for f in event.fields))]
+    return FeatureSpec(
+        tables=dict.fromkeys(used, 0),
+        request=request,
+        candidate=candidate,
+        histories=histories,
+        request_dense=numeric_features(config.request_numeric, config.missing_indicator),
+        candidate_dense=numeric_features(config.candidate_numeric, config.missing_indicator),
+        tasks=tuple(config.labels),
+        max_candidates=max_candidates(config),
+    )
+
+
+def max_candidates(config: EventsConfig) -> int:
+    """Rows without a time or a request id cannot be told to belong together."""
+    return config.max_candidates if config.time or config.request else 1
+
+
+def numeric(config: EventsConfig) -> list[str]:
+    return [*config.request_numeric, *config.candidate_numeric]
+
+
+def numbers(config: EventsConfig) -> list[str]:
+    """Every column of numbers: features, labels that are not compared with an id, and the weight."""
+    labels = [comparison(text) for text in config.labels.values()]
+    return [
+        *numeric(config),
+        *(column for column, sign, _ in labels if sign != "=="),
+        *([config.weight] if config.weight else []),
+    ]
+
+
+def features(config: EventsConfig) -> list[str]:
+    """Columns of ids that are features themselves."""
+    return [*config.request_categorical, *config.request_list, *config.candidate_categorical, *config.candidate_list]
+
+
+def categorical(config: EventsConfig) -> list[str]:
+    own = [history for history in config.histories.values() if not (history.lists or history.files)]
+    fields = [name for history in own for name in history.fields]
+    return list(dict.fromkeys([*config.request_categorical, *config.candidate_categorical, *fields]))
+
+
+def wanted(config: EventsConfig) -> set[str]:
+    """Every column that the configuration names."""
+    names = {*categorical(config), *config.request_list, *config.candidate_list, *numeric(config)}
+    names |= {comparison(text)[0] for text in config.labels.values()}
+    names |= {name for name in (config.weight, config.user, config.time, config.request) if name}
+    for history in config.histories.values():
+        if history.lists:
+            names |= {*history.fields, *([history.times] if history.times else [])}
+        elif not history.files:
+            names |= set(history.where)
+    return names

@@ -1,0 +1,197 @@
+"""Columns of labelled rows and of logs, as a description names them, and the histories that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from train.config.schema import EventsConfig, HistoryConfig
+from train.data.columns import Coded, CodedLists
+from train.data.events.names import categorical, numbers, numeric, wanted
+from train.data.files import Layout, find_files
+from train.data.histories import History, from_lists, from_log, from_rows
+from train.data.numeric import matching
+from train.data.remote import DataFile
+from train.data.requests import SPLITS, Requests
+from train.data.rows import Join, RowFiles, Rows
+
+Times = tuple[np.ndarray, np.ndarray]
+"""(milliseconds of all items one after another, offsets [N + 1])."""
+
+
+@dataclass
+class Columns:
+    """What is read of N labelled rows; of those that are not `good` some values are missing."""
+
+    number: np.ndarray  # [N] int64: `RequestBatch.row`
+    user: Coded
+    time: np.ndarray  # [N] int64 milliseconds
+    request: Coded | None
+    part: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
+    labels: np.ndarray  # [N, tasks] float64
+    weights: np.ndarray | None  # [N] float64
+    numeric: dict[str, np.ndarray]  # [N] float64, NaN for missing
+    ids: dict[str, Coded]
+    lists: dict[str, CodedLists]
+    chosen: dict[str, np.ndarray]  # event type -> [N] bool: rows that are its events
+    fields: dict[str, dict[str, CodedLists]]  # event type -> its lists by field
+    times: dict[str, Times]  # event type -> times of the items of its lists
+    good: np.ndarray  # [N] bool
+
+    @property
+    def sparse(self) -> dict[str, Coded | CodedLists]:
+        """Every feature, and every field of events that are rows."""
+        return {**self.ids, **self.lists}
+
+
+@dataclass
+class Log:
+    """Entries of another table, E in all."""
+
+    owner: np.ndarray  # [E] code of the user among those of the labelled rows, or -1
+    time: np.ndarray  # [E] int64 milliseconds
+    fields: dict[str, Coded]
+    events: np.ndarray  # those that count
+
+
+def files_by_split(config: EventsConfig) -> list[list[DataFile]]:
+    """Files of labelled rows: those that time splits, then those of validation and test."""
+    return [find_files(files, config.root) for files in (config.files, config.valid_files, config.test_files)]
+
+
+def row_files(config: EventsConfig, columns: set[str]) -> RowFiles:
+    """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
+    files = [file for files in files_by_split(config) for file in files]
+    layout = Layout(config.csv_separator, tuple(config.column_names))
+    missing = matching(numbers(config), config.missing_nan)
+    return RowFiles(files, columns, layout, config.bad_rows, _joins(config), missing)
+
+
+def labelled_rows(config: EventsConfig) -> RowFiles:
+    return row_files(config, wanted(config))
+
+
+def _joins(config: EventsConfig) -> list[Join]:
+    headed = Layout(config.csv_separator)  # column_names are those of the labelled rows
+    return [
+        Join(find_files(join.files, config.root), join.key or join.column, join.column, headed) for join in config.joins
+    ]
+
+
+def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
+    """`first`: how many rows came before these."""
+    count = first + np.arange(len(rows))
+    user = rows.required_ids(config.user) if config.user else Coded(count.astype(np.int32), pa.array([], pa.string()))
+    time = rows.milliseconds(config.time, config.time_format) if config.time else count * 1000
+    request = rows.required_ids(config.request) if config.request else None
+    labels = np.stack([rows.labels(column, task in config.real_labels) for task, column in config.labels.items()], 1)
+    weights = rows.weights(config.weight) if config.weight else None
+    values = {name: rows.features(name, name in config.log_numeric) for name in numeric(config)}
+    ids = {name: rows.ids(name) for name in categorical(config)}
+    lists = {name: rows.lists(name, config.list_separator) for name in (*config.request_list, *config.candidate_list)}
+    fields, times = {}, {}
+    for name, history in config.histories.items():
+        if history.lists:
+            fields[name] = {field: rows.lists(field, config.list_separator) for field in history.fields}
+            read = _times(config, rows, time, history, fields[name])
+            if read:
+                times[name] = read
+    own = {name: history for name, history in config.histories.items() if not (history.lists or history.files)}
+    chosen = {name: _where(rows, history) for name, history in own.items()}
+    rows.finish()
+    counts = [len(files) for files in files_by_split(config)]
+    return Columns(
+        number=rows.table.number,
+        user=user,
+        time=time,
+        request=request,
+        part=_part(rows, counts),
+        labels=labels,
+        weights=weights,
+        numeric=values,
+        ids=ids,
+        lists=lists,
+        chosen=chosen,
+        fields=fields,
+        times=times,
+        good=~rows.bad,
+    )
+
+
+def log_files(config: EventsConfig, history: HistoryConfig) -> RowFiles:
+    user, time = _log_columns(config, history)
+    files, layout = find_files(history.files, config.root), Layout(config.csv_separator)
+    return RowFiles(files, {*history.fields, *history.where, user, time}, layout, config.bad_rows, _joins(config))
+
+
+def read_log(config: EventsConfig, history: HistoryConfig, log: Rows, users: pa.StringArray) -> Log:
+    """`users`: those of the labelled rows, in the order of their codes."""
+    user, time = _log_columns(config, history)
+    log_user = log.required_ids(user)
+    log_time = log.milliseconds(time, history.time_format or config.time_format)
+    chosen = _where(log, history)
+    fields = {name: log.ids(name) for name in history.fields}
+    log.finish()
+    return Log(log_user.recode(users), log_time, fields, np.flatnonzero(chosen & ~log.bad))
+
+
+def histories(
+    config: EventsConfig, columns: Columns, logs: Mapping[str, Log], requests: Requests
+) -> dict[str, History]:
+    """By event type, those of `requests`, whose rows are numbered as in `columns`."""
+    user, time, made = columns.user.codes, columns.time, {}
+    for name in config.histories:
+        if name in columns.fields:
+            made[name] = from_lists(columns.fields[name], columns.times.get(name), time, requests)
+        elif name in logs:
+            log = logs[name]
+            made[name] = from_log(log.events, log.owner, log.time, log.fields, user, time, requests)
+        else:
+            made[name] = from_rows(np.flatnonzero(columns.chosen[name] & columns.good), user, time, requests)
+    return made
+
+
+def _log_columns(config: EventsConfig, history: HistoryConfig) -> tuple[str, str]:
+    assert config.user
+    assert config.time
+    return history.user or config.user, history.time or config.time
+
+
+def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
+    """[N] index of the split that a row's file decides, -1 where time does."""
+    train, valid, test = file_counts
+    part_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
+    if valid and test:
+        part_of_file[:train] = SPLITS.index("train")
+    return part_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
+
+
+def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:
+    """[N] bool: rows that meet every condition."""
+    chosen = np.ones(len(rows), bool)
+    for name, accepted in history.where.items():
+        values = accepted if isinstance(accepted, list) else [accepted]
+        chosen &= rows.having(rows.ids(name), values, f"where: {{{name}: {accepted}}}")
+    return chosen
+
+
+def _times(
+    config: EventsConfig, rows: Rows, time: np.ndarray, history: HistoryConfig, lists: Mapping[str, CodedLists]
+) -> Times | None:
+    """Times of the items of an event type's lists, which must be aligned."""
+    lengths = np.diff(lists[history.fields[0]].offsets)
+    aligned = (
+        f"expected as many items as {history.fields[0]!r}; columns that are not aligned are event types of their own"
+    )
+    for name, other in lists.items():
+        rows.flag(np.diff(other.offsets) != lengths, name, aligned)
+    if not history.times:
+        return None
+    values, offsets = rows.time_lists(history.times, config.list_separator, history.time_format or config.time_format)
+    rows.flag(np.diff(offsets) != lengths, history.times, aligned)
+    late = values // 1000 >= np.repeat(time // 1000, np.diff(offsets))
+    rows.flag(rows.owners(late, offsets), history.times, "expected times before the row's own", drop=False)
+    return values, offsets

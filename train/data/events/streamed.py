@@ -1,0 +1,260 @@
+"""Preparation of more rows than memory holds, through the disk.
+
+1. Chunks of rows are read, their ids coded, and dealt by user over parts: files of records.
+2. Each part, which has all rows of its users, forms its requests and histories as `train.data.events.prepare` does with
+   all rows, and is written back in the order of its requests.
+3. Parts are counted: ids, numbers and labels of training rows.
+4. Slices of all parts that are neighbours in time are merged, mapped to rows of tables, scaled and written.
+
+Memory holds `data.rows_at_once` rows, or those of the busiest user, beside the distinct ids of every column. Every row
+is read once, and written and read twice more as a record, before it is written in its final form.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from modules.batch import FeatureSpec
+from train.config.schema import EventsConfig
+from train.data import mapping
+from train.data.batch import ranges
+from train.data.columns import Coded
+from train.data.events.dense import Numbers, dense
+from train.data.events.names import max_candidates
+from train.data.events.read import histories, log_files, read_columns, read_log
+from train.data.events.shards import Shards
+from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
+from train.data.histories import History
+from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
+from train.data.requests import Requests, form_requests, held_out, split_bounds, warn_of_long
+from train.data.rows import Rows
+from train.data.vocabulary import Occurrences
+from train.data.writer import Block, Writer
+
+MOST_PARTS = 1024
+
+
+def prepare(
+    config: EventsConfig,
+    folder: Path,
+    spec: FeatureSpec,
+    earlier: mapping.Mapping | None,
+    count: int,
+    chunks: Iterator[Rows],
+) -> None:
+    """`count`: about how many rows the chunks have together."""
+    work = folder / "work"
+    work.mkdir()
+    number = min(-(-count // config.rows_at_once), MOST_PARTS)
+    fields = Fields(config)
+    dealt = PartFiles(work / "rows", fields.record, fields.items)
+    last, read = None, 0
+    for last in chunks:
+        part = fields.pack(read_columns(config, last, read))
+        read += len(last)
+        _deal(part, part.records["user"], number, dealt)
+    assert last is not None
+    last.report(config.max_skipped)
+    logs = {
+        name: _deal_log(config, name, fields, number, work) for name, each in config.histories.items() if each.files
+    }
+    shards = Shards(work / "shards", number, fields, list(config.histories))
+    _form(config, fields, dealt, logs, shards)
+    fractions = config.split if config.split_by == "time" else None
+    bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
+    counts = _Counts(config, spec, fields, logs)
+    train = [shards.positions(end) for end in bounds["train"]]
+    for shard in range(number):
+        counts.add(shards, shard, int(train[0][shard]), int(train[1][shard]))
+    if not counts.rows:
+        raise ValueError(empty_training(config, shards.candidates))
+    ids, spec = make_ids(folder, config, spec, counts.occurrences(), earlier, config.new_ids)
+    statistics = counts.numbers.statistics(earlier.numeric if earlier else {})
+    writer = Writer(folder, spec, ids)
+    for slab in range(shards.slabs):
+        writer.add(_block(config, spec, fields, shards, slab, statistics))
+    for event in spec.histories:
+        dictionaries = [counts.dictionary(event.name, field.name) for field in event.fields]
+        for shard in range(number):
+            codes, times = shards.events(shard, event.name)
+            columns = [Coded(codes[:, index], each.values) for index, each in enumerate(dictionaries)]
+            writer.events(event, columns, times)
+    writer.close()
+    none = np.zeros((0, 0), np.float32)
+    known = Dense(none, none, statistics, counts.numbers.missing())
+    save_meta(folder, config, spec, last.table, bounds, ids, counts.labels, known, earlier, config.new_ids)
+    shutil.rmtree(work)
+
+
+def _deal(part: Part, owner: np.ndarray, number: int, files: PartFiles) -> None:
+    """Append each owner's records to the part of the owner, in order."""
+    whose = (owner % number).astype(np.int16)
+    part = part.take(np.argsort(whose, kind="stable"))
+    ends = np.cumsum(np.bincount(whose, minlength=number))
+    item_ends = np.pad(np.cumsum(part.records["lengths"], 0, dtype=np.int64), ((1, 0), (0, 0)))
+    for index, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
+        if begin < end:
+            items = [
+                values[item_ends[begin, column] : item_ends[end, column]] for column, values in enumerate(part.items)
+            ]
+            files.append(index, Part(part.records[begin:end], items))
+
+
+def _deal_log(config: EventsConfig, name: str, fields: Fields, number: int, work: Path) -> tuple[LogFields, PartFiles]:
+    history = config.histories[name]
+    log_fields = LogFields(history.fields)
+    files = PartFiles(work / f"log{list(config.histories).index(name)}", log_fields.record, [])
+    rows = None
+    for rows in log_files(config, history).chunks(config.rows_at_once):
+        part = log_fields.pack(read_log(config, history, rows, fields.users.values))
+        _deal(part, part.records["owner"], number, files)
+    assert rows is not None
+    rows.report(config.max_skipped)
+    return log_fields, files
+
+
+def _form(
+    config: EventsConfig,
+    fields: Fields,
+    dealt: PartFiles,
+    logs: Mapping[str, tuple[LogFields, PartFiles]],
+    shards: Shards,
+) -> None:
+    """Requests and histories of each part."""
+    sizes = []
+    for shard in range(shards.number):
+        part = dealt.read(shard)
+        dealt.remove(shard)
+        columns = fields.unpack(part)
+        formed = form_requests(
+            np.arange(len(part.records)),
+            columns.user.codes,
+            columns.time,
+            request=columns.request.codes if columns.request else None,
+            part=columns.part,
+            window=config.request_window,
+            max_candidates=max_candidates(config),
+            held_out=held_out(config.split) if config.split_by == "last" else None,
+            train_requests=config.train_requests,
+        )
+        sizes.append(np.bincount(formed.sizes))
+        requests = Requests(formed.order, formed.offsets, {}, formed.earlier)
+        entries = {name: log_fields.unpack(files.read(shard)) for name, (log_fields, files) in logs.items()}
+        made = histories(config, columns, entries, requests)
+        codes = {}
+        for name, history in made.items():
+            names = config.histories[name].fields
+            each = [
+                history.fields[field].codes if history.rows is None else columns.ids[field].codes[history.rows]
+                for field in names
+            ]
+            codes[name] = np.stack(each, 1)
+        shards.add(shard, part, formed, columns, made, codes)
+    warn_of_long(sizes, max_candidates(config))
+
+
+class _Counts:
+    """What training rows hold."""
+
+    def __init__(
+        self,
+        config: EventsConfig,
+        spec: FeatureSpec,
+        fields: Fields,
+        logs: Mapping[str, tuple[LogFields, PartFiles]],
+    ) -> None:
+        self._spec, self._fields, self._logs = spec, fields, logs
+        self._tables = config.tables
+        self.rows = 0
+        self.numbers, self.labels = Numbers(config), Labels(spec, config.real_labels)
+        # of ("", column), of ("", list feature) and of (event type, field) where events are not rows
+        self._counts: dict[tuple[str, str], np.ndarray] = {}
+
+    def dictionary(self, event: str, field: str) -> Dictionary:
+        if event in self._fields.rows:
+            return self._fields.dictionaries[field]
+        if event in self._logs:
+            return self._logs[event][0].dictionaries[field]
+        return self._fields.dictionaries[event, field]
+
+    def add(self, shards: Shards, shard: int, first: int, end: int) -> None:
+        """The requests first:end of a shard, which train, and rows that are trained on as history only."""
+        rows = shards.whole(shard)
+        self.labels.see(rows.records["labels"])
+        begins = shards.begins(shard)
+        taken = np.arange(begins[first], begins[end])
+        training = rows.take(taken)
+        columns = self._fields.unpack(training)
+        self.numbers.train(columns.numeric)
+        earlier = self._fields.unpack(shards.earlier(shard))
+        self.labels.see(earlier.labels)
+        for each in (columns, earlier):
+            self.rows += len(each.number)
+            self.labels.train(each.labels, each.weights)
+            for name, column in each.sparse.items():
+                self._add("", name, column.codes, len(column.values))
+        for event in self._spec.histories:
+            if event.name in self._fields.rows:
+                continue
+            codes, times = shards.events(shard, event.name)
+            starts, ends = shards.ranges(shard, event.name)
+            seen = History(times, starts, ends).seen(first, end)
+            for index, field in enumerate(event.fields):
+                size = len(self.dictionary(event.name, field.name).values)
+                self._add(event.name, field.name, codes[seen, index], size)
+
+    def occurrences(self) -> Iterator[Occurrences]:
+        tables = {("", feature.name): feature.table for feature in (*self._spec.request, *self._spec.candidate)}
+        for event in self._spec.histories:
+            whose = "" if event.name in self._fields.rows else event.name
+            tables |= {(whose, field.name): field.table for field in event.fields}
+        for (event_name, name), table in tables.items():
+            dictionaries = self._fields.dictionaries
+            known = (
+                self.dictionary(event_name, name)
+                if event_name
+                else dictionaries[name if name in self._fields.ids else ("", name)]
+            )
+            yield table, known.values, self._counts[event_name, name]
+
+    def _add(self, event: str, name: str, codes: np.ndarray, size: int) -> None:
+        counts = np.bincount(codes[codes >= 0], minlength=size)
+        before = self._counts.get((event, name))
+        self._counts[event, name] = counts if before is None else before + counts
+
+
+def _block(
+    config: EventsConfig,
+    spec: FeatureSpec,
+    fields: Fields,
+    shards: Shards,
+    slab: int,
+    statistics: dict[str, dict[str, float]],
+) -> Block:
+    part, requests, order = shards.slab(slab)
+    counts = requests["count"]
+    starts = np.cumsum(counts) - counts
+    columns = fields.unpack(part.take(ranges(starts[order], counts[order])))
+    requests, counts = requests[order], counts[order]
+    first = np.cumsum(counts) - counts
+    firsts = {name: values[first] for name, values in columns.numeric.items()}
+    return Block(
+        time=requests["time"],
+        user=requests["user"],
+        counts=counts,
+        row=columns.number,
+        labels=columns.labels,
+        weights=columns.weights,
+        request={feature.name: columns.sparse[feature.name].take(first) for feature in spec.request},
+        candidate={feature.name: columns.sparse[feature.name] for feature in spec.candidate},
+        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics),
+        candidate_dense=dense(config, spec.candidate_dense, columns.numeric, len(columns.number), statistics),
+        events={
+            event.name: (requests["ranges"][:, index, 0], requests["ranges"][:, index, 1])
+            for index, event in enumerate(spec.histories)
+        },
+    )

@@ -47,9 +47,6 @@ OF_ITEMS = {
     "sasrec": SASRec.Config(**SMALL),
     "hstu": HSTU.Config(**SMALL),
     "kunlun": Kunlun.Config(**SMALL | {"num_layers": 2}, **HEADS, pffn_hidden=8, window=2, num_experts=1),
-    "kunlun merged": Kunlun.Config(
-        **SMALL, **HEADS, pffn_hidden=8, comp_skip=False, shared_kv=False, machine="plain", event_stacks="merged"
-    ),
     "gem": GEM.Config(**GEMS),
 }
 ALL = TRACED | EAGER | OF_ITEMS

@@ -19,6 +19,7 @@ from modules.models.hstu import HSTU
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
 from modules.models.sasrec import SASRec
+from modules.models.two_tower import TwoTower
 from modules.models.wukong import Wukong
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import MOST, Rows
@@ -46,6 +47,7 @@ EAGER = {
 OF_ITEMS = {
     "sasrec": SASRec.Config(**SMALL),
     "hstu": HSTU.Config(**SMALL),
+    "two_tower": TwoTower.Config(dim=8, hidden=[8]),
     "kunlun": Kunlun.Config(**SMALL | {"num_layers": 2}, **HEADS, pffn_hidden=8, window=2, num_experts=1),
     "gem": GEM.Config(**GEMS),
 }

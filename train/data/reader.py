@@ -11,21 +11,22 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
 from modules.pretrained import read_description
 from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
-from train.data.columns import read_ids
+from train.data.columns import Coded
 from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
 from train.data.source import Source
+from train.data.transforms import Transforms, texts_as_ids
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 from train.process.files import write_json
 
@@ -56,7 +57,8 @@ class RequestReader:
         """Event types whose events have an order and no time."""
         self.folder = run_dir
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
-        columns = [*data["request_numeric"], *data["candidate_numeric"]]
+        self.transforms = Transforms(data.get("transforms", {}))
+        columns = [*data["request_numeric"], *data["candidate_numeric"], *self.transforms.number_inputs()]
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
@@ -117,8 +119,11 @@ class RequestReader:
         spec = self.spec
         own = [request["request"] for request in requests]
         candidates = [row for request in requests for row in request["candidates"]]
+        owners = [request["request"] for request in requests for _ in request["candidates"]]
         times = [self._time(request["time"]) for request in requests]
         histories = [(request["histories"], time) for request, time in zip(requests, times, strict=True)]
+        own = self._derived(own, spec.request, spec.request_dense, "the request")
+        candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
         return pack(
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
@@ -139,6 +144,22 @@ class RequestReader:
             return 0  # ages of events count from it, and here they are all the same
         return _seconds(time, "the request")
 
+    def _derived(
+        self,
+        rows: list[Mapping[str, Any]],
+        features: Sequence[SparseFeature],
+        numbers: Sequence[str],
+        whose: str,
+        owners: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Mapping[str, Any]]:
+        """The rows with the columns that transforms make of theirs, and of those of the requests that own them."""
+        names = [feature.name for feature in features] + [self.indicated.get(name, name) for name in numbers]
+        if not any(name in self.transforms for name in names):
+            return rows
+        if owners:
+            rows = [{**owner, **row} for owner, row in zip(owners, rows, strict=True)]
+        return list(self.transforms.derive(rows, dict.fromkeys(names), _Columns(self, rows, whose)))
+
     def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
         values = [_column(row, feature.name, whose) for row in rows]
         for value in values:
@@ -154,8 +175,7 @@ class RequestReader:
         )
 
     def _known(self, table: str, values: Sequence[Any]) -> np.ndarray:
-        texts = pa.array([None if value is None else str(value) for value in values], pa.string())
-        ids = read_ids(pa.chunked_array([texts]))
+        ids = texts_as_ids(values)
         if self._rows is None:
             return Hashing(self.spec.tables[table]).ids(table, ids)
         unknown = rows_of_unknown(ids.values, self.oov_rows).tolist()
@@ -166,7 +186,7 @@ class RequestReader:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
-            values = np.array([self._number(_column(row, column, whose), column, whose) for row in rows], np.float64)
+            values = np.array([self.number(_column(row, column, whose), column, whose) for row in rows], np.float64)
             if name in self.indicated:
                 columns[:, index] = np.isnan(values)
             else:
@@ -175,7 +195,7 @@ class RequestReader:
                 columns[:, index] = scaled(numbers, statistics)
         return columns
 
-    def _number(self, value: Any, name: str, whose: str) -> float:
+    def number(self, value: Any, name: str, whose: str) -> float:
         """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""
         if value is None:
             return np.nan
@@ -205,10 +225,32 @@ class RequestReader:
             newest += [each for _, each in kept]
             times += [time for time, _ in kept]
             lengths.append(len(kept))
+        newest = self._derived(newest, event.fields, (), whose)
         return Events(
             [self._known(field.table, [_column(each, field.name, whose) for each in newest]) for field in event.fields],
             np.array(times, np.int64),
             np.array(lengths, np.int64),
+        )
+
+
+@dataclass
+class _Columns:
+    """Values of requests, candidates or events, as `train.data.transforms.Columns`."""
+
+    reader: RequestReader
+    rows: Sequence[Mapping[str, Any]]
+    whose: str
+
+    def ids(self, name: str) -> Coded:
+        if name in self.reader.transforms:
+            return self.reader.transforms.ids(name, self)
+        return texts_as_ids([_column(row, name, self.whose) for row in self.rows])
+
+    def numbers(self, name: str) -> np.ndarray:
+        if name in self.reader.transforms:
+            return self.reader.transforms.numbers(name, self)
+        return np.array(
+            [self.reader.number(_column(row, name, self.whose), name, self.whose) for row in self.rows], np.float64
         )
 
 

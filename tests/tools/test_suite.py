@@ -22,6 +22,11 @@ def test_every_row_composes(name: str, row: str) -> None:
     assert (config.runtime.seed, config.runtime.steps) == (3, 2)
 
 
+def test_a_row_overrides_its_section() -> None:
+    job = suite.job("gdpa_scales_ml1m", "no GDPA: linear PFFN, softmax", (), 0, [])
+    assert vars(run.configuration(job["overrides"]).model)["pffn"] == "linear"
+
+
 def test_rows_of_a_section_have_as_many_settings() -> None:
     for section in SECTIONS.values():
         assert len({len(section.settings_of(row)) for row in section.rows}) == 1
@@ -58,7 +63,20 @@ def test_each_row_is_trained_with_all_seeds_at_its_best_setting(
     monkeypatch.setattr(run, "run", jobs.run)
     monkeypatch.setattr(suite, "STORED", tmp_path)
     monkeypatch.setattr(page, "STORED", tmp_path)
-    arguments = ["--out", str(tmp_path), "--sections", "ml1m", "--rows", "din", "--seeds", "0", "1", "2", "a.b=3", "--store"]
+    arguments = [
+        "--out",
+        str(tmp_path),
+        "--sections",
+        "ml1m",
+        "--rows",
+        "din",
+        "--seeds",
+        "0",
+        "1",
+        "2",
+        "a.b=3",
+        "--store",
+    ]
     assert suite.main(arguments) == 0
     assert len(jobs.started) == len(set(jobs.started)) == 8 + 2
     content = json.loads((tmp_path / "suite" / "ml1m.json").read_text())

@@ -75,6 +75,34 @@ ABLATIONS = {
     "no CompSkip": (("model.comp_skip=false",), "neutral"),
     "one stack for all events": (("model.event_stacks=merged",), "not given"),
 }
+SCALES = {
+    "1/sqrt(d_h) before, 1/tau after (default)": (),
+    "1/tau before, 1 after": (
+        "model.attention_gdpa.score_scale=0.0185",
+        "model.attention_gdpa.out_scale=1",
+        "model.pffn_gdpa.score_scale=0.0078125",
+        "model.pffn_gdpa.out_scale=1",
+    ),
+    "1/sqrt(d_h) before, 1/sqrt(tau) after": (
+        "model.attention_gdpa.out_scale=0.136",
+        "model.pffn_gdpa.out_scale=0.0884",
+    ),
+    "no GDPA: linear PFFN, softmax": ("model.pffn=linear", "model.sequence_attention=softmax"),
+}
+
+
+def _scales(experiment: str, where: str, tasks: tuple[str, ...]) -> Section:
+    return Section(
+        title=f"Scales of GDPA on {where}",
+        text=f"""\
+InterFormer with GDPA as PFFN and attention, `+experiment={experiment}`; no setting is searched
+([what the scales are](gdpa.md#the-modules)).""",
+        overrides=(f"+experiment={experiment}", "model.pffn=gdpa", "model.sequence_attention=gdpa"),
+        rows={name: Row(overrides) for name, overrides in SCALES.items()},
+        metrics=tuple(f"{task}/{name}" for task in tasks for name in ("ne", "auc")),
+        metric="like/ne",
+        larger=False,
+    )
 
 
 def _ml1m(data: str, title: str) -> Section:
@@ -123,4 +151,6 @@ differences are far below the intervals.""",
         larger=False,
         remarks=tuple((name, remark) for name, (_, remark) in ABLATIONS.items()),
     ),
+    "gdpa_scales_ml1m": _scales("ml1m_quality", "MovieLens-1M", ("like",)),
+    "gdpa_scales_bundled": _scales("movielens_quality", "the bundled data", ("like", "love")),
 }

@@ -89,7 +89,7 @@ def test_a_saved_configuration_of_no_run_is_named(change: Callable[[dict[str, An
 def composed_with(*overrides: str) -> DictConfig:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", ["data=events", "data.files=[a.parquet]", "data.labels={click: clicked}", *overrides])
+        return compose("train", ["data=movielens_ids", *overrides])
 
 
 @pytest.mark.reliability(

@@ -24,8 +24,9 @@ from modules.core.summary import summarise as summarise_model
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.models.sequential import SequentialModel
+from modules.models.retrieval import RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
+from modules.pretrained import PretrainedModel
 from train.checkpoint import load as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
@@ -136,13 +137,16 @@ def output_spec(spec: FeatureSpec, losses: TaskLosses) -> FeatureSpec:
 
 def train_on_places(arch: nn.Module, losses: TaskLosses, source: Source, device: torch.device) -> None:
     """Let training steps of `arch` give what a loss of next items needs. ValueError for a model that cannot."""
-    if not isinstance(arch, SequentialModel):
+    if not isinstance(arch, RetrievalModel):
         raise ValueError(
-            "a loss of next items needs a model of sequences: model=sasrec, model=hstu, or a subclass of "
-            "modules.models.sequential.SequentialModel"
+            "a loss of next items needs a model of items: model=sasrec, model=hstu, model=two_tower, or a subclass of "
+            "modules.models.retrieval.RetrievalModel"
         )
-    if source.spec.max_candidates > 1:
-        raise ValueError("with a loss of next items a request has one candidate, what came next: data.max_candidates=1")
+    if source.spec.max_candidates > 1 and not arch.several_targets:
+        raise ValueError(
+            "with a loss of next items a request of this model has one candidate, what came next: data.max_candidates=1"
+        )
+    arch.num_negatives = losses.negatives
     arch.trains_on_places = True
     rows = source.spec.tables[source.spec.candidate[0].table]
     assert losses.next_item
@@ -185,11 +189,12 @@ def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
     )
 
 
-def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
+def load_model(
+    path: Path, config: Config, source: Source, max_candidates: int, device: torch.device
+) -> PretrainedModel:
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model, output_spec(spec, TaskLosses(config.tasks, spec.tasks)))
-    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
+    model = PretrainedModel(config.model, output_spec(spec, TaskLosses(config.tasks, spec.tasks)))
     checkpoint.load_weights(path, model)
     return model.eval().to(device)

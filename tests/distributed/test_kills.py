@@ -1,4 +1,4 @@
-"""A rank that is killed in each part of a step, then a node, under two launchers: the run ends as if nothing had happened."""
+"""A rank, then a node that is killed, of a run of two: it ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def node(address: str, endpoint: str, run_dir: Path) -> Iterator[subprocess.Pope
 
 
 @pytest.mark.reliability(
-    "of a run of two nodes, a rank is killed (SIGKILL) in a forward, after a restart in a backward, then its whole node "
-    "while it writes a checkpoint; another node takes the place, with an address by which it is the first",
-    "both launchers start their ranks again from the newest whole checkpoint each time; losses and results are bit for bit "
-    "those of a run that was not killed",
+    "of a run of two nodes, a rank is killed (SIGKILL) in a forward, after a restart in a backward, then its whole "
+    "node while it writes a checkpoint; another node takes its place, with an address by which it is the first",
+    "both launchers start their ranks again from the newest whole checkpoint each time; losses and results are bit "
+    "for bit those of a run that was not killed",
 )
 def test_a_run_survives_a_kill_in_every_part_of_a_step(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -208,7 +208,7 @@ class ParallelConfig:
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     tables: list[TablesConfig] = field(default_factory=list)  # tables with rules of their own, the first that matches
-    index_dedup: bool = False  # send each id of a batch once, however often it occurs (GPUs only)
+    index_dedup: bool = False  # send each id of a batch once, however often it occurs
     # of looked-up rows and their gradients on the way between ranks
     comm_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's

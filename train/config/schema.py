@@ -203,6 +203,8 @@ class ParallelConfig:
     shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
     recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
     expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
+    # of experts' tokens between ranks: in the dtype of the products | in MXFP8 | in MXFP8, gradients as they are
+    expert_payload: str = option("full", choices=["full", "mxfp8", "mxfp8_forward"])
     # requests that stay together when those of a step are dealt out over ranks by cost; 0: ranks take them in order
     balance: int = 0
     # To TorchRec an empty list would mean any kind.

@@ -1,11 +1,12 @@
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 #   DEVICE=cpu|cuda  which lock file; by default whether nvidia-smi lists a GPU decides
 #   PYTHON=...       the interpreter that .venv is made from
+#   IMAGE=...        name and tag of the container that `make image` builds
 #   ARGS="..."       further Hydra overrides for quickstart, further pytest arguments for test and quick
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart quick test check format doctor wheel nightly clean
+.PHONY: help env quickstart quick test check format doctor wheel image nightly clean
 
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
@@ -20,6 +21,8 @@ PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3.14 python
 
 BIN := .venv/bin
 STAMP := .venv/installed-$(DEVICE)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= registry.example.com/gemsmith:$(VERSION)-$(DEVICE)
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 help:
@@ -30,6 +33,7 @@ help:
 	@echo 'make format       rewrite the source in the project format'
 	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
 	@echo 'make wheel        the package that pip and uv install, in dist/'
+	@echo 'make image        the container of DEVICE=$(DEVICE), by docker: $(IMAGE)'
 	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
 	@echo 'make nightly      train one row of docs/quality.md again and fail when it leaves its interval'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
@@ -79,6 +83,9 @@ doctor: env
 
 wheel: env
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+image:
+	docker build --build-arg DEVICE=$(DEVICE) --tag $(IMAGE) .
 
 clean:
 	rm -rf dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

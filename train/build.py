@@ -23,7 +23,7 @@ from modules.embedding import FeatureEmbedding
 from modules.flops import BatchFlops, count_flops
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.models.sequential import SequentialModel
+from modules.models.retrieval import RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from modules.summary import summarise as summarise_model
 from train.checkpoint import load as checkpoint
@@ -136,13 +136,16 @@ def output_spec(spec: FeatureSpec, losses: TaskLosses) -> FeatureSpec:
 
 def train_on_places(arch: nn.Module, losses: TaskLosses, source: Source, device: torch.device) -> None:
     """Let training steps of `arch` give what a loss of next items needs. ValueError for a model that cannot."""
-    if not isinstance(arch, SequentialModel):
+    if not isinstance(arch, RetrievalModel):
         raise ValueError(
-            "a loss of next items needs a model of sequences: model=sasrec, model=hstu, or a subclass of "
-            "modules.models.sequential.SequentialModel"
+            "a loss of next items needs a model of items: model=sasrec, model=hstu, model=two_tower, or a subclass of "
+            "modules.models.retrieval.RetrievalModel"
         )
-    if source.spec.max_candidates > 1:
-        raise ValueError("with a loss of next items a request has one candidate, what came next: data.max_candidates=1")
+    if source.spec.max_candidates > 1 and not arch.several_targets:
+        raise ValueError(
+            "with a loss of next items a request of this model has one candidate, what came next: data.max_candidates=1"
+        )
+    arch.num_negatives = losses.negatives
     arch.trains_on_places = True
     rows = source.spec.tables[source.spec.candidate[0].table]
     assert losses.next_item

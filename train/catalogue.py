@@ -6,7 +6,6 @@ answer, and a chunk's scores are counted in blocks: memory holds neither all ite
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -21,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.batch import RequestBatch, select_rows
-from modules.models.sequential import SequentialModel, Vectors
+from modules.models.retrieval import RetrievalModel, Vectors
 from train.build import Job
 from train.data.batch import append_candidates, empty_batch
 from train.metrics import history_lengths
-from train.metrics.catalogue import catalogue_names, catalogue_sums
+from train.metrics.catalogue import catalogue_means, catalogue_names, catalogue_sums
 from train.metrics.tasks import DEFAULT_TOP_K
 
 CHUNK = 16_384
@@ -50,13 +49,15 @@ class Targets:
     request: Tensor
     group: Tensor
     events: Tensor
+    of_request: Tensor  # [n] int64: targets of the same request
 
 
 @torch.no_grad()
 def evaluate_catalogue(
     job: Job, batches: Iterable[RequestBatch], top_k: Sequence[int], predictions: Path | None = None
 ) -> dict[str, float]:
-    """mrr, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`.
+    """mrr, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`, and recall@k where
+    requests may have several (`train.metrics.catalogue` says what is a mean over what).
 
     Items in the request's history are no candidates (the published protocols filter them), unless one is the target. A
     target without a row of its own, or whose score is not finite, counts as never found. With `predictions`, a folder,
@@ -66,7 +67,9 @@ def evaluate_catalogue(
     top_k = sorted(set(top_k)) or DEFAULT_TOP_K
     training = job.model.training
     job.model.eval()
-    sums = torch.zeros(2 + len(catalogue_names(top_k)), dtype=torch.float64, device=job.world.device)
+    several = job.source.spec.max_candidates > 1
+    num_sums = 2 + several + len(catalogue_names(top_k, several=several))
+    sums = torch.zeros(num_sums, dtype=torch.float64, device=job.world.device)
     writer = None if predictions is None else _Ranks(predictions, task, job.world.rank)
     size = job.config.data.eval_batch_size or job.config.data.batch_size
     first, items = first_item(job), num_rows(job)
@@ -75,7 +78,8 @@ def evaluate_catalogue(
         targets = _together(group)
         greater, tied = count_better(job, targets)
         known = (targets.ids >= first) & (targets.ids < items) & targets.score.isfinite()
-        sums += catalogue_sums(greater, tied, known, targets.weights, top_k)
+        of_request = targets.of_request if several else None
+        sums += catalogue_sums(greater, tied, known, targets.weights, top_k, of_request)
         if writer is not None:
             writer.write(targets, torch.where(known, greater + (tied + 2) / 2, torch.nan))
     if writer is not None:
@@ -83,9 +87,7 @@ def evaluate_catalogue(
     job.model.train(training)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    number, weight, *totals = sums.tolist()
-    means = [total / weight if weight else math.nan for total in totals]
-    values = dict(zip(catalogue_names(top_k), means, strict=True)) | {"examples": number}
+    values = catalogue_means(sums.tolist(), top_k, several=several)
     return {f"{task}/{name}": value for name, value in values.items()}
 
 
@@ -133,7 +135,7 @@ def catalogue_items(job: Job, begin: int, end: int) -> Tensor:
 
 def vectors(job: Job, batch: RequestBatch) -> Vectors:
     """Of a batch's requests and candidates, by the whole model: weights that are sharded are gathered by its call."""
-    arch = cast(SequentialModel, job.arch)
+    arch = cast(RetrievalModel, job.arch)
     arch.gives_vectors = True
     try:
         with job.autocast():
@@ -160,6 +162,7 @@ def _targets(job: Job, batch: RequestBatch) -> Targets:
         request=batch.row[batch.candidate_offsets[owner]],
         group=batch.group[positive],
         events=history_lengths(batch).sum(0)[owner],
+        of_request=torch.bincount(owner, minlength=batch.num_requests)[owner],
     )
 
 

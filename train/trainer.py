@@ -125,7 +125,7 @@ class Trainer:
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
                 self._log()
             self.checkpoints.wait()
-            with self.optimizer.averaged():
+            with self.optimizer.averaged(), self.tracker.between_steps():
                 results = self._results(time.monotonic() - started)
         finally:
             shown: dict[str, Any] = {
@@ -358,7 +358,7 @@ class Trainer:
         """Metrics of the validation split, which decide what is best and when to stop early."""
         if self.source.num_requests("valid") == 0:
             return
-        with self.meters.paused():
+        with self.meters.paused(), self.tracker.between_steps():
             self.pipeline.detach()
             with self.optimizer.averaged():
                 values, _ = evaluate_split(self.job, "valid", steps=self.config.runtime.eval_steps)
@@ -375,7 +375,7 @@ class Trainer:
         self.progress.tracker = self.tracker.state_dict()
         if self.distillation is not None and self.distillation.adapter is not None:
             self.progress.adapter = self.distillation.adapter.state()
-        with self.meters.paused():
+        with self.meters.paused(), self.tracker.between_steps():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step
 

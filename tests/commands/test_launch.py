@@ -8,11 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from train.commands.doctor import ROOT
 from train.process.files import new_folder
-from train.process.signals import STATUS
 
 LAUNCHER = ROOT / "launch/torchrun.sh"
 
@@ -149,17 +147,3 @@ def test_without_an_environment_the_launcher_says_what_to_source(tmp_path: Path)
     done = launch({"PATH": "/usr/bin:/bin"}, cwd=tmp_path)
     assert done.returncode == 2
     assert ".venv/bin/activate" in done.stderr
-
-
-def test_the_kubernetes_job_gives_what_the_launcher_needs() -> None:
-    service, job = yaml.safe_load_all((ROOT / "launch/k8s/job.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    variables = {each["name"]: each.get("value") for each in container["env"]}
-    assert {"NNODES", "NODE_RANK", "MASTER_ADDR", "RUN_DIR"} <= set(variables)
-    assert int(variables["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert (ROOT / container["command"][0]).stat().st_mode & 0o111
-    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("Ignore", [STATUS])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from modules.models.sequential import NextItems
+from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
 from train import catalogue

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from train.loss import TaskLosses
-from train.metrics.catalogue import catalogue_names, catalogue_sums
+from train.metrics.catalogue import catalogue_means, catalogue_names, catalogue_sums
 from train.metrics.tasks import TaskMetrics
 
 CPU = torch.device("cpu")
@@ -98,3 +98,32 @@ def test_places_in_a_catalogue_are_those_of_sorting_and_ties_an_expectation() ->
                 expected[f"ndcg@{k}"] += share * (rank <= k) / math.log2(rank + 1)
     assert sums[:2].tolist() == [5, 5.5]
     assert sums[2:].tolist() == pytest.approx(list(expected.values()))
+
+
+def test_of_requests_with_several_targets_ndcg_and_recall_are_means_over_requests() -> None:
+    top_k = [1, 3]
+    greater, tied = torch.tensor([0, 3, 1, 0, 7]), torch.tensor([0, 0, 1, 0, 0])
+    weights, known = torch.tensor([1.0, 1.0, 1.0, 2.0, 0.5]), torch.tensor([True] * 4 + [False])
+    requests = [[0, 1, 2], [3], [4]]
+    of_request = torch.tensor([3, 3, 3, 1, 1])
+    sums = catalogue_sums(greater, tied, known, weights, top_k, of_request)
+    values = catalogue_means(sums.tolist(), top_k, several=True)
+    # By hand: the targets of the first request have ranks 1, 4, and 2 or 3; the second's rank 1; the third's none.
+    weight = [1.0, 2.0, 0.5]
+    ranks = [[[1, 4, 2], [1, 4, 3]], [[1]], [[math.inf]]]  # orders that are as likely
+    for k in top_k:
+        recall = [np.mean([[rank <= k for rank in order] for order in orders]) for orders in ranks]
+        best = [sum(1 / math.log2(place + 2) for place in range(min(k, len(each)))) for each in requests]
+        gains = [
+            np.mean([sum(1 / math.log2(rank + 1) for rank in order if rank <= k) for order in orders])
+            for orders in ranks
+        ]
+        assert values[f"recall@{k}"] == pytest.approx(np.average(recall, weights=weight))
+        assert values[f"ndcg@{k}"] == pytest.approx(np.average(np.array(gains) / best, weights=weight))
+    assert values["mrr"] == pytest.approx((1 + 1 / 4 + (1 / 2 + 1 / 3) / 2 + 2) / 5.5)
+    assert values["examples"] == 5
+    alone = catalogue_sums(greater, tied, known, weights, top_k)
+    each = catalogue_sums(greater, tied, known, weights, top_k, torch.ones(5, dtype=torch.int64))
+    one, several = catalogue_means(alone.tolist(), top_k), catalogue_means(each.tolist(), top_k, several=True)
+    assert {name: several[name] for name in one} == pytest.approx(one)
+    assert all(several[f"recall@{k}"] == pytest.approx(one[f"hr@{k}"]) for k in top_k)

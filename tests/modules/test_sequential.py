@@ -14,8 +14,9 @@ from kernels.gdpa import gdpa
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from modules.embedding import FeatureEmbedding
 from modules.models.hstu import HSTU, HSTULayer
+from modules.models.retrieval import NextItems
 from modules.models.sasrec import SASRec
-from modules.models.sequential import NextItems, SequentialModel
+from modules.models.sequential import SequentialModel
 from tests.modules.factories import random_batch
 from tests.modules.test_models import DoubleLookup
 from train.loss import TaskLosses

@@ -114,7 +114,10 @@ def test_gowalla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gowalla, "SIZES", {"train": 3, "valid": 1, "test": 0})
     put(tmp_path, data__gowalla__train="0 5 6\n1 5\n", data__gowalla__valid="0 7\n1\n", data__gowalla__test="0\n")
     gowalla.prepare(tmp_path, tmp_path / "out")
-    assert pq.read_table(tmp_path / "out/train.parquet").to_pydict() == {"user": [0, 0, 1], "item": [5, 6, 5]}
+    expected = {"user": [0, 0, 1], "item": [5, 6, 5], "request": [0, 1, 2], "split": [0] * 3, "checked_in": [1] * 3}
+    assert pq.read_table(tmp_path / "out/train.parquet").to_pydict() == expected
+    expected = {"user": [0], "item": [7], "request": [0], "split": [1], "checked_in": [1]}
+    assert pq.read_table(tmp_path / "out/valid.parquet").to_pydict() == expected
 
 
 def test_sessions_hold_their_target_last_and_pickles_run_nothing(

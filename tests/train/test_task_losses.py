@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from modules.models.sequential import NextItems
+from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from train.loss import TaskLosses, ranking_loss, task_loss
 from train.loss.base import Requests, TaskLoss

@@ -77,6 +77,24 @@ class HistoryConfig:
 
 
 @dataclass
+class TransformConfig:
+    """A column made of others, by exactly one of cross, bucketize, log, clip, hash and lookup."""
+
+    cross: list[str] = field(default_factory=list)  # ids: combinations of these columns' ids
+    bucketize: str | None = None  # ids: the interval between `edges` in which this column's number is
+    edges: list[float] = field(default_factory=list)  # rising; an edge belongs to the interval above it
+    log: str | None = None  # numbers: sign(x) log(1 + |x|)
+    clip: str | None = None  # numbers: at least `least` and at most `most`
+    least: float | None = None
+    most: float | None = None
+    hash: str | None = None  # ids: one of `buckets` by the id's text
+    buckets: int = 0
+    lookup: str | None = None  # ids: `table` of the id, `default` of others (absent: missing)
+    table: dict[str, str] = field(default_factory=dict)
+    default: str | None = None
+
+
+@dataclass
 class EventsConfig(DataConfig):
     name: str = "events"
     root: str = "."  # folder that relative file names start from
@@ -108,6 +126,7 @@ class EventsConfig(DataConfig):
     missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean
     missing_indicator: list[str] = field(default_factory=list)  # globs of numeric columns: another is 1 where missing
     list_separator: str = "|"  # of list columns that arrive as text
+    transforms: dict[str, TransformConfig] = field(default_factory=dict)  # name of a column -> how it is made of others
     tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
     vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow
     new_ids: bool = True  # false, with vocabulary_of: ids that it lacks are unknown; its label rates are kept, too
@@ -253,6 +272,9 @@ class TrackingConfig:
     progress: str = option(
         "auto", choices=["auto", "always", "never"]
     )  # bar on rank 0; auto: when stderr is a terminal
+    http_port: int = option(0, most=65535)  # rank 0 serves /metrics (Prometheus) and /healthz there; 0: nowhere
+    http_host: str = "127.0.0.1"  # address of the interface that it listens on; 0.0.0.0: of all
+    http_healthy: float = option(600.0, least=1)  # seconds without a step after which /healthz says 503
 
 
 @dataclass

@@ -6,16 +6,19 @@ that the ids came from, and their cache, are no longer needed then.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
+from train.config.schema import DataConfig, EventsConfig
 from train.process.files import write_json
 
 FOLDER = "vocabulary"
@@ -33,6 +36,7 @@ class Mapping:
     label_rates: dict[str, float]  # positive rate of training labels by task
     sizes: dict[str, int]
     ids: dict[str, pa.StringArray] | None
+    transforms: dict[str, dict[str, Any]]  # how columns were made of others
 
     @property
     def oov_rows(self) -> int:
@@ -53,7 +57,7 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
     if (prepared / FOLDER).exists():
         shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates")}
+    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates", "transforms")}
     write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
 
 
@@ -72,4 +76,19 @@ def read(run_dir: Path) -> Mapping:
     *tables, about = sorted(files(run_dir), key=lambda file: file.name == ABOUT)
     known = json.loads(about.read_text())
     ids = {unquote(file.stem): pq.read_table(file, columns=["value"])["value"].combine_chunks() for file in tables}
-    return Mapping(run_dir, known["fingerprint"], known["numeric"], known["label_rates"], known["tables"], ids or None)
+    return Mapping(
+        run_dir,
+        known["fingerprint"],
+        known["numeric"],
+        known["label_rates"],
+        known["tables"],
+        ids or None,
+        known.get("transforms", {}),
+    )
+
+
+def transforms_of(config: DataConfig) -> dict[str, dict[str, Any]]:
+    """How a configuration makes columns of others, in plain values."""
+    if not isinstance(config, EventsConfig):
+        return {}
+    return {name: dataclasses.asdict(each) for name, each in config.transforms.items()}

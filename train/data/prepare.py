@@ -188,6 +188,7 @@ def save_meta(
     earlier: mapping.Mapping | None,
     new_ids: bool,
 ) -> None:
+    transforms = mapping.transforms_of(config)
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
         "bounds": bounds,
@@ -195,7 +196,8 @@ def save_meta(
         "label_bounds": labels.bounds(),
         "numeric": dense.statistics,
         "missing": dense.missing | labels.unobserved(),
-        "fingerprint": _fingerprint(spec, ids, dense),
+        "fingerprint": _fingerprint(spec, ids, dense, transforms),
+        "transforms": transforms,
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
@@ -216,12 +218,14 @@ def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[st
     return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 
-def _fingerprint(spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense) -> str:
+def _fingerprint(
+    spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense, transforms: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Of everything that decides which row an id of a feature becomes and how numbers are scaled."""
     # Six digits: sums round differently on other processors.
     names = ("mean", "std", "fill")
     scales = [(name, *(f"{used[key]:.6g}" for key in names if key in used)) for name, used in dense.statistics.items()]
-    text = json.dumps([list(spec.lookups()), ids.digest(), scales])
+    text = json.dumps([list(spec.lookups()), ids.digest(), scales, *([transforms] if transforms else [])])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

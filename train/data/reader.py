@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
-from train.data.columns import read_ids
+from train.data.columns import Coded
 from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
+from train.data.transforms import Transforms, texts_as_ids
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 
 
@@ -33,7 +34,8 @@ class RequestReader:
                 f"{run_dir} was trained on data={data['name']}, whose features are computed; use data=events"
             )
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
-        columns = [*data["request_numeric"], *data["candidate_numeric"]]
+        self.transforms = Transforms(data.get("transforms", {}))
+        columns = [*data["request_numeric"], *data["candidate_numeric"], *self.transforms.number_inputs()]
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
@@ -61,11 +63,15 @@ class RequestReader:
         place of an id or the reverse, and for numbers that are not finite.
         """
         spec = self.spec
+        own = self._derived([request], spec.request, spec.request_dense, "the request")
+        # A column that a transform makes for candidates may be made of the request's columns, too.
+        joined = [{**request, **candidate} for candidate in candidates]
+        candidates = self._derived(joined, spec.candidate, spec.candidate_dense, "a candidate")
         return pack(
             spec,
-            request=[self._ids(feature, [request], "the request") for feature in spec.request],
+            request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
-            request_dense=self._numbers(spec.request_dense, [request], "the request"),
+            request_dense=self._numbers(spec.request_dense, own, "the request"),
             candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate"),
             histories=[self._events(event, histories, time) for event in spec.histories],
             request_time=np.array([time]),
@@ -74,6 +80,13 @@ class RequestReader:
             group=np.zeros(len(candidates)),
             row=np.arange(len(candidates)),
         )
+
+    def _derived(
+        self, rows: Sequence[Mapping[str, Any]], features: Sequence[SparseFeature], numbers: Sequence[str], whose: str
+    ) -> Sequence[Mapping[str, Any]]:
+        """The rows with the columns that transforms make of theirs."""
+        names = [feature.name for feature in features] + [self.indicated.get(name, name) for name in numbers]
+        return self.transforms.derive(rows, dict.fromkeys(names), _Columns(self, rows, whose))
 
     def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
         values = [_column(row, feature.name, whose) for row in rows]
@@ -90,8 +103,7 @@ class RequestReader:
         )
 
     def _known(self, table: str, values: Sequence[Any]) -> np.ndarray:
-        texts = pa.array([None if value is None else str(value) for value in values], pa.string())
-        ids = read_ids(pa.chunked_array([texts]))
+        ids = texts_as_ids(values)
         if self._rows is None:
             return Hashing(self.spec.tables[table]).ids(table, ids)
         unknown = rows_of_unknown(ids.values, self.oov_rows).tolist()
@@ -102,7 +114,7 @@ class RequestReader:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
-            values = np.array([self._number(_column(row, column, whose), column, whose) for row in rows], np.float64)
+            values = np.array([self.number(_column(row, column, whose), column, whose) for row in rows], np.float64)
             if name in self.indicated:
                 columns[:, index] = np.isnan(values)
             else:
@@ -111,7 +123,7 @@ class RequestReader:
                 columns[:, index] = scaled(numbers, statistics)
         return columns
 
-    def _number(self, value: Any, name: str, whose: str) -> float:
+    def number(self, value: Any, name: str, whose: str) -> float:
         """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""
         if value is None:
             return np.nan
@@ -129,10 +141,32 @@ class RequestReader:
         whose = f"an event of type {event.name!r}"
         earlier = [each for each in _column(histories, event.name, "histories") if _column(each, "time", whose) < time]
         newest = sorted(earlier, key=lambda each: each["time"])[-event.max_length :]
+        newest = list(self._derived(newest, event.fields, (), whose))
         return Events(
             [self._known(field.table, [_column(each, field.name, whose) for each in newest]) for field in event.fields],
             np.array([each["time"] for each in newest], np.int64),
             np.array([len(newest)]),
+        )
+
+
+@dataclass
+class _Columns:
+    """Values of requests, candidates or events, as `train.data.transforms.Columns`."""
+
+    reader: RequestReader
+    rows: Sequence[Mapping[str, Any]]
+    whose: str
+
+    def ids(self, name: str) -> Coded:
+        if name in self.reader.transforms:
+            return self.reader.transforms.ids(name, self)
+        return texts_as_ids([_column(row, name, self.whose) for row in self.rows])
+
+    def numbers(self, name: str) -> np.ndarray:
+        if name in self.reader.transforms:
+            return self.reader.transforms.numbers(name, self)
+        return np.array(
+            [self.reader.number(_column(row, name, self.whose), name, self.whose) for row in self.rows], np.float64
         )
 
 

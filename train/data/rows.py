@@ -17,6 +17,7 @@ from train.data.columns import Coded, CodedLists
 from train.data.files import Layout, Table, column_names, count_rows, stream_files
 from train.data.numeric import TOO_LARGE, too_large
 from train.data.remote import DataFile
+from train.data.transforms import Transforms
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,15 @@ class RowFiles:
         bad_rows: str,
         joins: Sequence[Join] = (),
         nan_missing: Collection[str] = (),
+        transforms: Transforms | None = None,
     ) -> None:
         self.files, self.layout, self.bad_rows, self.nan_missing = files, layout, bad_rows, nan_missing
+        self._transforms = Transforms({}) if transforms is None else transforms
+        wanted = self._transforms.inputs(wanted)
         names = column_names(files[0], layout)
-        absent = sorted(set(wanted) - set(names))
+        if taken := [name for name in names if name in self._transforms]:
+            raise ValueError(f"{files[0]} has a column {taken[0]!r}, which data.transforms makes; name that otherwise")
+        absent = sorted(wanted - set(names))
         known = {files[0]: names}
         self._sides: list[tuple[Join, Rows]] = []
         for join in joins:
@@ -79,7 +85,9 @@ class RowFiles:
     def chunks(self, most: int | None) -> Iterator[Rows]:
         """The rows in order, `most` at a time (None: all)."""
         tables = stream_files(self.files, self._own, self.layout, self.bad_rows == "skip", most)
-        return (Rows(table, self._sides, self.bad_rows, self.nan_missing, self._notes) for table in tables)
+        return (
+            Rows(table, self._sides, self.bad_rows, self.nan_missing, self._notes, self._transforms) for table in tables
+        )
 
     def count(self) -> int:
         """About how many rows there are."""
@@ -134,8 +142,10 @@ class Rows:
         bad_rows: str,
         nan_missing: Collection[str],
         notes: Notes,
+        transforms: Transforms,
     ) -> None:
         self.table, self.sides, self.bad_rows, self.nan_missing, self.notes = table, sides, bad_rows, nan_missing, notes
+        self.transforms = transforms
         self.bad = np.zeros(len(self), bool)
         self._matches: dict[int, np.ndarray] = {}
         self._read_before: dict[tuple[Any, ...], Any] = {}
@@ -144,6 +154,8 @@ class Rows:
         return len(self.table.number)
 
     def ids(self, name: str) -> Coded:
+        if name in self.transforms:
+            return self.transforms.ids(name, self)
         side = self._side(name)
         return side[0].once("ids", name).take(side[1]) if side else self._read(name, columns.read_ids)
 
@@ -154,6 +166,8 @@ class Rows:
         return ids
 
     def lists(self, name: str, separator: str) -> CodedLists:
+        if name in self.transforms:
+            raise ValueError(f"data.transforms.{name} makes one value a row, and lists are needed")
         side = self._side(name)
         if side:
             return side[0].once("lists", name, separator).take(side[1])
@@ -164,6 +178,8 @@ class Rows:
 
         In a column of `nan_missing` NaN is missing.
         """
+        if name in self.transforms:
+            return self.transforms.numbers(name, self)
         side = self._side(name)
         if side:
             return np.append(side[0].once("numbers", name), np.nan)[side[1]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.models.sequential import NextItems
+from modules.models.retrieval import NextItems
 
 MASKED = -1e30
 """Score of a negative that does not count: in place of -inf, so that a place without any has no gradient of NaN."""

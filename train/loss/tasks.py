@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.import_object import import_object
-from modules.models.sequential import NextItems
+from modules.models.retrieval import NextItems
 from train.loss.base import Requests, TaskLoss
 from train.loss.candidates import BinaryCrossEntropy, Classes, Focal, Huber, Log, Own, Squared
 from train.loss.means import global_mean, ranking_loss
@@ -127,7 +127,9 @@ class TaskLosses:
             return ranking_loss(outputs, batch.labels, batch.weights, shares)
         if self.next_item:
             if not isinstance(outputs, NextItems):
-                raise ValueError("a loss of next items needs a model of sequences: model=sasrec or model=hstu")
+                raise ValueError(
+                    "a loss of next items needs a model of items: model=sasrec, model=hstu or model=two_tower"
+                )
             values, weights = self.next_item.terms(outputs, self.known)
             return global_mean((values * weights).sum()[None], weights.sum()[None])
         assert isinstance(outputs, Tensor)

@@ -12,10 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from tqdm import tqdm
 
@@ -24,6 +25,9 @@ from train.process.files import named
 from train.process.places import PREFIX
 from train.process.quiet import quieten
 from train.process.signals import STATUS
+
+if TYPE_CHECKING:
+    from train.record.endpoint import Endpoint
 
 METRICS_FILE = "metrics.jsonl"
 CONSOLE_METRICS = (
@@ -38,6 +42,8 @@ CONSOLE_METRICS = (
     "pair_accuracy",
     "hr@10",
     "ndcg@10",
+    "recall@20",
+    "ndcg@20",
     "examples_per_s",
     "mfu",
 )  # all other values are in the file only
@@ -196,6 +202,7 @@ class Tracker:
         self._mirrors: dict[str, _Mirror] = {}
         self._file: TextIO | None = None
         self._bar: tqdm[Any] | None = None
+        self._endpoint: Endpoint | None = None
         self._total_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,13 +230,21 @@ class Tracker:
         if self.tracking.tensorboard:
             first_step = 0 if resume_step is None else resume_step + 1
             self._attempt("TensorBoard", partial(self._open_tensorboard, first_step))
+        if self.tracking.http_port:
+            self._attempt("the endpoint", partial(self._open_endpoint, resume_step or 0))
         if self.tracking.progress == "always" or (self.tracking.progress == "auto" and sys.stderr.isatty()):
             self._bar = tqdm(total=total_steps, initial=resume_step or 0, unit="step", dynamic_ncols=True)
 
     def advance(self) -> None:
         """One step is done."""
+        if self._endpoint is not None:
+            self._endpoint.advance()
         if self._bar is not None:
             self._bar.update()
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """A context for validations, checkpoints and results: that no step ends in it is no sign of a hang."""
+        return nullcontext() if self._endpoint is None else self._endpoint.between_steps()
 
     def log(self, step: int, split: str, values: Mapping[str, float], *, shown: bool = True) -> None:
         """Record values of a split (`train`, `valid`, `test`) after `step` steps, named like `loss`, `click/ne`.
@@ -277,6 +292,17 @@ class Tracker:
 
     def _open_tensorboard(self, first_step: int) -> None:
         self._mirrors["TensorBoard"] = _TensorBoard(self.run_dir, first_step)
+
+    def _open_endpoint(self, step: int) -> None:
+        from train.record.endpoint import Endpoint  # imported here: it knows checkpoints, whose import takes seconds
+
+        tracking = self.tracking
+        address = (tracking.http_host, tracking.http_port)
+        self._endpoint = Endpoint(
+            self.run_dir, *address, tracking.http_healthy, step=step, total_steps=self._total_steps
+        )
+        self._mirrors["the endpoint"] = self._endpoint
+        logger.info("metrics: http://%s:%s/metrics", *self._endpoint.address)
 
     def _attempt(self, name: str, action: Callable[[], None]) -> None:
         try:

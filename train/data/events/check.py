@@ -11,10 +11,11 @@ from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.columns import NUMBER
-from train.data.events.names import features, numbers, numeric
+from train.data.events.names import features, numbers, numeric, wanted
 from train.data.numeric import INDICATOR, matching
 from train.data.remote import DataFile
 from train.data.rows import comparison
+from train.data.transforms import Transforms
 
 
 def check(config: EventsConfig) -> None:
@@ -63,6 +64,11 @@ def check(config: EventsConfig) -> None:
                 f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
                 "the answer; let only fields of histories have it, whose events are earlier ones"
             )
+    transforms = Transforms(config.transforms)
+    logs = {name for history in config.histories.values() for name in (*history.fields, *history.where)}
+    named = {*wanted(config), *logs, *(name for other in config.transforms for name in transforms.reads(other))}
+    if unused := sorted(set(config.transforms) - named):
+        raise ValueError(f"data.transforms.{unused[0]} makes a column that no feature, label or history names")
     used = {*features(config), *(name for history in config.histories.values() for name in history.fields)}
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
@@ -113,6 +119,11 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
         raise ValueError(
             f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
             f"{config.missing_fill}; give data.missing_fill the former"
+        )
+    if earlier.transforms != mapping.transforms_of(config):
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "
+            "or its weights would be given other ids and numbers"
         )
     hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
     if hashed != ([config.hash_rows] if config.id_map == "hash" else []):

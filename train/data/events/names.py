@@ -6,6 +6,7 @@ from modules.batch import EventType, FeatureSpec, SparseFeature
 from train.config.schema import EventsConfig
 from train.data.numeric import numeric_features
 from train.data.rows import comparison
+from train.data.transforms import Transforms
 
 
 def feature_spec(config: EventsConfig) -> FeatureSpec:
@@ -40,10 +41,11 @@ def numeric(config: EventsConfig) -> list[str]:
 
 
 def numbers(config: EventsConfig) -> list[str]:
-    """Every column of numbers: features, labels that are not compared with an id, and the weight."""
+    """Every column of numbers: features, those of transforms, labels that are not compared with an id, the weight."""
     labels = [comparison(text) for text in config.labels.values()]
     return [
         *numeric(config),
+        *Transforms(config.transforms).number_inputs(),
         *(column for column, sign, _ in labels if sign != "=="),
         *([config.weight] if config.weight else []),
     ]

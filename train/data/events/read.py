@@ -17,6 +17,7 @@ from train.data.numeric import matching
 from train.data.remote import DataFile
 from train.data.requests import SPLITS, Requests
 from train.data.rows import Join, RowFiles, Rows
+from train.data.transforms import Transforms
 
 Times = tuple[np.ndarray, np.ndarray]
 """(milliseconds of all items one after another, offsets [N + 1])."""
@@ -67,7 +68,8 @@ def row_files(config: EventsConfig, columns: set[str]) -> RowFiles:
     files = [file for files in files_by_split(config) for file in files]
     layout = Layout(config.csv_separator, tuple(config.column_names))
     missing = matching(numbers(config), config.missing_nan)
-    return RowFiles(files, columns, layout, config.bad_rows, _joins(config), missing)
+    transforms = Transforms(config.transforms)
+    return RowFiles(files, columns, layout, config.bad_rows, _joins(config), missing, transforms)
 
 
 def labelled_rows(config: EventsConfig) -> RowFiles:
@@ -124,7 +126,10 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
 def log_files(config: EventsConfig, history: HistoryConfig) -> RowFiles:
     user, time = _log_columns(config, history)
     files, layout = find_files(history.files, config.root), Layout(config.csv_separator)
-    return RowFiles(files, {*history.fields, *history.where, user, time}, layout, config.bad_rows, _joins(config))
+    wanted_there = {*history.fields, *history.where, user, time}
+    missing = matching(numbers(config), config.missing_nan)
+    transforms = Transforms(config.transforms)
+    return RowFiles(files, wanted_there, layout, config.bad_rows, _joins(config), missing, transforms)
 
 
 def read_log(config: EventsConfig, history: HistoryConfig, log: Rows, users: pa.StringArray) -> Log:

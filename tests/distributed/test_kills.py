@@ -21,9 +21,10 @@ OPTIONS = ("checkpoint.every=2", "checkpoint.async_save=false", "runtime.steps=8
 
 
 @contextlib.contextmanager
-def node(address: str, endpoint: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """A launcher with one rank, of a run of two."""
+def node(address: str, endpoint: str, run_dir: Path, *, is_host: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A launcher with one rank, of a run of two; the host's holds the rendezvous."""
     launcher = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={len(PLACES)}", "--rdzv-backend=c10d"]
+    launcher += ["--rdzv-conf", f"is_host={is_host}".lower()]
     launcher += [f"--rdzv-endpoint={endpoint}", f"--local-addr={address}", "-m", "tests.distributed.kills"]
     command = python("-m", "launch.agent", *launcher, *TINY_DLRM, *OPTIONS, f"runtime.run_dir={run_dir}")
     with (
@@ -52,11 +53,11 @@ def test_a_run_survives_a_kill_in_every_part_of_a_step(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    with node("127.0.0.2", endpoint, killed) as first:
+    with node("127.0.0.2", endpoint, killed, is_host=True) as first:
         with node("127.0.0.3", endpoint, killed) as second:
-            assert second.wait(200) == -signal.SIGKILL
+            assert second.wait(300) == -signal.SIGKILL
         with node("127.0.0.1", endpoint, killed) as another:
-            assert (first.wait(100), another.wait(30)) == (0, 0)
+            assert (first.wait(300), another.wait(100)) == (0, 0)
     assert all((tmp_path / f"killed_in_{place}").exists() for place in PLACES)
     assert {r.step: r.values["loss"] for r in training(killed)} == {r.step: r.values["loss"] for r in training(whole)}
     final = [read_metrics(path / "metrics.jsonl")[-1].values for path in (whole, killed)]

@@ -12,7 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
@@ -67,7 +66,8 @@ def refuse_other_sections(hydra: HydraConf) -> None:
         header = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
         if header and header[1] not in ("data", "_group_"):
             raise ValueError(f"{path} sets the section {header[1]}; a file of data/ sets `data` alone: remove @package")
-        entries = (yaml.safe_load(text) or {}).get("defaults", [])
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        entries = content.get("defaults", [])
         for name in (name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):
             if re.search(r"[/@ ]", name):
                 raise ValueError(

@@ -101,7 +101,7 @@ def build_loader(
 class _Loader(DataLoader):
     """RuntimeError that says so when a worker has died with a batch on its way, of which torch finds the end only."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         try:
             yield from super().__iter__()
         except (EOFError, ConnectionError) as error:

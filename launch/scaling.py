@@ -9,19 +9,17 @@ the fewest ranks. A run that fails is reported and does not stop the others; the
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.sweep import Job, Runner
+from launch.runs import Runner, parser_of, shared_by_all
 from train.process.files import new_folder, write_json
+from train.process.jobs import Job
 
 GIB = 2**30
-SPEED_FILE = "speed.json"  # of train.commands.speed, which would import all of torch
 COLUMNS = (
     "ranks", "examples/s", "steps/s", "efficiency", "waiting for data", "peak memory of a rank", "a step, traced",
     "NCCL", "NCCL alone", "idle",
@@ -32,12 +30,10 @@ COLUMNS = (
 class Scale(Job):
     speed: dict[str, Any] = field(default_factory=dict)
 
-    def collect(self) -> bool:
-        file = self.folder / SPEED_FILE
-        if not file.exists():
-            return False
-        self.status, self.speed = "ok", json.loads(file.read_text())
-        return True
+    result = "speed.json"  # of train.commands.speed, which would import all of torch
+
+    def take(self, results: dict[str, Any]) -> None:
+        self.speed = results
 
 
 def table(speeds: list[dict[str, Any]]) -> str:
@@ -63,15 +59,11 @@ def table(speeds: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.scaling", description=__doc__.partition("\n")[0])
-    parser.add_argument("overrides", nargs="*", help="+experiment=NAME, key=value; runtime.steps is needed")
-    parser.add_argument("--config-dir", type=Path, help="a folder of further configurations")
+    parser = parser_of("launch.scaling", __doc__)
     parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks, fewest first")
     parser.add_argument("--out", type=Path, help="folder of the runs; default runs/scaling-<time>")
     options = parser.parse_intermixed_args(arguments)  # overrides may come before, between and after the options
-    shared = options.overrides
-    if options.config_dir:
-        shared = ["--config-dir", str(options.config_dir.absolute()), *shared]
+    shared = shared_by_all(options)
     try:
         counts = sorted({int(count) for count in options.nproc.split(",")})
         runners = [Runner(shared, count, module="train.commands.speed") for count in counts]
@@ -80,9 +72,8 @@ def main(arguments: list[str]) -> int:
     if options.out and options.out.exists():
         parser.error(f"--out {options.out} is there already; name a new folder")
     out = options.out or new_folder(Path(f"runs/scaling-{time.strftime('%Y%m%d-%H%M%S')}"))
-    jobs = [Scale(out / f"ranks-{count}", {}) for count in counts]
+    jobs = [Scale(out / f"ranks-{count}") for count in counts]
     for runner, job in zip(runners, jobs, strict=True):
-        job.folder.mkdir(parents=True)
         runner.run([job])
     done = [job.speed for job in jobs if job.status == "ok"]
     if done:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import sweep
-from launch.sweep import Job, Runner, grid, main, write_tables
+from launch import runs
+from launch.runs import Runner
+from launch.sweep import grid, main
+from launch.trials import Trial, write_tables
 from tests.launching import ROOT
 from train.config.overrides import split_options, split_values
 from train.process.signals import STATUS
@@ -124,11 +126,11 @@ def test_a_sweep_that_is_told_to_stop_takes_its_jobs_along(fake_job: None, tmp_p
 def test_seeds_have_a_table_of_means(tmp_path: Path) -> None:
     aucs = {("din", "0"): 0.5, ("din", "1"): 0.7, ("dlrm", "0"): 0.6, ("dlrm", "1"): None}
     jobs = [
-        Job(
+        Trial(
             tmp_path,
-            {"model": model, "runtime.seed": seed},
             "ok" if auc else "failed",
             1.0,
+            {"model": model, "runtime.seed": seed},
             {"auc": auc, "click/examples": 9} if auc else {},
         )
         for (model, seed), auc in aucs.items()
@@ -150,7 +152,7 @@ def test_settings_are_ranked_by_validation_and_the_chosen_one_is_tested(tmp_path
     ne = {("din", "0"): 0.8, ("din", "1"): 0.9, ("dlrm", "0"): 0.5, ("dlrm", "1"): None, ("dcnv2", "0"): 0.7}
     aucs = {"din": 0.9, "dlrm": 0.6, "dcnv2": 0.7}
     jobs = [
-        Job(tmp_path, {"model": model, "runtime.seed": seed}, "ok" if best else "failed", 1.0, {}, best)
+        Trial(tmp_path, "ok" if best else "failed", 1.0, {"model": model, "runtime.seed": seed}, {}, best)
         for (model, seed), best in ne.items()
     ]
     for job in jobs:
@@ -176,9 +178,9 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_parallel_jobs_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     runner = Runner([], nproc=2, parallel=2)
-    assert [runner._slots.get() for _ in range(2)] == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    assert runner.slots == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
     with pytest.raises(ValueError, match="4 GPUs"):
         Runner([], nproc=2, parallel=3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(sweep, "nvidia_smi", lambda: (None, ()))
-    assert Runner([], nproc=2, parallel=2)._slots.get() == {}
+    monkeypatch.setattr(runs, "nvidia_smi", lambda: (None, ()))
+    assert Runner([], nproc=2, parallel=2).slots == [{}, {}]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import scaling
-from launch.sweep import Runner
+from launch.runs import Runner
 from tests.launching import TINY_DLRM, train_here
 from train.commands.speed import SpeedRun
 

@@ -19,6 +19,8 @@ from scipy import stats
 from torch import Tensor
 
 from launch import sweep
+from launch.runs import Runner
+from launch.trials import Trial
 from train.config.compose import to_config
 from train.config.schema import register_schema
 from train.data import Source, build_source
@@ -69,7 +71,7 @@ def _rates(source: Source, split: str) -> tuple[Tensor, Tensor, Tensor]:
     return features, batch.labels.double(), batch.group
 
 
-def table(jobs: list[sweep.Job], logistic: dict[str, float], task: str) -> list[str]:
+def table(jobs: list[Trial], logistic: dict[str, float], task: str) -> list[str]:
     """One task: mean over seeds with the 95 % interval of the mean (Student's t), and the lead of the best model."""
     lines = [f"| model | {' | '.join(name.upper() for name in METRICS)} | AUC lead of {BEST} |", "|---|" + "---|" * 4]
     auc = {}
@@ -100,9 +102,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     over = [f"model={','.join(MODELS)}", f"runtime.seed={','.join(map(str, options.seeds))}"]
     jobs = sweep.plan(options.out, [EXPERIMENT, *overrides], over)
-    sweep.Runner([EXPERIMENT, *overrides], nproc=1, parallel=options.parallel).run(
-        [job for job in jobs if job.status != "ok"]
-    )
+    Runner([EXPERIMENT, *overrides], nproc=1, parallel=options.parallel).run(jobs)
     failed = [str(job.folder) for job in jobs if job.status != "ok"]
     if failed:
         raise RuntimeError(f"jobs failed, see console.log in: {', '.join(failed)}")

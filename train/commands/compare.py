@@ -17,8 +17,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -46,9 +44,10 @@ from train.config.schema import Config, register_schema
 from train.data import build_source
 from train.data.store import ByFirst
 from train.loss import binary_only
-from train.process import distributed
+from train.process import distributed, jobs
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
+from train.process.jobs import Job, Launch
 from train.process.places import CONFIGS
 from train.trainer import Trainer
 
@@ -104,40 +103,25 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     out = _claim(_out(options).absolute(), arms, overrides)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
+    slots = [{"CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs]} for slot in range(options.jobs)]
+    command = [sys.executable, "-m", "train.commands.compare", *arguments, "--out", str(out), "--jobs", "1"]
     baseline_seeds = (*options.seeds, *options.baseline_seeds)
-    waiting = [(arm.name, seed) for arm in arms for seed in (baseline_seeds if arm == arms[0] else options.seeds)]
-    slots = list(range(options.jobs))
-    running: dict[subprocess.Popen[bytes], tuple[int, Path]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its processes would go on
-    try:
-        while waiting or running:
-            while waiting and slots:
-                (arm, seed), slot = waiting.pop(0), slots.pop(0)
-                file = out / f"seed-{seed}" / f"{arm}.log"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                command = [sys.executable, "-m", "train.commands.compare", *arguments, "--out", str(out), "--jobs", "1"]
-                with file.open("a") as output:
-                    process = subprocess.Popen(
-                        [*command, "--only", str(seed), arm],
-                        env={
-                            "OMP_NUM_THREADS": "1",  # as torchrun sets it; else each would use all cores
-                            **os.environ,
-                            "CUDA_VISIBLE_DEVICES": gpus[slot * len(gpus) // options.jobs],
-                        },
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                running[process] = slot, file
-            time.sleep(0.1)
-            for process in [process for process in running if process.poll() is not None]:
-                slot, file = running.pop(process)
-                slots.append(slot)
-                if process.returncode:
-                    raise RuntimeError(f"exit code {process.returncode}; the output is in {file}")
-    finally:
-        for process in running:
-            process.terminate()
-            process.wait()
+
+    def launch(job: Job) -> Launch:
+        seed, arm = job.folder.parent.name.removeprefix("seed-"), job.folder.name
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # as of torchrun; else each would use all cores
+        return Launch([*command, "--only", seed, arm], job.folder.with_name(f"{arm}.log"), {"OMP_NUM_THREADS": threads})
+
+    def ended(job: Job) -> None:
+        if job.status != "ok":
+            raise RuntimeError(job.status)
+
+    waiting = [
+        Job(out / f"seed-{seed}" / arm.name)
+        for arm in arms
+        for seed in (baseline_seeds if arm == arms[0] else options.seeds)
+    ]
+    jobs.run(jobs.unfinished(waiting), launch, slots, ended)
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         return 0 if _report(arms, options, out, pool.map) else 1
 

@@ -39,7 +39,7 @@ class Endpoint:
         self._ended = time.monotonic()  # of the last step
         self._between = 0  # more than 0 while something else than steps is done
         self._server = _server(host, port, {"/metrics": self._metrics, "/healthz": self._health})
-        self.address: tuple[str, int] = self._server.server_address[:2]
+        self.address = (host, self._server.server_port)
         threading.Thread(target=self._server.serve_forever, name="endpoint", daemon=True).start()
 
     def advance(self) -> None:

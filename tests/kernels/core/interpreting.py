@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
+import kernels
 from kernels.core.launch import Launcher
 
 
@@ -30,9 +34,18 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
 
     Its products of half-precision operands are wrong, so what runs here is float32.
     """
+    _import_kernels()
     for module in (tl, tl.standard, *modules):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, Interpreted(value.fn))
             elif isinstance(value, Launcher):
                 monkeypatch.setattr(value, "kernel", Interpreted(value.kernel.fn))
+
+
+@cache
+def _import_kernels() -> None:
+    """What is first imported while functions are replaced would keep the replacements."""
+    for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        if ".triton" in found.name or ".hopper" in found.name:
+            importlib.import_module(found.name)

@@ -2,22 +2,26 @@
 
 R requests (a user at a moment) have C candidates (the things scored for them). The classical impression batch, one
 candidate a request, is C = R. `train.data.batch` packs rows into a batch.
+
+TorchRec is imported where a batch is looked up in its collections: scoring, which does not, needs no TorchRec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 ALIGNMENT = 16
 """Bytes; of the tensors of a packed batch."""
-_Keyed = tuple[list[str], int, list[int] | None]
+_Keyed = tuple[type, list[str], int, list[int] | None]
 _Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 UNKNOWN_ID = 0
 """Row of every table that missing ids map to, and unseen ones unless a source has rows for them; others start at 1."""
@@ -78,6 +82,27 @@ class FeatureSpec:
         if self.max_candidates < 1:
             raise ValueError(f"max_candidates must be at least 1, got {self.max_candidates}")
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> FeatureSpec:
+        """The inverse of `dataclasses.asdict`, also after JSON."""
+
+        def features(items: Sequence[Mapping[str, Any]]) -> tuple[SparseFeature, ...]:
+            return tuple(SparseFeature(**item) for item in items)
+
+        return cls(
+            tables=dict(saved["tables"]),
+            request=features(saved["request"]),
+            candidate=features(saved["candidate"]),
+            histories=tuple(
+                EventType(item["name"], features(item["fields"]), item["max_length"]) for item in saved["histories"]
+            ),
+            request_dense=tuple(saved["request_dense"]),
+            candidate_dense=tuple(saved["candidate_dense"]),
+            tasks=tuple(saved["tasks"]),
+            max_candidates=saved["max_candidates"],
+            outputs=tuple(saved.get("outputs", ())),
+        )
+
     def lookups(self) -> Iterator[tuple[str, str]]:
         """(feature name, table) of every lookup, in the order of `RequestBatch.lookup`'s keys."""
         for feature in (*self.request, *self.candidate):
@@ -107,9 +132,10 @@ class FeatureSpec:
 
 
 @dataclass
-class RequestBatch(Pipelineable):
+class RequestBatch:
     """R requests with their C candidates, jagged histories and labels.
 
+    Batches that are scored may hold `modules.jagged_features.JaggedFeatures` in place of KeyedJaggedTensors.
     `candidate_offsets` is non-decreasing and starts at 0; requests without candidates are allowed. Histories are oldest
     first and strictly before `request_time`. A label of NaN was not observed.
     """
@@ -150,6 +176,8 @@ class RequestBatch(Pipelineable):
         stride for all features means one embedding collection, one all-to-all, and tables that request, candidate and
         history features share.
         """
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
         requests, parts = self.num_requests, [self.request_sparse, self.candidate_sparse, self.histories]
         per_candidate = self.candidate_sparse.lengths().view(len(self.candidate_sparse.keys()), self.num_candidates)
         ends = torch.nn.functional.pad(per_candidate.cumsum(1), (1, 0))
@@ -181,7 +209,7 @@ class RequestBatch(Pipelineable):
             for part, tensor in zip(parts, tensors, strict=True)
         ]
         for f in fields(self):
-            if isinstance(features := getattr(self, f.name), KeyedJaggedTensor):
+            if not isinstance(features := getattr(self, f.name), Tensor):
                 features.length_per_key()  # remembered from now on: later it would have to be read from the device
         return _assemble(self._about(), views)
 
@@ -202,14 +230,14 @@ class RequestBatch(Pipelineable):
 
     def _tensors(self) -> list[Tensor]:
         parts = [getattr(self, f.name) for f in fields(self)]
-        pairs = [(p.values(), p.lengths()) if isinstance(p, KeyedJaggedTensor) else (p,) for p in parts]
+        pairs = [(p,) if isinstance(p, Tensor) else (p.values(), p.lengths()) for p in parts]
         return [tensor for pair in pairs for tensor in pair]
 
     def _about(self) -> list[_Keyed | None]:
         """The parts of each field that are not tensors."""
         parts = [getattr(self, f.name) for f in fields(self)]
         return [
-            (p.keys(), p.stride(), p.length_per_key_or_none()) if isinstance(p, KeyedJaggedTensor) else None
+            None if isinstance(p, Tensor) else (type(p), p.keys(), p.stride(), p.length_per_key_or_none())
             for p in parts
         ]
 
@@ -261,9 +289,9 @@ def _assemble(
         if keyed is None:
             parts.append(next(given))
         else:
-            keys, stride, counts = keyed
+            kind, keys, stride, counts = keyed
             values, lengths = next(given), next(given)
-            parts.append(KeyedJaggedTensor(keys, values, lengths=lengths, stride=stride, length_per_key=counts))
+            parts.append(kind(keys, values, lengths=lengths, stride=stride, length_per_key=counts))
     return RequestBatch(*parts)
 
 
@@ -289,4 +317,4 @@ def select_rows(features: KeyedJaggedTensor, rows: Tensor) -> KeyedJaggedTensor:
     total = int(lengths.sum())
     shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths, output_size=total)
     values = features.values()[torch.arange(total, device=rows.device) + shift]
-    return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths, stride=rows.numel())
+    return type(features)(keys=features.keys(), values=values, lengths=lengths, stride=rows.numel())

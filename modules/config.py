@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast, get_args, get_type_hints
 
 
 def option(
@@ -70,6 +70,29 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         nested = dataclasses.is_dataclass(own) and isinstance(value, Mapping)
         values[name] = changed(own, value, f"{path}.{name}") if nested else value
     return dataclasses.replace(config, **values)
+
+
+def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
+    """The inverse of `dataclasses.asdict`, also after JSON: a `kind`, with the dataclasses that its fields have.
+
+    ValueError that names the key below `path` for one that `kind` does not have.
+    """
+    types = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := sorted(set(saved) - set(known)):
+        raise ValueError(f"{path}.{unknown[0]} is no option; there are {', '.join(known)}")
+    return kind(**{name: _restored(types[name], value, f"{path}.{name}") for name, value in saved.items()})
+
+
+def _restored(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return from_saved(cast("type[Any]", kind), value, path)
+    inner = get_args(kind)[-1:]
+    if inner and isinstance(value, dict):
+        return {name: _restored(inner[0], part, f"{path}.{name}") for name, part in value.items()}
+    if inner and isinstance(value, list):
+        return [_restored(inner[0], part, path) for part in value]
+    return value
 
 
 def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:

@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+    from torchrec.sparse.jagged_tensor import JaggedTensor
 
 
 @dataclass
@@ -25,6 +26,10 @@ class JaggedSequence:
     values: Tensor  # [sum T, width]
     offsets: Tensor  # [R + 1] int64
     times: Tensor  # [sum T] int64 seconds, counted from the time of the request: an event an hour ago is at -3600
+
+    def rows(self, first: int, end: int) -> JaggedSequence:
+        """The sequence of one request that owns values first:end."""
+        return JaggedSequence(self.values[first:end], self.offsets.new_tensor([0, end - first]), self.times[first:end])
 
 
 @dataclass
@@ -62,37 +67,34 @@ class FeatureEmbedding(nn.Module):
         """`table_std`: standard deviation of the initial rows, 1 / sqrt(their width) if None; `dropout`: of looked-up
         elements."""
         super().__init__()
-        table_dims = table_dims or {}
-        if unknown := sorted(table_dims.keys() - spec.tables.keys()):
-            tables = sorted(spec.tables)
-            raise ValueError(
-                f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(tables)}, e.g. "
-                f"+model.table_dims.{tables[0]}=16"
-            )
+        # Scoring, which has `LocalEmbedding`, needs no TorchRec.
+        from torchrec.modules.embedding_configs import EmbeddingConfig
+        from torchrec.modules.embedding_modules import EmbeddingCollection
+        from torchrec.streamable import Pipelineable
+
+        Pipelineable.register(RequestBatch)
         features: dict[str, list[str]] = {}
         for name, table in spec.lookups():
-            if "." in table:
-                raise ValueError(
-                    f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
-                    f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
-                )
             features.setdefault(table, []).append(name)
-        widths: dict[int, list[EmbeddingConfig]] = {}
-        for table, names in features.items():
-            width = table_dims.get(table, dim)
-            config = EmbeddingConfig(
-                name=table,
-                num_embeddings=spec.tables[table],
-                embedding_dim=width,
-                feature_names=names,
-                init_fn=partial(nn.init.normal_, std=table_std or 1 / math.sqrt(width)),
-            )
-            widths.setdefault(width, []).append(config)
         collections = {
-            width: EmbeddingCollection(tables=tables, device=torch.device(device)) for width, tables in widths.items()
+            width: EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(
+                        name=table,
+                        num_embeddings=spec.tables[table],
+                        embedding_dim=width,
+                        feature_names=features[table],
+                        init_fn=partial(nn.init.normal_, std=table_std or 1 / math.sqrt(width)),
+                    )
+                    for table in tables
+                ],
+                device=torch.device(device),
+            )
+            for width, tables in _tables_by_width(spec, dim, table_dims or {}).items()
         }
-        self.collection = collections.pop(dim if dim in collections else next(iter(collections)))
-        self.further = nn.ModuleDict({str(width): collection for width, collection in collections.items()})
+        first, *further = collections
+        self.collection = collections[first]
+        self.further = nn.ModuleDict({str(width): collections[width] for width in further})
         self.union = _Union()
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
@@ -106,6 +108,84 @@ class FeatureEmbedding(nn.Module):
         if self.further:
             embedded = self.union(embedded, *(collection(batch.lookup) for collection in self.further.values()))
         return self.assemble(embedded, batch)
+
+
+def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int]) -> dict[int, list[str]]:
+    """Tables that are looked up by the width of their rows, `dim` first. ValueError for those that cannot be."""
+    if unknown := sorted(table_dims.keys() - spec.tables.keys()):
+        tables = sorted(spec.tables)
+        raise ValueError(
+            f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(tables)}, e.g. "
+            f"+model.table_dims.{tables[0]}=16"
+        )
+    widths: dict[int, list[str]] = {}
+    for table in dict.fromkeys(table for _, table in spec.lookups()):
+        if "." in table:
+            raise ValueError(
+                f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
+                f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
+            )
+        widths.setdefault(table_dims.get(table, dim), []).append(table)
+    return {width: widths[width] for width in sorted(widths, key=lambda width: width != dim)}
+
+
+class LocalEmbedding(nn.Module):
+    """`FeatureEmbedding` of one process in plain PyTorch: the same parameters by name, and no TorchRec.
+
+    On `device="meta"` tables take no memory, for weights that are loaded with `assign=True`.
+    """
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        dim: int,
+        device: torch.device | str = "cpu",
+        table_dims: Mapping[str, int] | None = None,
+        *,
+        table_std: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        """The arguments are those of `FeatureEmbedding`."""
+        super().__init__()
+        self.spec = spec
+        tables = {
+            width: _LocalTables({name: spec.tables[name] for name in names}, width, device, table_std)
+            for width, names in _tables_by_width(spec, dim, table_dims or {}).items()
+        }
+        first, *further = tables
+        self.collection = tables[first]
+        self.further = nn.ModuleDict({str(width): tables[width] for width in further})
+        self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
+
+    def forward(self, batch: RequestBatch) -> Tokens:
+        collections = [self.collection, *cast("Iterable[_LocalTables]", self.further.values())]
+        tables = {name: table for each in collections for name, table in each.embeddings.items()}
+        parts = (batch.request_sparse, batch.candidate_sparse, batch.histories)
+        ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
+        embedded = {
+            name: _LookedUp(tables[table](rows)) for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
+        }
+        return self.assemble(embedded, batch)
+
+
+class _LocalTables(nn.Module):
+    def __init__(self, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None) -> None:
+        super().__init__()
+        weights = {table: torch.empty(count, width, device=device) for table, count in rows.items()}
+        for weight in weights.values():
+            nn.init.normal_(weight, std=std or 1 / math.sqrt(width))
+        tables = {table: nn.Embedding(rows[table], width, _weight=weight) for table, weight in weights.items()}
+        self.embeddings = nn.ModuleDict(tables)
+
+
+@dataclass
+class _LookedUp:
+    """What token assembly reads of a JaggedTensor."""
+
+    rows: Tensor
+
+    def values(self) -> Tensor:
+        return self.rows
 
 
 class _Union(nn.Module):
@@ -140,7 +220,7 @@ class TokenAssembly(nn.Module):
         featureless = not (spec.request or spec.request_dense)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
-    def forward(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> Tokens:
+    def forward(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
         candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
         if self.request_dense is not None:
@@ -152,7 +232,11 @@ class TokenAssembly(nn.Module):
         return Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
 
     def _side(
-        self, embedded: dict[str, JaggedTensor], lengths: Tensor, features: Sequence[SparseFeature], num_rows: int
+        self,
+        embedded: Mapping[str, JaggedTensor | _LookedUp],
+        lengths: Tensor,
+        features: Sequence[SparseFeature],
+        num_rows: int,
     ) -> list[Tensor]:
         lengths = lengths.view(len(features), num_rows)
         tokens = []
@@ -168,7 +252,9 @@ class TokenAssembly(nn.Module):
         rows = self.projections[table](rows).to(rows.dtype) if table in self.projections else rows
         return self.dropout(rows) if self.dropout.p else rows
 
-    def _histories(self, embedded: dict[str, JaggedTensor], batch: RequestBatch) -> dict[str, JaggedSequence]:
+    def _histories(
+        self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch
+    ) -> dict[str, JaggedSequence]:
         if not self.spec.histories:
             return {}
         lengths = batch.histories.lengths().view(-1, batch.num_requests)

@@ -25,6 +25,7 @@ from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.models.retrieval import RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
+from modules.pretrained import PretrainedModel
 from modules.summary import summarise as summarise_model
 from train.checkpoint import load as checkpoint
 from train.config.schema import Config, EventsConfig
@@ -188,11 +189,12 @@ def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
     )
 
 
-def load_model(path: Path, config: Config, source: Source, max_candidates: int, device: torch.device) -> RankingModel:
+def load_model(
+    path: Path, config: Config, source: Source, max_candidates: int, device: torch.device
+) -> PretrainedModel:
     """The checkpoint's model in eval mode, whole and unsharded, for requests of up to `max_candidates` candidates."""
     checkpoint.check_data(path, source.fingerprint)
     spec = dataclasses.replace(source.spec, max_candidates=max_candidates)
-    arch = build_arch(config.model, output_spec(spec, TaskLosses(config.tasks, spec.tasks)))
-    model = RankingModel(FeatureEmbedding(spec, config.model.dim, "cpu", config.model.table_dims), arch)
+    model = PretrainedModel(config.model, output_spec(spec, TaskLosses(config.tasks, spec.tasks)))
     checkpoint.load_weights(path, model)
     return model.eval().to(device)

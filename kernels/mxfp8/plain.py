@@ -11,9 +11,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels.core.operator import custom_op
+
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts, which needs their sizes: a sync on a GPU."""
+    """x [M, K], weight [E, N, K] -> [M, N], a loop over the experts, which needs their sizes: a sync on a GPU.
+
+    A compiler, which cannot know them, sees one operator.
+    """
+    return _product(x, weight, offsets) if torch.compiler.is_compiling() else _loop(x, weight, offsets)
+
+
+def _loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     *groups, rest = x.split_with_sizes(_sizes(offsets, x.shape[0]))
     outputs = [group @ matrix.t() for group, matrix in zip(groups, weight.unbind(), strict=True)]
     return torch.cat([*outputs, x.new_zeros(rest.shape[0], weight.shape[1])])
@@ -21,9 +30,42 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy [M, N], x [M, K] -> [E, N, K], the sum over each expert's rows of dy^T x; on a GPU, a sync."""
+    return _wgrad(dy, x, offsets) if torch.compiler.is_compiling() else _wgrad_loop(dy, x, offsets)
+
+
+def _wgrad_loop(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     sizes = _sizes(offsets, x.shape[0])
     pairs = zip(dy.split_with_sizes(sizes)[:-1], x.split_with_sizes(sizes)[:-1], strict=True)
     return torch.stack([dy_group.t() @ x_group for dy_group, x_group in pairs])
+
+
+@custom_op("gemsmith::grouped_mm_loop")
+def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return _loop(x, weight, offsets)
+
+
+@_product.register_fake
+def _(x, weight, offsets):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@custom_op("gemsmith::grouped_wgrad_loop")
+def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return _wgrad_loop(dy, x, offsets)
+
+
+@_wgrad.register_fake
+def _(dy, x, offsets):
+    return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+
+
+def _backward(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    dx = _product(dy, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+    return dx, _wgrad(dy, x, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def _sizes(offsets: Tensor, total: int) -> list[int]:

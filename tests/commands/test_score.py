@@ -19,9 +19,10 @@ from torch import Tensor
 from modules.models.scoring import Sequences
 from tests.modules.factories import random_spec
 from train.commands import score
-from train.commands.score import SMALLEST, Scorer, _Replayed, _rounded_up
 from train.config.schema import SyntheticConfig
 from train.data import build_source
+from train.serving import scorer
+from train.serving.scorer import SMALLEST, Replayed, Scorer, _rounded_up
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
 
@@ -56,7 +57,7 @@ def test_replayed_architectures_take_and_give_what_others_do(device: str) -> Non
         }
         return request, candidate, torch.tensor([0, 7], device=device), histories
 
-    replayed = _Replayed(arch, spec, torch.device(device))
+    replayed = Replayed(arch, spec, torch.device(device))
     for _ in range(5):  # on a GPU the third is captured
         arguments = inputs()
         torch.testing.assert_close(replayed(*arguments), arch(*arguments))
@@ -94,11 +95,12 @@ class Runs:
 def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_operators.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("evil_operators", "kernels_of_mine.evil"):
-        (tmp_path / "export.json").write_text(json.dumps({"operators": [name]}))
+    for name in ("evil_operators", "kernels_of_mine.evil", "gemsmith.evil_operators"):
+        (tmp_path / "export.json").write_text(json.dumps({"operators": [name], "program": None, "dtype": "float32"}))
         with pytest.raises(ValueError, match=f"needs operators of '{name}', which is none of kernels"):
             Scorer(tmp_path)
-    score._import_operators(["kernels.jagged", "json"])  # imported already, by whoever trusts it
+    scorer._import_operators(["gemsmith.kernels.jagged"])  # as a wheel writes it
+    scorer._import_operators(["kernels.jagged", "json"])  # imported already, by whoever trusts it
 
 
 @pytest.mark.reliability(
@@ -107,7 +109,7 @@ def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest
 def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
     program, made = tmp_path / "model.pt2", tmp_path / "made"
     torch.export.save(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(3, 2),)), program)
-    assert score._load_program(program)(torch.ones(3, 2)).shape == (3, 1)
+    assert scorer._load_program(program)(torch.ones(3, 2)).shape == (3, 1)
     payload = io.BytesIO()
     torch.save((Runs(made),), payload)
     for place in ("sample_inputs/model.pt", "constants/opaque_obj_0"):
@@ -119,9 +121,9 @@ def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
                 new.writestr(name, old.read(name))
             new.writestr(f"{root}/data/{place}", payload.getvalue())
         with pytest.raises(ValueError, match="forged.pt2 holds"):
-            score._load_program(forged)
+            scorer._load_program(forged)
     assert not made.exists()
-    assert score.WEIGHTS_ONLY not in os.environ
+    assert scorer.WEIGHTS_ONLY not in os.environ
 
 
 @pytest.mark.reliability(
@@ -130,9 +132,9 @@ def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     source = build_source(SyntheticConfig(num_requests=20, eval_requests=2))
     batch = source.batch("test", np.array([0]))
-    score._refuse_not_finite(batch, source.spec)
+    scorer._refuse_not_finite(batch, source.spec)
     batch.candidate_dense[0, 1] = torch.nan
     with pytest.raises(
         ValueError, match=f"candidate 0 has {source.spec.candidate_dense[1]}=nan; numbers must be finite"
     ):
-        score._refuse_not_finite(batch, source.spec)
+        scorer._refuse_not_finite(batch, source.spec)

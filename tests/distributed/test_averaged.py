@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
@@ -48,12 +49,12 @@ def test_a_checkpoint_is_evaluated_and_exported_by_its_average(tmp_path: Path) -
     assert values == pytest.approx(results, nan_ok=True)
     tensors = saved(run_dir)
     export.main([f"run_dir={run_dir}", f"out={tmp_path}/out", "runtime.device=cpu", "compile=false"])
-    exported = torch.load(tmp_path / "out" / "embedding.pt")
-    name = "assemble.request_dense.weight"
-    assert torch.equal(exported[name], tensors[f"dense.embedding.{name}.average"])
-    assert not torch.equal(exported[name], tensors[f"model.embedding.{name}"])
-    table = "collection.embeddings.item.weight"
-    assert torch.equal(exported[table], tensors[f"model.embedding.{table}"])
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    name = "embedding.assemble.request_dense.weight"
+    assert torch.equal(exported[name], tensors[f"dense.{name}.average"])
+    assert not torch.equal(exported[name], tensors[f"model.{name}"])
+    table = "embedding.collection.embeddings.item.weight"
+    assert torch.equal(exported[table], tensors[f"model.{table}"])
 
 
 def test_a_new_run_starts_from_the_weights_that_were_trained(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from train.build import load_model
 from train.checkpoint import load as checkpoint
 from train.checkpoint.load import read_meta
 from train.commands import compare, export, importance, score
-from train.commands.score import Scorer
 from train.config.compose import from_dict
 from train.config.schema import register_schema
 from train.data import build_source
+from train.serving.scorer import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_an_exported_model_scores_requests_as_the_run_did(
         np.testing.assert_allclose(scores, [expected[row] for row in request.row.tolist()], rtol=2e-2)
     one = with_candidates(source.batch("test", np.array([0])), 1)
     assert scorer(one).shape == (1, len(scorer.spec.tasks))
-    with pytest.raises(ValueError, match="one request with 1 to 32 candidates, got 1 requests and 33 candidates"):
+    with pytest.raises(ValueError, match="0 to 32 candidates here, got 33"):
         scorer(with_candidates(one, 33))
     event, short = scorer.spec.histories[0], export.example(source)
     times = event.max_length + 1

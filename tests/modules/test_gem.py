@@ -254,7 +254,7 @@ def test_domains_that_cannot_be_are_refused() -> None:
     assert "model.domain_feature=user" in (config.graphs_refusal() or "")
     assert GEM.Config().graphs_refusal() is None
     model, embedding = gem(domain_feature="user")
-    with pytest.raises(ValueError, match="reads the ids of requests, which exports are not given"):
+    with pytest.raises(ValueError, match="reads the ids of requests, which traced programs are not given"):
         export_arch(RankingModel(embedding, model), random_batch(random_spec(), (3,), (4,)), torch.float32, 10)
 
 

@@ -386,6 +386,23 @@ def test_checkpoints_hold_the_bias_and_not_the_counts():
     assert torch.equal(other.router.expert_bias, moe.router.expert_bias)
 
 
+def test_a_layer_compiles_into_one_graph_that_serves_other_numbers_of_tokens():
+    """On a CPU, where the products read how many rows each expert has."""
+    torch.compiler.reset()
+    moe = MoE(DIM, EXPERT_DIM, 2, 1, normalize_weights=False, aux_loss_weight=0.1)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (9, 5):
+        x = torch.randn(tokens, DIM)
+        results = []
+        for layer in (compiled, moe):
+            given = x.clone().requires_grad_()
+            y = layer(given)
+            (y.square().sum() + moe.aux_loss).backward()
+            results.append((y, given.grad, *(p.grad for p in moe.parameters())))
+            moe.zero_grad()
+        torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

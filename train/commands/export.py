@@ -1,23 +1,28 @@
 """Write a trained model for scoring: `python -m train.commands.export run_dir=RUN_DIR out=DIR`.
 
-The architecture is exported: `torch.export` traces it once for a request with any number of candidates and events. The
-lookup of embeddings and their assembly into tokens stay in eager PyTorch: TorchRec's collections take
-KeyedJaggedTensors, and tables are usually served elsewhere. `train.commands.score` combines the two.
+`torch.export` traces the architecture once, for a request with any number of candidates and events. A model that it
+cannot trace is served in eager PyTorch: the command says so, and why, in one line, and so does `export.json`. Lookups
+of embeddings and their assembly into tokens stay eager in any case: tables are usually served elsewhere.
+`train.serving.scorer` scores with what is written.
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
 arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
 of the run's configuration (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
 Written to `out`, by default RUN_DIR/export:
 
-- `model.pt2`: on a GPU compiled with AOTInductor for it, elsewhere (and with `compile=false`) an exported program;
-- `embedding.pt`: the weights of tables and of the token assembly;
-- `export.json`: configuration, features, ranges, modules of the operators, and which of the two `model.pt2` is.
+- `config.json`, `model.safetensors`: the model and its weights, for `modules.pretrained.PretrainedModel`;
+- `model.pt2`, unless it is served in eager PyTorch: on a GPU compiled with AOTInductor for it, elsewhere (and with
+  `compile=false`) an exported program;
+- `reader.json`, `vocabulary/` (of data=events): how requests become batches, for `train.data.reader.RequestReader`;
+- `export.json`: device, precision, tasks, modules of the operators, and how the model is served.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +36,19 @@ from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.models.ranking import RankingModel
 from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
+from modules.pretrained import PretrainedModel
 from train.build import load_model
 from train.checkpoint import load as checkpoint
 from train.commands.score import check
 from train.config.compose import from_dict
 from train.config.overrides import split_options
+from train.config.schema import DataConfig
 from train.data import build_source
+from train.data.reader import keep_reader
 from train.data.source import Source
 from train.process.files import write_json
 from train.process.precision import compute_dtype
+from train.serving.scorer import ABOUT, PROGRAM
 
 TIMED_CANDIDATES = 1000
 """Of the example request: Inductor chooses kernels by timing them on it."""
@@ -53,19 +62,40 @@ MOST_LOOKED_AT = 100_000
 def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int) -> ExportedProgram:
     """The architecture as a program for one request; `batch` is an example with two candidates and events or more.
 
-    ValueError for an architecture that reads sizes from its data.
+    Raises whatever tracing raises for an architecture that cannot be traced, e.g. one that reads sizes from its data.
     """
     arch = ScoringArch(model.arch, dtype).eval()
     spec = model.embedding.assemble.spec
     inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+    return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+
+
+def traced(model: PretrainedModel, source: Source, dtype: torch.dtype) -> tuple[ExportedProgram, RequestBatch] | str:
+    """A program and the request that it was made from; where there is none, the reason.
+
+    A model of your own may do anything while it is traced, hence any exception is a reason.
+    """
+    device, max_candidates = next(model.arch.parameters()).device, model.spec.max_candidates
     try:
-        return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+        request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
+        with redirect_stderr(io.StringIO()):  # PyTorch prints the graph of a model that it cannot trace
+            program = export_arch(model, request, dtype, max_candidates)
+        run, arch = program.module(), ScoringArch(model.arch, dtype).eval()
+        for count in (1, request.num_candidates):
+            batch = with_candidates(request, count)
+            inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+            with torch.no_grad():
+                # The two run the same operators.
+                torch.testing.assert_close(run(*inputs), arch(*inputs), rtol=2e-2, atol=2e-2)
+        return program, request
     except GuardOnDataDependentSymNode as error:
-        raise ValueError(
-            f"{type(model.arch).__name__} reads sizes from its data and cannot be exported; so do DIN, "
-            "model.sequence_context=candidate and routed experts on a CPU or in fp32; InterFormer without them, DCNv2 "
-            "and DLRM can be"
-        ) from error
+        return f"its sizes depend on its data: {_first_line(error)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0].strip()
 
 
 def operator_modules(program: ExportedProgram) -> list[str]:
@@ -96,37 +126,59 @@ def main(arguments: list[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     source = build_source(config.data)
     model = load_model(path, config, source, max_candidates, device)
-    request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
     dtype = compute_dtype(config.precision.name, device)
-    program = export_arch(model, request, dtype, max_candidates)
-    compiled = device.type == "cuda" and compiling == "true"
-    if compiled:
-        # When Inductor decides on the padding of a matrix product, it assumes that what holds for the example's sizes
-        # holds for all: with an example of two candidates, for up to 97. With 10,000 candidates, a grid then had more
-        # than the 65,535 blocks that its second dimension allows, and the driver refused the launch.
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(out / "model.pt2"), inductor_configs={"triton.max_tiles": 1}
-        )
-    else:
-        save(program, out / "model.pt2")
-    torch.save(model.embedding.state_dict(), out / "embedding.pt")
-    about = {
-        "compiled": compiled,
-        "operators": operator_modules(program),
-        "device": device.type,
-        "checkpoint": str(path.resolve()),
-        "overrides": overrides,
-        "dim": config.model.dim,
-        "table_dims": config.model.table_dims,
-        "max_candidates": max_candidates,
-        "tasks": {task: _known(chosen) for task, chosen in config.tasks.items()},
-        "spec": dataclasses.asdict(model.embedding.assemble.spec),
-    }
-    write_json(out / "export.json", about)
-    if compiled:
-        check(out, model, dtype, request)
+    origin = {"checkpoint": str(path.resolve()), "overrides": overrides}
+    export_model(out, model, source, config.data, config.tasks, dtype, compiling == "true", origin)
     print(f"{config.model.name} of {path}: {out}")
     return out
+
+
+def export_model(
+    out: Path,
+    model: PretrainedModel,
+    source: Source,
+    data: DataConfig,
+    tasks: Mapping[str, Any],
+    dtype: torch.dtype,
+    compiling: bool = True,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model, on the device where it is to be served, with the data that it was trained on and the losses of its
+    tasks. Prints why, if it is served in eager PyTorch."""
+    device = next(model.arch.parameters()).device
+    model.save_pretrained(out)
+    keep_reader(data, source, out)
+    (out / PROGRAM).unlink(missing_ok=True)
+    found = traced(model, source, dtype)
+    compiled = not isinstance(found, str) and device.type == "cuda" and compiling
+    if not isinstance(found, str):
+        _write_program(found[0], out / PROGRAM, compiled)
+    about = {
+        "program": None if isinstance(found, str) else PROGRAM,
+        "eager": found if isinstance(found, str) else None,
+        "compiled": compiled,
+        "operators": [] if isinstance(found, str) else operator_modules(found[0]),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tasks": {task: _known(chosen) for task, chosen in tasks.items()},
+        "checkpoint": None,
+        "overrides": [],
+    }
+    write_json(out / ABOUT, about | dict(origin or {}))
+    if isinstance(found, str):
+        print(f"{model.config.name} cannot be traced and is served in eager PyTorch ({found})")
+    elif compiled:
+        check(out, model, dtype, found[1])
+
+
+def _write_program(program: ExportedProgram, path: Path, compiled: bool) -> None:
+    if not compiled:
+        save(program, path)
+        return
+    # When Inductor decides on the padding of a matrix product, it assumes that what holds for the example's sizes holds
+    # for all: with an example of two candidates, for up to 97. With 10,000 candidates, a grid then had more than the
+    # 65,535 blocks that its second dimension allows, and the driver refused the launch.
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs={"triton.max_tiles": 1})
 
 
 def _known(chosen: dict[str, Any]) -> dict[str, Any]:

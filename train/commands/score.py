@@ -13,16 +13,11 @@ On a GPU each of the three replays CUDA graphs of the architecture, which would 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
-import os
-import pickle
 import signal
 import statistics
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,185 +25,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.export.pt2_archive._package import AOTICompiledModel
 
 from kernels.core import dispatch
-from modules.batch import FeatureSpec, RequestBatch, with_candidates
-from modules.embedding import FeatureEmbedding
+from modules.batch import RequestBatch, with_candidates
 from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, Sequences, scoring_inputs
+from modules.models.scoring import ScoringArch, scoring_inputs
+from modules.pretrained import read_description
 from train.build import load_model
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source
-from train.data.source import spec_from_dict
-from train.loss import TaskLosses
 from train.process import versions
 from train.process.files import write_json
 from train.process.precision import compute_dtype
-from train.speedup.replay import Replay
+from train.serving.scorer import ABOUT, PROGRAM, Replayed, Scorer, read_about
 
-OPERATORS = ("kernels", "modules")
-"""Packages whose modules an export may name."""
-WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 ROUNDS = 20
-SMALLEST = 16
-"""Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
-
-
-class Scorer:
-    """Scores the candidates of requests: embeddings are looked up eagerly, the rest is the exported model.
-
-    On a GPU it replays CUDA graphs: one for each number of candidates, rounded up to a power of two, and each number of
-    events, captured at the third such request. Only the first 16 of these have graphs; others are launched from the
-    host. If histories are cut to one length, there are few. A graph's inputs and results have fixed memory, so use a
-    scorer from one thread at a time.
-
-    ValueError when `folder` was not written by `train.commands.export`. `model.pt2` is a program, or a library: as with
-    any other, load only one that you trust. Nothing else in the folder can run code.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            about = json.loads((folder / "export.json").read_text())
-        except OSError as error:
-            raise ValueError(
-                f"{folder} holds no exported model ({error}); write one with train.commands.export"
-            ) from error
-        _import_operators(about["operators"])
-        longest = max((event["max_length"] for event in about["spec"]["histories"]), default=1)
-        self.spec = spec_from_dict(about["spec"], longest)
-        self.device = torch.device(about["device"])
-        self.max_candidates = about["max_candidates"]
-        self.embedding = FeatureEmbedding(self.spec, about["dim"], "cpu", about.get("table_dims")).eval()
-        weights = torch.load(folder / "embedding.pt", map_location="cpu", weights_only=True)
-        self.embedding.load_state_dict(weights)
-        self.embedding.to(self.device)
-        program = _load_compiled(folder) if about["compiled"] else _load_program(folder / "model.pt2")
-        self._arch = _Replayed(program, self.spec, self.device)
-        tasks = about.get("tasks", {})
-        if own := [chosen["loss"] for chosen in tasks.values() if "." in chosen["loss"]]:
-            raise ValueError(f"{folder}/export.json names {own[0]}, which no export does: scoring imports no such code")
-        self.losses = TaskLosses(tasks, self.spec.tasks)
-
-    @torch.no_grad()
-    def __call__(self, batch: RequestBatch) -> Tensor:
-        """Predictions [N, tasks] of the candidates of a batch of one request, probabilities of binary tasks; a task of
-        several classes has a column for each.
-
-        ValueError for several requests, too many candidates or events, and numbers that are not finite (of a batch on
-        the host; one that is on the GPU already is not read back).
-        """
-        count = batch.num_candidates
-        if batch.num_requests != 1 or not 1 <= count <= self.max_candidates:
-            raise ValueError(
-                f"a batch is one request with 1 to {self.max_candidates} candidates, got {batch.num_requests} requests "
-                f"and {count} candidates; score requests one by one, or export with a larger max_candidates"
-            )
-        if batch.row.device.type == "cpu":
-            _refuse_not_finite(batch, self.spec)
-        if batch.row.device.type != self.device.type:  # after a move, lengths would be read from the device again
-            batch = batch.to(self.device)
-        tokens = self.embedding(batch)
-        for event in self.spec.histories:
-            # Shapes are known on the host; reading the batch's lengths from a GPU would be a sync.
-            length = tokens.histories[event.name].values.shape[0]
-            if length > event.max_length:
-                raise ValueError(
-                    f"the request has {length} events of type {event.name!r}, more than the {event.max_length} that "
-                    "were exported; keep the newest ones, or train with a larger data.max_history"
-                )
-        request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
-        if self.device.type == "cuda":
-            candidate, offsets = _rounded_up(candidate, self.max_candidates)
-        return self.losses.predict(self._arch(request, candidate, offsets, histories)[:count])
-
-
-def _import_operators(modules: list[str]) -> None:
-    """Import the modules that define an export's operators. ValueError for one that is not of this project.
-
-    Otherwise an export could name any module. One that has been imported already may define operators of your own.
-    """
-    for module in modules:
-        if module.partition(".")[0] not in OPERATORS and module not in sys.modules:
-            raise ValueError(
-                f"the export needs operators of {module!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "
-                "if you trust it, import it before the Scorer is made"
-            )
-        importlib.import_module(module)
-
-
-def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
-    sides = (
-        ("request", spec.request_dense, batch.request_dense),
-        ("candidate", spec.candidate_dense, batch.candidate_dense),
-    )
-    for whose, names, values in sides:
-        finite = values.isfinite()
-        if not finite.all():
-            row, column = (~finite).nonzero()[0].tolist()
-            raise ValueError(
-                f"{whose} {row} has {names[column]}={values[row, column].item()}; numbers must be finite. Those of a "
-                "batch are scaled, and a missing one is 0, as train.data.reader makes them"
-            )
-
-
-def _load_program(path: Path) -> Callable[..., Tensor]:
-    """The exported program, without unpickling more than tensors.
-
-    `torch.export.load` unpickles sample inputs, and constants that are no tensors: ValueError for a file with these.
-    """
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if "/constants/" in name and name.rpartition("/")[2].startswith(("custom_obj", "opaque_obj")):
-                raise ValueError(f"{path} holds {name}, an object that is no tensor; write the export anew")
-    before = os.environ.get(WEIGHTS_ONLY)
-    os.environ[WEIGHTS_ONLY] = "1"  # torch.load then reads nothing but tensors, whatever its caller asks for
-    try:
-        return torch.export.load(path).module()
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds something else than tensors and a program; write the export anew") from error
-    finally:
-        del os.environ[WEIGHTS_ONLY]
-        if before is not None:
-            os.environ[WEIGHTS_ONLY] = before
-
-
-def _load_compiled(folder: Path) -> AOTICompiledModel:
-    # The loader that C++ servers use. `aoti_load_package` also compiles and runs a program for each kind of vector
-    # instructions of the host, to warn if the export was made on another host, which can take minutes. The runner does
-    # without the events by which threads could share it: a capture does not allow them.
-    return AOTICompiledModel(torch._C._aoti.AOTIModelPackageLoader(str(folder / "model.pt2"), "model", True, 1, -1))
-
-
-def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Candidates up to the next power of two, at most `most`, and the offsets that make them all the request's."""
-    size = min(most, max(SMALLEST, 1 << (candidate.shape[0] - 1).bit_length()))
-    rest = candidate.new_zeros(size - candidate.shape[0], *candidate.shape[1:])
-    return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size
-
-
-class _Replayed:
-    """`arch` on `scoring_inputs`; on a GPU with a graph for each shape that recurs, see `Replay`."""
-
-    def __init__(self, arch: Callable[..., Tensor], spec: FeatureSpec, device: torch.device) -> None:
-        self._arch = arch
-        self._names = [event.name for event in spec.histories]
-        self._replay = Replay(self._flat, device.type == "cuda")
-
-    def __call__(self, request: Tensor, candidate: Tensor, offsets: Tensor, histories: Sequences) -> Tensor:
-        parts = (part for name in self._names for part in histories[name])
-        return self._replay(request, candidate, offsets, *parts)
-
-    def _flat(self, request: Tensor, candidate: Tensor, offsets: Tensor, *parts: Tensor) -> Tensor:
-        histories = {name: parts[3 * i : 3 * i + 3] for i, name in enumerate(self._names)}
-        return self._arch(request, candidate, offsets, histories)
 
 
 def latencies(
     scorer: Scorer,
-    models: tuple[RankingModel, RankingModel],
+    models: tuple[RankingModel, ...],
     dtype: torch.dtype,
     request: RequestBatch,
     counts: list[int],
@@ -234,7 +72,9 @@ def latencies(
 
 
 def _eager(model: RankingModel, dtype: torch.dtype, scorer: Scorer) -> Callable[[RequestBatch], Tensor]:
-    arch = _Replayed(ScoringArch(model.arch, dtype).eval(), model.embedding.assemble.spec, scorer.device)
+    arch: Callable[..., Tensor] = ScoringArch(model.arch, dtype).eval()
+    if scorer.traced:  # else it may wait for the device, and then there are no graphs of it
+        arch = Replayed(arch, scorer.spec, scorer.device)
 
     @torch.no_grad()
     def score(batch: RequestBatch) -> Tensor:
@@ -249,17 +89,17 @@ def check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reques
     After an error, `folder` no longer counts as an export: a `Scorer` of it raises an error instead of crashing.
     """
     try:
-        _check(folder, model, dtype, request)
+        _check_loading(folder / PROGRAM)
+        _check_scores(folder, model, dtype, request)
     except RuntimeError:
-        (folder / "export.json").unlink()
+        (folder / ABOUT).unlink()
         raise
 
 
-def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
-    package = folder / "model.pt2"
-    # First in another process, which a crash in the library would end.
-    load = "import sys, pathlib; from train.commands.score import Scorer; Scorer(pathlib.Path(sys.argv[1]))"
-    ended = subprocess.run([sys.executable, "-c", load, str(folder)], capture_output=True, text=True)
+def _check_loading(package: Path) -> None:
+    """In another process, which a crash in the library would end."""
+    load = f"import sys; from {Scorer.__module__} import Scorer; Scorer(sys.argv[1])"
+    ended = subprocess.run([sys.executable, "-c", load, str(package.parent)], capture_output=True, text=True)
     if ended.returncode < 0:
         raise RuntimeError(
             f"{package} was compiled, but {signal.Signals(-ended.returncode).name} ends a process that loads it. This "
@@ -269,6 +109,9 @@ def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reque
     if ended.returncode:
         reason = (ended.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"{package} was compiled, but cannot be loaded ({reason}); export with compile=false")
+
+
+def _check_scores(folder: Path, model: RankingModel, dtype: torch.dtype, request: RequestBatch) -> None:
     scorer = Scorer(folder)
     eager = _eager(model, dtype, scorer)
     for count in (1, scorer.max_candidates):
@@ -277,8 +120,8 @@ def _check(folder: Path, model: RankingModel, dtype: torch.dtype, request: Reque
             torch.testing.assert_close(scorer(batch), eager(batch), rtol=2e-2, atol=2e-2)
         except (RuntimeError, AssertionError) as error:
             raise RuntimeError(
-                f"{package} was compiled, but for {count} of a request's candidates it does not give the model's "
-                f"scores ({error}); export with compile=false"
+                f"{folder / PROGRAM} was compiled, but for {count} of a request's candidates it does not give the "
+                f"model's scores ({error}); export with compile=false"
             ) from error
 
 
@@ -303,8 +146,9 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         raise ValueError(f"candidates={options['candidates']} must be numbers of at least 1, e.g. candidates=10,100")
     counts = [int(count) for count in given]
     folder = Path(options["export"])
-    scorer = Scorer(folder)
-    about = json.loads((folder / "export.json").read_text())
+    about = read_about(folder)
+    if about["checkpoint"] is None:
+        raise ValueError(f"{folder} names no checkpoint: the command times exports of train.commands.export")
     path = Path(about["checkpoint"])
     config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
     dispatch.force(config.runtime.kernels)
@@ -313,10 +157,12 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     if not options["request"].isdecimal() or int(options["request"]) > last:
         raise ValueError(f"request={options['request']} must be a number from 0 to {last}: one of the test split")
     request = source.batch("test", np.array([int(options["request"])]))
-    most = scorer.max_candidates
-    models = (load_model(path, config, source, most, scorer.device), load_model(path, config, source, 1, scorer.device))
+    device = torch.device(about["device"])
+    most = read_description(folder)[1].max_candidates
+    models = tuple(load_model(path, config, source, each, device) for each in (most, 1))
     models[1].embedding = models[0].embedding  # one copy of the tables
-    dtype = compute_dtype(config.precision.name, scorer.device)
+    scorer = Scorer(folder)  # after a class of your own was imported
+    dtype = compute_dtype(config.precision.name, device)
     rows = latencies(scorer, models, dtype, request, counts, int(options["broadcast_limit"]))
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))
@@ -324,6 +170,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name() if scorer.device.type == "cuda" else scorer.device.type,
         "versions": versions.collect(),
         "compiled": about["compiled"],
+        "eager": about["eager"],
         "model": dataclasses.asdict(config.model),
         "events": int(request.history_times.lengths().sum()),
         "rows": rows,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from modules.jagged_features import JaggedFeatures
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 @dataclass
@@ -52,13 +56,15 @@ def pack(
     weights: np.ndarray | None = None,
     group: np.ndarray,
     row: np.ndarray,
+    torchrec: bool = True,
 ) -> RequestBatch:
-    """Columns in the order of `spec`'s features, candidates of a request contiguous.
+    """Columns in the order of `spec`'s features, candidates of a request contiguous; ids in KeyedJaggedTensors, without
+    `torchrec` in `JaggedFeatures`, which scoring takes as well.
 
     `weights` [C] (None: 1) are those of all tasks. Raises ValueError when an id is negative or not below the rows of
     its table: embedding kernels do not check.
     """
-    num_requests, num_candidates = len(request_time), len(row)
+    num_requests, num_candidates, kind = len(request_time), len(row), _kind(torchrec)
     weight = torch.ones(num_candidates) if weights is None else _tensor(weights, torch.float32)
 
     def nth_candidate(index: int) -> str:
@@ -77,16 +83,18 @@ def pack(
         for field, values in zip(event.fields, events.fields, strict=True):
             _check_ids(event.key(field), field, spec, values, events.lengths, nth_request)
     return RequestBatch(
-        request_sparse=_keyed([f.name for f in spec.request], request, num_requests),
-        candidate_sparse=_keyed([f.name for f in spec.candidate], candidate, num_candidates),
+        request_sparse=_keyed(kind, [f.name for f in spec.request], request, num_requests),
+        candidate_sparse=_keyed(kind, [f.name for f in spec.candidate], candidate, num_candidates),
         request_dense=_tensor(request_dense, torch.float32),
         candidate_dense=_tensor(candidate_dense, torch.float32),
         histories=_keyed(
+            kind,
             [key for event in spec.histories for key in event.keys],
             [Ids(values, events.lengths) for events in histories for values in events.fields],
             num_requests,
         ),
         history_times=_keyed(
+            kind,
             [event.name for event in spec.histories],
             [Ids(events.times, events.lengths) for events in histories],
             num_requests,
@@ -144,7 +152,7 @@ def append_candidates(batch: RequestBatch, ids: Tensor) -> RequestBatch:
     return replace(
         batch,
         request_sparse=more(batch.request_sparse, [1] * len(batch.request_sparse.keys())),
-        candidate_sparse=KeyedJaggedTensor(
+        candidate_sparse=type(candidates)(
             keys=[key],
             values=torch.cat([candidates.values(), ids]),
             lengths=rows(candidates.lengths(), count, 1),
@@ -201,7 +209,7 @@ def _with_rows(features: KeyedJaggedTensor, more: Sequence[Tensor], added: int) 
     pad = nn.functional.pad
     values = [pad(part.values(), (0, int(counts.sum())), value=UNKNOWN_ID) for part, counts in parts]
     lengths = [torch.cat([part.lengths(), counts.to(part.lengths().dtype)]) for part, counts in parts]
-    return KeyedJaggedTensor(
+    return type(features)(
         keys=features.keys(),
         values=torch.cat(values) if values else features.values(),
         lengths=torch.cat(lengths) if lengths else features.lengths(),
@@ -228,9 +236,17 @@ def _check_ids(
     )
 
 
-def _keyed(keys: list[str], columns: Sequence[Ids], stride: int) -> KeyedJaggedTensor:
+def _kind(torchrec: bool) -> type:
+    if not torchrec:
+        return JaggedFeatures
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # which scoring does without
+
+    return KeyedJaggedTensor
+
+
+def _keyed(kind: type, keys: list[str], columns: Sequence[Ids], stride: int) -> Any:
     lengths = [np.ones(stride) if column.lengths is None else column.lengths for column in columns]
-    return KeyedJaggedTensor(
+    return kind(
         keys=keys,
         values=_concatenate([column.values for column in columns], torch.int64),
         lengths=_concatenate(lengths, torch.int32),

@@ -1,38 +1,61 @@
-"""Requests in plain Python, as a server gets them, to batches: with the ids and the scales of a run's own data."""
+"""Requests in plain Python, as a server gets them, to batches: with the ids and the scales of a run's own data.
+
+A request is a mapping: `request` has the values of its columns, `candidates` one mapping of columns for each,
+`histories` the events of each event type, `time` when it is made. It is the same after JSON, and as a row of an Arrow
+table, see `train.serving.formats`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from modules.pretrained import read_description
+from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.batch import Events, Ids, pack
 from train.data.columns import Coded
 from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
+from train.data.source import Source
 from train.data.transforms import Transforms, texts_as_ids
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
+from train.process.files import write_json
+
+DESCRIPTION = "reader.json"
+"""In the folder of an export, beside the vocabulary: the configuration of the data, without its files."""
+PARTS = ("request", "candidates", "histories", "time")
+_FILES = ("root", "cache_dir", "files", "valid_files", "test_files", "joins", "vocabulary_of")
 
 
 class RequestReader:
-    """Batches of one request, for `train.commands.score.Scorer`, from the columns of an `events` run's files.
+    """Batches for `train.serving.scorer.Scorer`, from the columns of an `events` run's files.
 
     Every id of the run's vocabulary is held in memory, as a Python string.
     """
 
     def __init__(self, run_dir: Path, spec: FeatureSpec) -> None:
-        """`spec`: that of the `Scorer`. Raises ValueError when the run's data is not data=events."""
-        data = json.loads((run_dir / "config.json").read_text())["config"]["data"]
+        """`run_dir`: a run directory, or the folder of an export. `spec`: that of the `Scorer`.
+
+        Raises ValueError when the data is not data=events.
+        """
+        data = _description(run_dir)
         if data["name"] != "events":
             raise ValueError(
                 f"{run_dir} was trained on data={data['name']}, whose features are computed; use data=events"
             )
+        lists = {name: each for name, each in data["histories"].items() if each["lists"] and not each["times"]}
+        self.undated = {event.name for event in spec.histories if event.name in lists}
+        """Event types whose events have an order and no time."""
+        self.folder = run_dir
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
         self.transforms = Transforms(data.get("transforms", {}))
         columns = [*data["request_numeric"], *data["candidate_numeric"], *self.transforms.number_inputs()]
@@ -48,45 +71,94 @@ class RequestReader:
                 for table, texts in known.ids.items()
             }
 
+    @classmethod
+    def from_pretrained(cls, folder: Path | str) -> Self:
+        """That of an export's folder. ValueError if it was exported from a run that is not of data=events."""
+        folder = Path(folder)
+        if not (folder / DESCRIPTION).exists():
+            raise ValueError(
+                f"{folder} holds no {DESCRIPTION}, with which requests become batches: it is written for runs of "
+                "data=events, by this version of train.commands.export"
+            )
+        return cls(folder, read_description(folder)[1])
+
     def __call__(
         self,
         request: Mapping[str, Any],
         candidates: Sequence[Mapping[str, Any]],
         histories: Mapping[str, Sequence[Mapping[str, Any]]],
-        time: int,
+        time: Any = None,
     ) -> RequestBatch:
         """The request with its candidates, values by column; `histories` has the events of each type in any order.
 
         Events have a `time` beside their fields, in seconds since 1970 like the request's; the newest events before the
-        request are taken, as many as in training. None is a missing value, an id that the run does not know is unknown,
-        list columns take Python lists. Raises ValueError for columns and event types that do not exist, for a list in
-        place of an id or the reverse, and for numbers that are not finite.
+        request are taken, as many as in training. Event types that were trained on lists without times
+        (`data.histories.NAME.lists`) need none: their events stand oldest first, all before the request. A request of
+        such types alone needs no time either. None is a missing value or no event, an id that the run does not know is
+        unknown, list columns take Python lists. Raises ValueError for columns and event types that do not exist, for a
+        list in place of an id or the reverse, and for numbers that are not finite.
         """
+        return self._batch([{"request": request, "candidates": candidates, "histories": histories, "time": time}])
+
+    def batch(self, requests: Sequence[Mapping[str, Any]]) -> RequestBatch:
+        """Several requests, each a mapping with `request`, `candidates`, `histories` and `time`, as one batch.
+
+        ValueError as above, and for other keys, with the number of the request.
+        """
+        try:
+            return self._batch([_parts(request) for request in requests])
+        except (ValueError, TypeError, AttributeError) as error:
+            for number, request in enumerate(requests):
+                try:
+                    self._batch([_parts(request)])
+                except (ValueError, TypeError, AttributeError) as own:
+                    raise ValueError(f"request {number}: {own}") from own
+            raise ValueError(str(error)) from error
+
+    def _batch(self, requests: Sequence[Mapping[str, Any]]) -> RequestBatch:
         spec = self.spec
-        own = self._derived([request], spec.request, spec.request_dense, "the request")
-        # A column that a transform makes for candidates may be made of the request's columns, too.
-        joined = [{**request, **candidate} for candidate in candidates]
-        candidates = self._derived(joined, spec.candidate, spec.candidate_dense, "a candidate")
+        own = [request["request"] for request in requests]
+        candidates = [row for request in requests for row in request["candidates"]]
+        owners = [request["request"] for request in requests for _ in request["candidates"]]
+        times = [self._time(request["time"]) for request in requests]
+        histories = [(request["histories"], time) for request, time in zip(requests, times, strict=True)]
+        own = self._derived(own, spec.request, spec.request_dense, "the request")
+        candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
         return pack(
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
             request_dense=self._numbers(spec.request_dense, own, "the request"),
             candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate"),
-            histories=[self._events(event, histories, time) for event in spec.histories],
-            request_time=np.array([time]),
-            candidate_counts=np.array([len(candidates)]),
+            histories=[self._events(event, histories) for event in spec.histories],
+            request_time=np.array(times, np.int64),
+            candidate_counts=np.array([len(request["candidates"]) for request in requests], np.int64),
             labels=np.full((len(candidates), len(spec.tasks)), np.nan),
             group=np.zeros(len(candidates)),
             row=np.arange(len(candidates)),
+            torchrec=False,
         )
 
+    def _time(self, time: Any) -> int:
+        if time is None and all(event.name in self.undated for event in self.spec.histories):
+            return 0  # ages of events count from it, and here they are all the same
+        return _seconds(time, "the request")
+
     def _derived(
-        self, rows: Sequence[Mapping[str, Any]], features: Sequence[SparseFeature], numbers: Sequence[str], whose: str
-    ) -> Sequence[Mapping[str, Any]]:
-        """The rows with the columns that transforms make of theirs."""
+        self,
+        rows: list[Mapping[str, Any]],
+        features: Sequence[SparseFeature],
+        numbers: Sequence[str],
+        whose: str,
+        owners: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Mapping[str, Any]]:
+        """The rows with the columns that transforms make of theirs, and of those of the requests that own them."""
         names = [feature.name for feature in features] + [self.indicated.get(name, name) for name in numbers]
-        return self.transforms.derive(rows, dict.fromkeys(names), _Columns(self, rows, whose))
+        if not any(name in self.transforms for name in names):
+            return rows
+        if owners:
+            rows = [{**owner, **row} for owner, row in zip(owners, rows, strict=True)]
+        return list(self.transforms.derive(rows, dict.fromkeys(names), _Columns(self, rows, whose)))
 
     def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
         values = [_column(row, feature.name, whose) for row in rows]
@@ -137,15 +209,27 @@ class RequestReader:
             raise ValueError(f"{whose} has {name}={value!r}, {TOO_LARGE}")
         return number
 
-    def _events(self, event: EventType, histories: Mapping[str, Sequence[Mapping[str, Any]]], time: int) -> Events:
+    def _events(self, event: EventType, requests: Sequence[tuple[Mapping[str, Any], int]]) -> Events:
+        """Of one type, from the histories and the time of each request."""
         whose = f"an event of type {event.name!r}"
-        earlier = [each for each in _column(histories, event.name, "histories") if _column(each, "time", whose) < time]
-        newest = sorted(earlier, key=lambda each: each["time"])[-event.max_length :]
-        newest = list(self._derived(newest, event.fields, (), whose))
+        newest: list[Mapping[str, Any]] = []
+        times, lengths = [], []
+        for histories, now in requests:
+            events = _column(histories, event.name, "histories") or []
+            if event.name in self.undated:
+                dated = [(now - 1, each) for each in events]
+            else:
+                all_dated = [(_seconds(_column(each, "time", whose), whose), each) for each in events]
+                dated = sorted((pair for pair in all_dated if pair[0] < now), key=lambda pair: pair[0])
+            kept = dated[-event.max_length :]
+            newest += [each for _, each in kept]
+            times += [time for time, _ in kept]
+            lengths.append(len(kept))
+        newest = self._derived(newest, event.fields, (), whose)
         return Events(
             [self._known(field.table, [_column(each, field.name, whose) for each in newest]) for field in event.fields],
-            np.array([each["time"] for each in newest], np.int64),
-            np.array([len(newest)]),
+            np.array(times, np.int64),
+            np.array(lengths, np.int64),
         )
 
 
@@ -170,7 +254,48 @@ class _Columns:
         )
 
 
+def keep_reader(data: Any, source: Source, folder: Path) -> bool:
+    """Write what `RequestReader.from_pretrained` reads; False, and nothing, for data that no requests come from."""
+    if not isinstance(data, EventsConfig):
+        return False
+    source.keep_mapping(folder)
+    about = {name: value for name, value in dataclasses.asdict(data).items() if name not in _FILES}
+    write_json(folder / DESCRIPTION, about)
+    return True
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """The configuration of the data of a run directory or of an export's folder."""
+    if (folder / DESCRIPTION).exists():
+        return json.loads((folder / DESCRIPTION).read_text())
+    return json.loads((folder / "config.json").read_text())["config"]["data"]
+
+
+def _parts(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ValueError for a request that is no mapping, has other keys or lacks its candidates."""
+    if not isinstance(request, Mapping):
+        raise ValueError(f"a request is a mapping with {', '.join(PARTS)}, got {type(request).__name__}")
+    if unknown := sorted(set(request) - set(PARTS)):
+        raise ValueError(f"{unknown[0]!r} is no part of a request, which has {', '.join(PARTS)}")
+    parts: dict[str, Any] = {"request": {}, "histories": {}, "time": None} | dict(request)
+    candidates = parts.get("candidates")
+    if isinstance(candidates, str | Mapping) or not isinstance(candidates, Sequence):
+        raise ValueError(f"candidates={candidates!r} must be a list with a mapping of columns for each candidate")
+    return parts
+
+
+def _seconds(value: Any, whose: str) -> int:
+    """Seconds since 1970 of a number or a datetime; one without a time zone is of UTC."""
+    if isinstance(value, datetime):
+        value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{whose} has time={value!r}; it must be in seconds since 1970, e.g. 1700000000")
+    return math.floor(value)
+
+
 def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{whose} is {row!r}; it must be a mapping of columns")
     if name not in row:
         raise ValueError(f"{whose} has no {name!r}, it has {sorted(row)}; None is a missing value, [] no event")
     return row[name]

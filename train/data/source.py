@@ -178,17 +178,5 @@ class PreparedSource:
 def spec_from_dict(saved: dict, max_history: int) -> FeatureSpec:
     """The inverse of `dataclasses.asdict`, with the newest `max_history` events kept of each event type."""
 
-    def features(items: Sequence[dict]) -> tuple[SparseFeature, ...]:
-        return tuple(SparseFeature(**item) for item in items)
-
-    return FeatureSpec(
-        tables=saved["tables"],
-        request=features(saved["request"]),
-        candidate=features(saved["candidate"]),
-        histories=tuple(EventType(item["name"], features(item["fields"]), max_history) for item in saved["histories"]),
-        request_dense=tuple(saved["request_dense"]),
-        candidate_dense=tuple(saved["candidate_dense"]),
-        tasks=tuple(saved["tasks"]),
-        max_candidates=saved["max_candidates"],
-        outputs=tuple(saved.get("outputs", ())),
-    )
+    histories = [item | {"max_length": max_history} for item in saved["histories"]]
+    return FeatureSpec.from_dict(saved | {"histories": histories})

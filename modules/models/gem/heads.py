@@ -38,8 +38,7 @@ class DomainHeads(nn.Module):
             return logits
         if not hasattr(batch, "request_sparse"):
             raise ValueError(
-                f"model.domain_feature={self.feature} reads the ids of requests, which exports are not given; train "
-                'with model.domain_feature="" to export, or give each domain a task of its own'
+                f"model.domain_feature={self.feature} reads the ids of requests, which traced programs are not given"
             )
         domain = batch.request_sparse[self.feature].values()[rows.owner]  # 0 is unknown
         own = self.own(x).unflatten(1, (-1, self.num_outputs))

@@ -1,0 +1,176 @@
+"""The HTTP server, called by the ASGI protocol itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from modules.config import ModelConfig
+from modules.models.baselines import DIN
+from modules.pretrained import PretrainedModel
+from tests.serving.conftest import Rows
+from train.serving.asgi import App, create_app
+from train.serving.formats import to_arrow_stream
+from train.serving.service import Service
+
+Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
+CONFIG = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+@pytest.fixture
+def service(ranking: Rows, exported: Export) -> Service:
+    return Service.from_pretrained(exported(CONFIG, ranking)[0])
+
+
+async def call(
+    app: App, path: str, body: bytes = b"", kind: str | None = None, method: str = "", pieces: int = 1
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of a request whose body arrives in pieces."""
+    parts = [body[len(body) * i // pieces : len(body) * (i + 1) // pieces] for i in range(pieces)]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": i + 1 < pieces} for i, part in enumerate(parts)
+    ]  # fmt: skip
+    given, sent = iter(messages), []
+    headers = [(b"content-type", kind.encode())] if kind else []
+
+    async def receive() -> dict[str, Any]:
+        return next(given)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    method = method or ("POST" if path == "/score" else "GET")
+    await app({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    start, end = sent
+    assert (start["type"], end["type"]) == ("http.response.start", "http.response.body")
+    answered = {name.decode(): value.decode() for name, value in start["headers"]}
+    assert int(answered["content-length"]) == len(end["body"])
+    return start["status"], answered, end["body"]
+
+
+def test_requests_are_scored_in_the_form_that_they_have(ranking: Rows, service: Service) -> None:
+    requests = [ranking.request(90), ranking.request(3)]
+    expected, app = service(requests), App(service)
+
+    async def all_forms() -> None:
+        status, headers, body = await call(app, "/score", json.dumps(requests).encode(), pieces=3)
+        assert (status, headers["content-type"]) == (200, "application/json")
+        assert json.loads(body) == {"predictions": expected}
+        one = json.dumps(requests[0]).encode()
+        _, _, body = await call(app, "/score", one, "application/json; charset=utf-8")
+        assert json.loads(body) == {"predictions": service(requests[:1])}
+        lines = "\n".join(json.dumps(request) for request in requests).encode()
+        status, headers, body = await call(app, "/score", lines, "application/x-ndjson")
+        assert [json.loads(line) for line in body.splitlines()] == expected
+        status, headers, body = await call(app, "/score", to_arrow_stream(requests), ARROW)
+        assert (status, headers["content-type"]) == (200, ARROW)
+        assert pa.ipc.open_stream(body).read_all().to_pylist() == expected
+        status, _, body = await call(app, "/health")
+        assert (status, json.loads(body)) == (200, {"status": "ok", "tasks": ["click", "like"]})
+        status, headers, body = await call(app, "/metrics")
+        assert headers["content-type"].startswith("text/plain; version=0.0.4")
+        values = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
+        assert values['gemsmith_http_responses_total{path="/score",status="200"}'] == "4"
+        assert values["gemsmith_scored_requests_total"] == "7"
+        candidates = [len(request["candidates"]) for request in requests]
+        assert values["gemsmith_scored_candidates_total"] == str(4 * candidates[0] + 3 * candidates[1])
+        assert values["gemsmith_in_flight"] == "0"
+        assert values['gemsmith_score_seconds_bucket{le="+Inf"}'] == values["gemsmith_score_seconds_count"] == "4"
+        assert float(values["gemsmith_score_seconds_sum"]) > 0
+
+    asyncio.run(all_forms())
+
+
+def test_what_is_wrong_is_answered_in_words(ranking: Rows, service: Service) -> None:
+    app = App(service, most_bytes=50_000)
+    request = ranking.request(3)
+
+    async def all_errors() -> None:
+        for path, body, kind, method, status, message in (
+            ("/score", b"{", None, "", 400, "the request is no JSON"),
+            ("/score", b"3", None, "", 400, "a request is a mapping"),
+            ("/score", json.dumps({**request, "time": None}).encode(), None, "", 400, "time=None"),
+            ("/score", b"\xff\xfe", None, "", 400, "no JSON"),
+            ("/score", b"x", ARROW, "", 400, "the body is no Arrow stream"),
+            ("/score", b"a=b", "application/x-www-form-urlencoded", "", 415, "send application/json"),
+            ("/score", b" " * 50_001, None, "", 413, "up to 50000 bytes"),
+            ("/score", b"", None, "GET", 405, "/score is for POST"),
+            ("/elsewhere", b"", None, "", 404, "there are /score, /health, /metrics"),
+        ):
+            answered, headers, said = await call(app, path, body, kind, method)
+            assert (answered, headers["content-type"]) == (status, "application/json")
+            assert message in json.loads(said)["error"]
+            assert headers.get("allow") == ("POST" if status == 405 else None)
+        app.service = None  # type: ignore[assignment]
+        answered, _, said = await call(app, "/score", b"[]")
+        assert (answered, json.loads(said)) == (500, {"error": "internal error, see the server's log"})
+        _, _, body = await call(app, "/metrics")
+        assert b'{path="other",status="404"} 1' in body
+
+    asyncio.run(all_errors())
+
+
+def test_a_call_too_many_is_refused_and_others_are_served_side_by_side(service: Service) -> None:
+    both, app = threading.Barrier(2, timeout=60), App(service, threads=2, most_waiting=2)
+
+    def scored(requests: list[Any]) -> list[Any]:
+        both.wait()  # ends when two threads are here
+        return []
+
+    app.service = type("Slow", (), {"__call__": lambda self, r: scored(r), "tasks": ("click",)})()
+
+    async def three() -> list[int]:
+        return [status for status, *_ in await asyncio.gather(*(call(app, "/score", b"[]") for _ in range(3)))]
+
+    assert asyncio.run(three()) == [200, 200, 503]
+
+
+def test_a_client_that_leaves_and_the_lifespan(service: Service) -> None:
+    app = App(service)
+
+    async def leaves() -> None:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await app({"type": "http", "method": "POST", "path": "/score", "headers": []}, receive, send)
+        assert sent[0]["status"] == 400
+        kinds = iter(["lifespan.startup", "lifespan.shutdown"])
+
+        async def next_kind() -> dict[str, Any]:
+            return {"type": next(kinds)}
+
+        sent.clear()
+        await app({"type": "lifespan"}, next_kind, send)
+        assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        with pytest.raises(ValueError, match="websocket is not served"):
+            await app({"type": "websocket"}, receive, send)
+
+    asyncio.run(leaves())
+
+
+def test_the_application_is_made_from_the_environment(
+    ranking: Rows, exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GEMSMITH_EXPORT", raising=False)
+    with pytest.raises(ValueError, match="GEMSMITH_EXPORT must name the folder of an export"):
+        create_app()
+    monkeypatch.setenv("GEMSMITH_EXPORT", str(exported(CONFIG, ranking)[0]))
+    monkeypatch.setenv("GEMSMITH_IMPORT", "json")
+    monkeypatch.setenv("GEMSMITH_THREADS", "0")
+    with pytest.raises(ValueError, match="GEMSMITH_THREADS=0 must be a number of at least 1"):
+        create_app()
+    monkeypatch.setenv("GEMSMITH_THREADS", "1")
+    assert create_app().service.tasks == ("click", "like")

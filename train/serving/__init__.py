@@ -1,0 +1,1 @@
+"""Scoring with what `train.commands.export` wrote. Nothing here needs the trainer or TorchRec."""

@@ -1,0 +1,253 @@
+"""Scores requests with an export: `Scorer(folder)(batch)`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export.pt2_archive._package import AOTICompiledModel
+
+from modules.batch import FeatureSpec, RequestBatch
+from modules.embedding import Tokens
+from modules.models.scoring import Sequences, scoring_inputs
+from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
+from train.loss import TaskLosses
+from train.process.places import name_here
+from train.speedup.replay import Replay
+
+ABOUT = "export.json"
+PROGRAM = "model.pt2"
+OPERATORS = ("kernels", "modules")
+"""Packages whose modules an export may name."""
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+SMALLEST = 16
+"""Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
+
+
+class Scorer:
+    """Scores the candidates of requests, from as many threads as you like.
+
+    A batch of one request goes through the exported program, which needs no code of the model. Several requests, and
+    models that could not be traced, go through the model in eager PyTorch, all requests in one pass; if its class is
+    not imported (a model of your own), programs take one request after another.
+
+    On a GPU a program is replayed by CUDA graphs: one for each number of candidates, rounded up to a power of two, and
+    each number of events, captured at the third such request. Only the first 16 of these have graphs; others are
+    launched from the host. If histories are cut to one length, there are few. Threads wait for each other there; on a
+    CPU they do not.
+
+    ValueError when `folder` was not written by `train.commands.export`. `model.pt2` is a program, or a library: as with
+    any other, load only one that you trust. Nothing else in the folder can run code.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        about = read_about(folder)
+        _import_operators(about["operators"])
+        config, self.spec = read_description(folder)
+        self.device = torch.device(about["device"])
+        self.max_candidates = self.spec.max_candidates
+        self.dtype: torch.dtype = getattr(torch, about["dtype"])
+        if own := [chosen["loss"] for chosen in about["tasks"].values() if "." in chosen["loss"]]:
+            raise ValueError(f"{folder / ABOUT} names {own[0]}, which no export does: scoring imports no such code")
+        self.losses = TaskLosses(about["tasks"], self.spec.tasks)
+        self._model: PretrainedModel | None = None
+        if about["program"] and not is_importable(config):
+            self.embedding = load_embedding(folder).to(self.device)
+        else:
+            self._model = PretrainedModel.from_pretrained(folder, self.device)
+            self.embedding = self._model.local_embedding
+        self._program: Replayed | None = None
+        if about["program"]:
+            program = _load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
+            self._program = Replayed(program, self.spec, self.device)
+        self._lock = threading.Lock()
+
+    @property
+    def traced(self) -> bool:
+        """Whether requests go through a program, and not through the model in eager PyTorch."""
+        return self._program is not None
+
+    @torch.no_grad()
+    def __call__(self, batch: RequestBatch) -> Tensor:
+        """Predictions [C, outputs] of the candidates of all requests, probabilities of binary tasks; a task of several
+        classes has a column for each.
+
+        ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
+        host; one that is on the GPU already is not read back).
+        """
+        most = _most_candidates(batch)
+        if most > self.max_candidates:
+            raise ValueError(
+                f"a request has 0 to {self.max_candidates} candidates here, got {most}; score fewer at once, or export "
+                f"with max_candidates={most}"
+            )
+        if batch.row.device.type == "cpu":
+            _refuse_not_finite(batch, self.spec)
+        self._refuse_long(batch)
+        if batch.num_candidates == 0:
+            return torch.zeros(0, self.spec.num_outputs, device=self.device)
+        if batch.row.device.type != self.device.type:
+            for features in (batch.request_sparse, batch.candidate_sparse, batch.histories):
+                features.length_per_key()  # remembered: after the move, it would be read from the device
+            batch = batch.to(self.device)
+        with self._alone():
+            return self.losses.predict(self._logits(self.embedding(batch), batch))
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """Graphs, and the compiled model, have one set of inputs and results."""
+        return self._lock if self._program is not None and self.device.type == "cuda" else nullcontext()
+
+    def _logits(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        if self._model is not None and (self._program is None or batch.num_requests > 1):
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
+                return self._model.arch(tokens, batch).float()
+        parts = [(tokens, batch.candidate_offsets)] if batch.num_requests == 1 else each_request(tokens, batch)
+        return torch.cat([self._of_one(part, offsets) for part, offsets in parts if part.candidate.shape[0]])
+
+    def _of_one(self, tokens: Tokens, candidate_offsets: Tensor) -> Tensor:
+        assert self._program is not None
+        request, candidate, offsets, histories = scoring_inputs(tokens, candidate_offsets)
+        count = candidate.shape[0]
+        if self.device.type == "cuda":
+            candidate, offsets = _rounded_up(candidate, self.max_candidates)
+        return self._program(request, candidate, offsets, histories)[:count]
+
+    def _refuse_long(self, batch: RequestBatch) -> None:
+        # The events of one request are counted on the host; lengths that lie on a GPU would have to be read.
+        times = batch.history_times
+        if batch.num_requests == 1:
+            longest = times.length_per_key()
+        else:
+            longest = times.lengths().view(-1, batch.num_requests).amax(1).tolist() if times.keys() else []
+        for event, length in zip(self.spec.histories, longest, strict=True):
+            if length > event.max_length:
+                raise ValueError(
+                    f"a request has {length} events of type {event.name!r}, more than the {event.max_length} that "
+                    "were exported; keep the newest ones, or train with a larger data.max_history"
+                )
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """`export.json` of a folder. ValueError when it is not there or of another version."""
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+    except OSError as error:
+        raise ValueError(f"{folder} holds no exported model ({error}); write one with train.commands.export") from error
+    if missing := [key for key in ("operators", "program", "dtype") if key not in about]:
+        raise ValueError(f"{folder / ABOUT} has no {missing[0]!r}: it is of another version; export the model anew")
+    return about
+
+
+def each_request(tokens: Tokens, batch: RequestBatch) -> list[tuple[Tokens, Tensor]]:
+    """The tokens of each request of a batch and the offsets of its candidates."""
+    ends = batch.candidate_offsets.tolist()
+    event_ends = {name: sequence.offsets.tolist() for name, sequence in tokens.histories.items()}
+    parts = []
+    for index, (first, end) in enumerate(pairwise(ends)):
+        histories = {
+            name: sequence.rows(event_ends[name][index], event_ends[name][index + 1])
+            for name, sequence in tokens.histories.items()
+        }
+        one = Tokens(tokens.request[index : index + 1], tokens.candidate[first:end], histories)
+        parts.append((one, batch.candidate_offsets.new_tensor([0, end - first])))
+    return parts
+
+
+def _most_candidates(batch: RequestBatch) -> int:
+    """Of one request."""
+    return batch.num_candidates if batch.num_requests == 1 else max(batch.candidate_offsets.diff().tolist(), default=0)
+
+
+def _import_operators(modules: list[str]) -> None:
+    """Import the modules that define an export's operators. ValueError for one that is not of this project.
+
+    Otherwise an export could name any module. One that has been imported already may define operators of your own.
+    """
+    for name in modules:
+        if name.removeprefix("gemsmith.").partition(".")[0] in OPERATORS:
+            importlib.import_module(name_here(name))
+        elif name not in sys.modules:
+            raise ValueError(
+                f"the export needs operators of {name!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "
+                "if you trust it, import it before the Scorer is made"
+            )
+
+
+def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
+    sides = (
+        ("request", spec.request_dense, batch.request_dense),
+        ("candidate", spec.candidate_dense, batch.candidate_dense),
+    )
+    for whose, names, values in sides:
+        finite = values.isfinite()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            raise ValueError(
+                f"{whose} {row} has {names[column]}={values[row, column].item()}; numbers must be finite. Those of a "
+                "batch are scaled, and a missing one is 0, as train.data.reader makes them"
+            )
+
+
+def _load_program(path: Path) -> Callable[..., Tensor]:
+    """The exported program, without unpickling more than tensors.
+
+    `torch.export.load` unpickles sample inputs, and constants that are no tensors: ValueError for a file with these.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if "/constants/" in name and name.rpartition("/")[2].startswith(("custom_obj", "opaque_obj")):
+                raise ValueError(f"{path} holds {name}, an object that is no tensor; write the export anew")
+    before = os.environ.get(WEIGHTS_ONLY)
+    os.environ[WEIGHTS_ONLY] = "1"  # torch.load then reads nothing but tensors, whatever its caller asks for
+    try:
+        return torch.export.load(path).module()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds something else than tensors and a program; write the export anew") from error
+    finally:
+        del os.environ[WEIGHTS_ONLY]
+        if before is not None:
+            os.environ[WEIGHTS_ONLY] = before
+
+
+def _load_compiled(folder: Path) -> AOTICompiledModel:
+    # The loader that C++ servers use. `aoti_load_package` also compiles and runs a program for each kind of vector
+    # instructions of the host, to warn if the export was made on another host, which can take minutes. The runner does
+    # without the events by which threads could share it: a capture does not allow them.
+    return AOTICompiledModel(torch._C._aoti.AOTIModelPackageLoader(str(folder / "model.pt2"), "model", True, 1, -1))
+
+
+def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Candidates up to the next power of two, at most `most`, and the offsets that make them all the request's."""
+    size = min(most, max(SMALLEST, 1 << (candidate.shape[0] - 1).bit_length()))
+    rest = candidate.new_zeros(size - candidate.shape[0], *candidate.shape[1:])
+    return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size
+
+
+class Replayed:
+    """`arch` on `scoring_inputs`; on a GPU with a graph for each shape that recurs, see `Replay`."""
+
+    def __init__(self, arch: Callable[..., Tensor], spec: FeatureSpec, device: torch.device) -> None:
+        self._arch = arch
+        self._names = [event.name for event in spec.histories]
+        self._replay = Replay(self._flat, device.type == "cuda")
+
+    def __call__(self, request: Tensor, candidate: Tensor, offsets: Tensor, histories: Sequences) -> Tensor:
+        parts = (part for name in self._names for part in histories[name])
+        return self._replay(request, candidate, offsets, *parts)
+
+    def _flat(self, request: Tensor, candidate: Tensor, offsets: Tensor, *parts: Tensor) -> Tensor:
+        histories = {name: parts[3 * i : 3 * i + 3] for i, name in enumerate(self._names)}
+        return self._arch(request, candidate, offsets, histories)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modules.import_object import import_object
+from modules.core.import_object import import_object
 from train.config.schema import OptimizerConfig
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from modules.import_object import import_object
+from modules.core.import_object import import_object
 from train.config.schema import OptimizerConfig
 
 STEPS = "steps"  # in arguments: the dense steps that the run has after its warm-up

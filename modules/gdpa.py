@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gdpa import ACTIVATIONS, add_norms, gdpa, layer_norm
-from modules.checks import check_tokens
 from modules.config import option
+from modules.core.checks import check_maximum, check_tokens
 from modules.jagged_attention import head_dim
-from modules.maxima import check_maximum
 from modules.norms import rms_norm
 from modules.rotary import Rotation, rotate
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows, request_part
-from modules.maxima import check_maximum
+from modules.core.checks import check_maximum
 from modules.mlp import MLP, SharedLinear, linear_of_both
 from modules.norms import rms_norm
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.attention import jagged_attention
-from modules.checks import check_tokens
-from modules.maxima import check_maximum
+from modules.core.checks import check_maximum, check_tokens
 from modules.rotary import Rotation, rotate_qkv
 
 

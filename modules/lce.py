@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from kernels.ikbo import linear_compression
 from modules.broadcast import CandidateRows, request_part
-from modules.plain import is_plain
+from modules.core.vanilla import is_vanilla
 
 
 class LCE(nn.Module):
@@ -30,7 +30,7 @@ class LCE(nn.Module):
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d], request [R, num_request, d] with its rows -> [C, num_out, d]."""
-        plain = all(is_plain(layer, nn.Linear) for layer in self.children())  # any other layer must be called
+        plain = all(is_vanilla(layer, nn.Linear) for layer in self.children())  # any other layer must be called
         given = request_part(0 if self.request is None else self.request.in_features, request, rows, "tokens")
         if self.request is None or given is None:
             if plain:

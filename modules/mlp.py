@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kernels.tokens import activate
 from modules.broadcast import CandidateRows, request_part
-from modules.plain import is_plain
+from modules.core.vanilla import is_vanilla
 from modules.precision import FP32Linear
 
 
@@ -46,7 +46,7 @@ class MLP(nn.Sequential):
             x = linear_of_both(layers.pop(0), x, request, rows)
         while layers:
             layer = layers.pop(0)
-            if layers and is_plain(layers[0], nn.SiLU):
+            if layers and is_vanilla(layers[0], nn.SiLU):
                 layers.pop(0)
                 x = activated(layer, x, "silu")
             elif not layers and factor is not None:
@@ -149,11 +149,11 @@ def linear_of_both(
     The product with the request's columns of the weight is computed once a request. `order` as in `SharedLinear`. A
     layer that is not plain is called, on copies of the requests.
     """
-    if is_plain(layer, FP32Linear):
+    if is_vanilla(layer, FP32Linear):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         with torch.autocast(candidate.device.type, enabled=False):
             return _of_both(layer, candidate.to(dtype), request.to(dtype), rows, order)
-    if is_plain(layer, nn.Linear):
+    if is_vanilla(layer, nn.Linear):
         return _of_both(layer, candidate, request, rows, order)
     features = torch.cat([rows.expand(request), candidate], dim=1)
     if order is not None:
@@ -173,7 +173,7 @@ def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Ten
     The backward computes the gradient of the bias in its one pass, too. A layer that is not plain is called, and
     adds its bias itself.
     """
-    if is_plain(layer, nn.Linear) and layer.bias is not None:
+    if is_vanilla(layer, nn.Linear) and layer.bias is not None:
         z = F.linear(x, layer.weight)
         if factor is None or factor.dtype == z.dtype:
             return activate(z, layer.bias, activation, factor)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from kernels.ikbo import target_attention
 from kernels.tokens import unbind
-from modules.checks import check_tokens
+from modules.core.checks import check_maximum, check_tokens
 from modules.jagged_attention import head_dim
-from modules.maxima import check_maximum
 from modules.norms import rms_norm
 from modules.sum_kron import SumKronLinear
 

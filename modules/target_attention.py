@@ -11,10 +11,9 @@ from kernels.attention import jagged_attention
 from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.tokens import unbind
-from modules.checks import check_dtype, check_tokens
+from modules.core.checks import check_dtype, check_maximum, check_tokens
+from modules.core.vanilla import is_vanilla
 from modules.jagged_attention import head_dim
-from modules.maxima import check_maximum
-from modules.plain import is_plain
 from modules.rotary import Rotation, rotate
 
 
@@ -150,7 +149,7 @@ class SelfAndTargetAttention(nn.Module):
         if rotation is not None:
             own = rotate(self._heads(self.query(values)), *rotation)
             projected = torch.cat([own, self._heads(self.target_query(groups[1]))])
-        elif all(is_plain(layer, nn.Linear) for layer in layers):
+        elif all(is_vanilla(layer, nn.Linear) for layer in layers):
             projected = self._heads(stacked_linear(groups, [layer.weight for layer in layers]))
         else:  # any other layer must be called
             parts = [layer(group) for layer, group in zip(layers, groups, strict=True)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from kernels.tokens import EPSILON
-from modules.beside import Beside
 from modules.broadcast import CandidateRows, request_part
+from modules.core.side_stream import SideStream
 from modules.interaction import DotInteraction, products_across
 from modules.lce import LCE
 from modules.mlp import MLP, SharedLinear
@@ -258,7 +258,7 @@ class WukongExperts(nn.Module):
             shared = None
             if request is not None and first.num_request:
                 shared = request[:, index :: len(self.experts)].contiguous()
-            with Beside(own, shared, lane=index) as work:
+            with SideStream(own, shared, lane=index) as work:
                 tokens = first(own, shared, rows if shared is not None else None)
                 for layer in rest:
                     tokens = layer(tokens)

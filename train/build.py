@@ -19,14 +19,14 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from kernels.core import dispatch
 from modules.batch import UNKNOWN_ID, FeatureSpec
 from modules.config import ModelConfig
+from modules.core.flops import BatchFlops, count_flops
+from modules.core.summary import summarise as summarise_model
 from modules.embedding import FeatureEmbedding
-from modules.flops import BatchFlops, count_flops
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.models.retrieval import RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from modules.pretrained import PretrainedModel
-from modules.summary import summarise as summarise_model
 from train.checkpoint import load as checkpoint
 from train.config.schema import Config, EventsConfig
 from train.data import build_source

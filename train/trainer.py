@@ -24,8 +24,8 @@ from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.dealing import Cost, Dealer
 from train.data.loader import build_loader
-from train.distill import build_distillation
 from train.evaluate import evaluate_split
+from train.evaluate.distill import build_distillation
 from train.loss import shares_of_tasks
 from train.metrics import ScoreHistogram
 from train.optim.balance import Balance

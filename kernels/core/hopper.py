@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -87,3 +88,12 @@ def let_next_start():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1
     )
+
+
+def addressable(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy if its rows are not contiguous ones at multiples of 16 bytes, as TMA wants them."""
+    stride = matrix.stride(0)
+    ordered = matrix.stride(1) == 1 and matrix.shape[1] <= stride
+    if ordered and stride * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)

@@ -177,9 +177,9 @@ def _blackwell(
 
 dispatch.declare(
     "mxfp8_quantize",
-    Backend("hopper", "kernels.mxfp8.hopper.quantize:quantize", _last_axes((9, 0))),
+    Backend("hopper", "kernels.mxfp8.hopper.quantize.operators:quantize", _last_axes((9, 0))),
     Backend("reference", reference.quantize),
-    Backend("blackwell", "kernels.mxfp8.hopper.quantize:quantize", _last_axes((10, 0))),  # compiled, not run
+    Backend("blackwell", "kernels.mxfp8.hopper.quantize.operators:quantize", _last_axes((10, 0))),  # compiled, not run
 )
 dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
 dispatch.declare("linear", Backend("reference", functional.linear))

@@ -15,7 +15,7 @@ from torch import nn
 
 from modules.batch import FeatureSpec
 from modules.config import ModelConfig, check_options, option
-from modules.import_object import import_object
+from modules.core.import_object import import_object
 
 
 @dataclass(kw_only=True)

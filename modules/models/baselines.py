@@ -30,10 +30,10 @@ from kernels.jagged import (
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
+from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
-from modules.plain import is_plain
 
 LEAST_PAIRS = 1 << 14
 """Pairs of candidate and event of which it does not pay to make fewer at a time."""
@@ -90,7 +90,7 @@ class ActivationUnit(nn.Module):
     def _parts(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of the first layer's result that of each query, with the bias, and of each key; None if it must be called."""
         first, *rest = self.score
-        if not (is_plain(first, nn.Linear) and all(is_plain(layer, nn.SiLU) for layer in rest[:1])):
+        if not (is_vanilla(first, nn.Linear) and all(is_vanilla(layer, nn.SiLU) for layer in rest[:1])):
             return None, None
         of_query, of_key, of_difference, _ = first.weight.chunk(4, dim=1)
         return (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from kernels.gdpa import gdpa, layer_norm
 from modules.batch import FeatureSpec
 from modules.config import option
+from modules.core.checks import check_maximum
 from modules.jagged_attention import head_dim
-from modules.maxima import check_maximum
 from modules.models.sequential import Sequences, SequentialConfig, SequentialModel
 
 

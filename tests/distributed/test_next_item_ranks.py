@@ -17,12 +17,11 @@ from hydra import compose, initialize_config_dir
 from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
-from train import catalogue
 from train.build import build
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, RuntimeConfig, register_schema
-from train.evaluate import evaluate_split, split_loader
+from train.evaluate import catalogue, evaluate_split, split_loader
 from train.loss import TaskLosses
 from train.loss.next_item import ItemShares
 from train.process import distributed

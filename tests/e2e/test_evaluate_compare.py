@@ -29,6 +29,7 @@ from train.commands import compare, export, importance, score
 from train.config.compose import from_dict
 from train.config.schema import register_schema
 from train.data import build_source
+from train.metrics.predictions import read_predictions
 from train.serving.scorer import Scorer
 
 
@@ -65,7 +66,7 @@ def test_evaluate_scores_a_checkpoint_again(trained: Path, tmp_path: Path) -> No
 def test_requests_are_ranked_and_found_in_the_predictions(trained: Path, tmp_path: Path) -> None:
     options = [f"out={tmp_path}", "runtime.device=cpu", "data.candidates=4", "tracking.top_k=[1,2]"]
     metrics = evaluate.main([f"run_dir={trained}", *options])
-    columns = evaluate.read_predictions(tmp_path / "predictions")
+    columns = read_predictions(tmp_path / "predictions")
     expected = []
     for request in np.unique(columns["request"]):
         own = columns["request"] == request

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema
-from train.evaluate import read_predictions
+from train.metrics.predictions import read_predictions
 from train.process import distributed
 from train.trainer import Trainer
 

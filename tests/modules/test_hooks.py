@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from modules.core.vanilla import is_vanilla
 from modules.mlp import MLP
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.arches import Gating
-from modules.plain import is_plain
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_drop_in import DIM, MODULES, gradients, tokens
 from tests.modules.test_models import Ranking
@@ -59,7 +59,7 @@ def test_hooks_of_every_layer_run_and_nothing_else_changes(name: str, kind: str)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for handle in handles:
         handle.remove()
-    assert all(is_plain(layer, type(layer)) for layer in layers(module).values())
+    assert all(is_vanilla(layer, type(layer)) for layer in layers(module).values())
 
 
 def test_hooks_run_in_the_activation_units_of_din() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
+from modules.core.flops import count_flops
 from modules.embedding import FeatureEmbedding, Tokens
-from modules.flops import count_flops
 from modules.gdpa import GDPAConfig
 from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig

@@ -19,11 +19,11 @@ import kernels.gdpa
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
-import modules.maxima
+import modules.core.checks
 from kernels.core import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.core.flops import FlopCounter, count_flops
 from modules.embedding import FeatureEmbedding
-from modules.flops import FlopCounter, count_flops
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -324,7 +324,7 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
         kernels.jagged.pointwise,
         kernels.ikbo.lce,
         kernels.ikbo.attention,
-        modules.maxima,
+        modules.core.checks,
     )
     for package in packages:
         for check in ("check_offsets", "check_lengths"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
-from modules.flops import FlopCounter
+from modules.core.flops import FlopCounter
 from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
 
 DIM, HEADS = 8, 2

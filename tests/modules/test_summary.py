@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from modules.flops import count_flops
+from modules.core.flops import count_flops
+from modules.core.summary import summarise
 from modules.models import CONFIGS, build
 from modules.precision import apply_recipe
-from modules.summary import summarise
 from tests.modules.factories import random_spec
 
 LENGTH = 50

@@ -16,7 +16,7 @@ from tests.launching import TINY_DLRM, python, run, train_here
 from tests.modules.factories import random_batch, random_spec
 from train.checkpoint.load import checkpoints, read_meta
 from train.config.schema import DistillConfig
-from train.distill import Distillation, StoredTeacher, StudentAdapter
+from train.evaluate.distill import Distillation, StoredTeacher, StudentAdapter
 from train.loss import ranking_loss
 from train.record.tracking import METRICS_FILE, read_metrics
 

@@ -6,6 +6,7 @@ in any of them, so a rating's `position` among the user's stands for its time (0
 
 Files: `ratings` (user, item: MovieLens' movie id, sas_item: SASRec's 1 to 3,416, position, rating), the same rows split
 for ranking in `train`, `valid` and `test`: the last tenth of each user's ratings tests, the tenth before it validates;
+`request` there is the row in training and 0 elsewhere, which makes one request of all that a user has held out;
 `movies` (item, genres, year: five years in which it came out) and `users` (user, gender, age, occupation).
 
 The split files have statistics, too. A user's are of the ratings before (`user_ratings`, their number, and `user_mean`,
@@ -40,7 +41,9 @@ def prepare(folder: Path, out: Path) -> None:
     part = split(ratings["user"])
     rows = ratings | statistics(ratings["user"], ratings["item"], ratings["rating"], part == 0)
     for index, name in enumerate(("train", "valid", "test")):
-        write(out, name, {key: column[part == index] for key, column in rows.items()})
+        columns = {key: column[part == index] for key, column in rows.items()}
+        number = len(columns["user"])
+        write(out, name, columns | {"request": np.arange(number) if index == 0 else np.zeros(number, np.int64)})
     write(out, "movies", _movies(find(folder, "movies.dat", ATTRIBUTES)))
     write(out, "users", _users(find(folder, "users.dat", ATTRIBUTES)))
 

@@ -5,6 +5,7 @@ It reads the same batches as the models of this repository and nothing else of i
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
-from train.config.schema import Config
+from train.config.schema import Config, DataConfig
 from train.data import build_source
 from train.data.source import Source
 from train.metrics import MetricSet
@@ -22,7 +23,7 @@ from train.metrics import MetricSet
 class PlainDIN(nn.Module):
     """Logits [C, tasks]: embeddings of all ids, numbers, and for each event type a sum weighted by an MLP."""
 
-    def __init__(self, spec: FeatureSpec, dim: int = 32, std: float = 0.01) -> None:
+    def __init__(self, spec: FeatureSpec, dim: int, std: float) -> None:
         super().__init__()
         self.spec = spec
         self.tables = nn.ModuleDict({name: nn.Embedding(rows, dim) for name, rows in spec.tables.items()})
@@ -69,13 +70,17 @@ class PlainDIN(nn.Module):
         return total.index_add(0, rows, self.tables[table](ids.values().long())) / lengths.clamp(min=1)[:, None]
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Train by Adam at a rate of 0.001 for the epochs, batches and validations of a configuration; best by NE."""
+def train(config: Config, again: DataConfig | None = None) -> dict[str, Any]:
+    """Train by Adam for the epochs, batches and validations of a configuration, at its rate; best by NE.
+
+    The best weights are evaluated on `again`'s test split, too, if it is given.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data)
-    model = PlainDIN(source.spec, config.model.dim).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    std = config.model.table_std or 1 / math.sqrt(config.model.dim)
+    model = PlainDIN(source.spec, config.model.dim, std).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.optimizer.lr)
     best: dict[str, Any] = {}
     total, size, started = source.num_requests("train"), config.data.batch_size, time.monotonic()
     marks = {
@@ -103,8 +108,10 @@ def train(config: Config) -> dict[str, Any]:
                         "best_step": step,
                         "test": evaluate(model, source, "test", size, device),
                     }
+                    if again is not None:
+                        best["again_test"] = evaluate(model, build_source(again), "test", size, device)
     seconds = time.monotonic() - started
-    return {"step": step, "seconds": seconds} | {key: best[key] for key in ("best_step", "valid", "test")}
+    return {"step": step, "seconds": seconds} | {key: value for key, value in best.items() if key != "ne"}
 
 
 @torch.no_grad()

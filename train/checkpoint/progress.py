@@ -27,7 +27,7 @@ class Progress:
     validations: list[tuple[int, float]] = field(default_factory=list)  # step and NE of each
     skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
-    adapter: list[float] = field(default_factory=list)  # of a teacher, see train.distill
+    adapter: list[float] = field(default_factory=list)  # of a teacher, see train.evaluate.distill
     tracker: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from train.evaluate import read_predictions
 from train.metrics.bootstrap import metric_intervals, paired_gaps
+from train.metrics.predictions import read_predictions
 from train.record.plots import plot_arms
 from train.record.tracking import METRICS_FILE, read_metrics
 

@@ -31,9 +31,9 @@ from train.config.schema import Config, EventsConfig
 from train.data.columns import Coded
 from train.data.events import read_rows
 from train.data.rows import Rows
-from train.evaluate import read_predictions
 from train.loss import binary_only
 from train.metrics import MetricSet, paired_gaps
+from train.metrics.predictions import read_predictions
 from train.process.files import write_json
 from train.record.tracking import format_table
 

@@ -13,9 +13,9 @@ import sys
 import torch
 from hydra import compose, initialize_config_dir
 
+from modules.core.summary import Summary, summarise
 from modules.models import build as build_arch
 from modules.precision import apply_recipe
-from modules.summary import Summary, summarise
 from train.config.compose import to_config
 from train.config.overrides import split_options
 from train.config.schema import register_schema

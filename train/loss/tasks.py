@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modules.batch import FeatureSpec, RequestBatch
-from modules.import_object import import_object
+from modules.core.import_object import import_object
 from modules.models.retrieval import NextItems
 from train.loss.base import Requests, TaskLoss
 from train.loss.candidates import BinaryCrossEntropy, Classes, Focal, Huber, Log, Own, Squared

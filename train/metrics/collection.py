@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modules.import_object import import_object
+from modules.core.import_object import import_object
 from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
 from train.metrics.gauc import gauc
 from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights

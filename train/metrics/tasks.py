@@ -21,7 +21,7 @@ DEFAULT_TOP_K = [10]
 class TaskMetrics:
     """A `MetricSet` of the binary tasks and the sums of each other one; used as a `MetricSet` is.
 
-    Tasks of next items have no metrics of rows: see `train.catalogue`.
+    Tasks of next items have no metrics of rows: see `train.evaluate.catalogue`.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
     def one_pass(form: int) -> Runner:
         """Quantise with scales as Hopper's products read them, as matrices, or in the tiles of tcgen05 instructions."""
         dispatch.choose("mxfp8_quantize", "hopper", x, axis=-1)  # otherwise the reason
-        from kernels.mxfp8.hopper.quantize import quantize_both
+        from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
         def matrix(codes: Tensor, scales: Tensor) -> Tensor:
             if form == TILES:

@@ -68,12 +68,12 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = Fal
     if x.device.type != "cuda":
         codes, scales, _ = mxfp8.quantize(x, -1, block_size=group, square=square)
         return Quantized(codes.contiguous(), scales.contiguous(), group)
-    from kernels.mxfp8.hopper import quantize as gluon_quantize
-    from kernels.mxfp8.hopper import weights as gluon_weights
+    from kernels.mxfp8.hopper.quantize import operators as quantize
+    from kernels.mxfp8.hopper.quantize import weights
 
     if square:
-        return gluon_weights.operand(x, False, group)
-    codes, scales, *_ = gluon_quantize.quantize_both(x, True, False, group, False, form_of(group, second))
+        return weights.operand(x, False, group)
+    codes, scales, *_ = quantize.quantize_both(x, True, False, group, False, form_of(group, second))
     return Quantized(codes, scales, group)
 
 

@@ -34,8 +34,7 @@ from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
 from kernels.gdpa.hopper.activations import head_kinds
 from kernels.gdpa.hopper.backward_consumer import differentiate
-from kernels.gdpa.hopper.backward_items import CONTROLS
-from kernels.gdpa.hopper.backward_loader import keep_order, load_tiles
+from kernels.gdpa.hopper.backward_loader import CONTROLS, keep_order, load_tiles
 from kernels.gdpa.triton import short as triton_short
 
 QUERIES = 64

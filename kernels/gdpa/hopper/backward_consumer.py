@@ -10,7 +10,7 @@ rows.
 Registers decide the speed: 128 of a thread's 232 are sums of dk and dv, and at most three more blocks of 32 are alive
 at a time. Nothing may spill, because shared memory leaves too little of the L1 cache: loading a spilled value takes as
 long as loading from memory. So there is one loop over steps, whose parameters are read from shared memory where they
-are used, see `hopper.backward_items`. And dp is issued after the activations: in flight before, it would leave them so
+are used, see `hopper.backward_loader`. And dp is issued after the activations: in flight before, it would leave them so
 few registers that they would be computed one after the other, each waiting for its tanh.
 
 dk and dv are stored from registers: the buffer of the tile's values holds sums of dq by then. Gradients are stored so
@@ -35,7 +35,7 @@ from kernels.attention.hopper.backward_consumer import SCORES, cells
 from kernels.attention.hopper.backward_loader import STAGES
 from kernels.gdpa.hopper.activations import kind_of, rounded
 from kernels.gdpa.hopper.backward_activations import rounded_product, unscaled_factors, unscaled_value_and_slope
-from kernels.gdpa.hopper.backward_items import (
+from kernels.gdpa.hopper.backward_loader import (
     FIRST,
     HEAD,
     KEY,

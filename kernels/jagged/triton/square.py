@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.core.chip import is_hopper, multiplies_registers
+from kernels.core.hopper import addressable
 from kernels.core.operator import custom_op
 from kernels.core.triton import block_width, cdiv, flat, num_tiles, precision_of, steps_of, tile_of
-from kernels.jagged.hopper.linear.tiles import addressable
 
 MAX_WIDTH = 256  # of both gradients at once
 

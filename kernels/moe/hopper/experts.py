@@ -46,11 +46,11 @@ def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
     if group == 0:
         rounded = weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
         return rounded.transpose(1, 2) if transpose else rounded
-    from kernels.mxfp8.hopper import quantize
-    from kernels.mxfp8.hopper import weights as gluon_weights
+    from kernels.mxfp8.hopper.quantize import operators as quantize
+    from kernels.mxfp8.hopper.quantize import weights as quantized_weights
 
-    if gluon_weights.serves(weight):
-        return gluon_weights.operand(weight, transpose, group)
+    if quantized_weights.serves(weight):
+        return quantized_weights.operand(weight, transpose, group)
     results = quantize.quantize_both(weight, not transpose, transpose, group, group == 128, MATRIX)
     return Quantized(*(results[2:] if transpose else results[:2]), group)
 
@@ -64,9 +64,9 @@ def _both(weight: Tensor, group: int) -> tuple[Operand, *tuple[Tensor, ...]]:
     """weight [E, N, K] as the forward takes it, and the three tensors that the input gradient takes, or empty ones."""
     if not _quantizes_both(weight, group):
         return _operand(weight, group, False), *(weight.new_empty(0) for _ in range(3))
-    from kernels.mxfp8.hopper import weights as gluon_weights
+    from kernels.mxfp8.hopper.quantize import weights as quantized_weights
 
-    operand, transposed = gluon_weights.operands(weight)
+    operand, transposed = quantized_weights.operands(weight)
     return operand, transposed.codes, transposed.scales, transposed.differ
 
 

@@ -10,8 +10,15 @@ from triton.experimental.gluon import language as gl
 from kernels.moe.hopper.gather_quantized import gather_quantized
 from kernels.moe.reference import Permutation
 from kernels.mxfp8.grouped import MATRIX, form_of, in_tables
-from kernels.mxfp8.hopper.blocks import TILE, quantize_columns, quantize_rows, tile_layout, tile_offsets, tile_place
-from kernels.mxfp8.hopper.quantize import launch_options, scales_like
+from kernels.mxfp8.hopper.quantize.blocks import (
+    TILE,
+    quantize_columns,
+    quantize_rows,
+    tile_layout,
+    tile_offsets,
+    tile_place,
+)
+from kernels.mxfp8.hopper.quantize.operators import launch_options, scales_like
 
 
 @gluon.jit(do_not_specialize=["num_groups", "top_k"])

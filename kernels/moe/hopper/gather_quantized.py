@@ -11,8 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from kernels.core.launch import Launcher, aligned
 from kernels.moe.reference import Permutation
-from kernels.mxfp8.hopper.blocks import tile_place
-from kernels.mxfp8.hopper.pairs import (
+from kernels.mxfp8.hopper.quantize.blocks import tile_place
+from kernels.mxfp8.hopper.quantize.operators import scales_like
+from kernels.mxfp8.hopper.quantize.pairs import (
     REGISTERS,
     WARPS,
     codes_descriptor,
@@ -24,7 +25,6 @@ from kernels.mxfp8.hopper.pairs import (
     table_of,
     words_layout,
 )
-from kernels.mxfp8.hopper.quantize import scales_like
 
 _BAND = gl.constexpr(32)  # rows of tiles, in the order of their tokens, that programs take together
 

@@ -19,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.core.launch import Launcher, aligned
 from kernels.mxfp8.grouped import TABLES, form_of
-from kernels.mxfp8.hopper.blocks import tile_place
-from kernels.mxfp8.hopper.pairs import (
+from kernels.mxfp8.hopper.quantize.blocks import tile_place
+from kernels.mxfp8.hopper.quantize.operators import scales_like
+from kernels.mxfp8.hopper.quantize.pairs import (
     WARPS,
     codes_descriptor,
     codes_layout,
@@ -32,7 +33,6 @@ from kernels.mxfp8.hopper.pairs import (
     words_descriptor,
     words_layout,
 )
-from kernels.mxfp8.hopper.quantize import scales_like
 
 # Three programs of the forward and two of the backward share a multiprocessor, as shared memory lets them.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 80, 128

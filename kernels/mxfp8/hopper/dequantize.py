@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
-from kernels.mxfp8.hopper.pairs import power_bits
+from kernels.mxfp8.hopper.quantize.pairs import power_bits
 
 _LINES = gl.constexpr(64)  # runs of 64 elements in a program
 _WARPS = 4

@@ -10,7 +10,8 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.operator import custom_op
 from kernels.mxfp8.grouped import Quantized, Rounded, addressable, addressable_operands, swaps
-from kernels.mxfp8.hopper import dequantize, grouped_bf16, grouped_fp8, grouped_strict
+from kernels.mxfp8.hopper import dequantize
+from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
 
 
 def _matrices(weight: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def _matrices(weight: Tensor) -> Tensor:
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0 or weight.shape[0] == 0:
         return x.new_zeros(x.shape[0], weight.shape[1])
-    return grouped_bf16.grouped_mm(addressable(x), _matrices(weight), ends.contiguous())
+    return bf16.grouped_mm(addressable(x), _matrices(weight), ends.contiguous())
 
 
 @_grouped_mm.register_fake
@@ -58,7 +59,7 @@ _grouped_mm.register_autograd(_differentiate_mm, setup_context=_save)
 def _grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0 or ends.shape[0] == 0:
         return x.new_zeros(ends.shape[0], dy.shape[1], x.shape[1])
-    return grouped_bf16.grouped_wgrad(addressable(dy), addressable(x), ends.contiguous(), x.dtype)
+    return bf16.grouped_wgrad(addressable(dy), addressable(x), ends.contiguous(), x.dtype)
 
 
 @_grouped_wgrad.register_fake
@@ -95,14 +96,14 @@ def _rounded(operand: Quantized | Rounded) -> Tensor:
 def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b.codes.shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
-    return grouped_fp8.grouped_mm(*addressable_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
+    return fp8.grouped_mm(*addressable_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
 
 
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.codes.numel() == 0 or ends.shape[0] == 0:
         return dy.codes.new_zeros(ends.shape[0], dy.lines, x.codes.shape[0], dtype=dtype)
     written = dtype if dtype is torch.bfloat16 else torch.float32
-    dw = grouped_fp8.grouped_wgrad(*addressable_operands(dy, x), ends.contiguous(), written, paired=dy.paired)
+    dw = fp8.grouped_wgrad(*addressable_operands(dy, x), ends.contiguous(), written, paired=dy.paired)
     return dw.to(dtype)
 
 
@@ -110,9 +111,7 @@ def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b[0].shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
     matrices, scales = (b.values, None) if isinstance(b, Rounded) else addressable_operands(b)
-    return grouped_strict.grouped_mm(
-        *addressable_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales
-    )
+    return strict.grouped_mm(*addressable_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales)
 
 
 def strict_wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,7 +121,7 @@ def strict_wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: tor
     ends = ends.contiguous()
     # One operand is dequantised beforehand, and pairs are not.
     if isinstance(x, Quantized) and not dy.paired and swaps(dy.group, dy.lines, x.lines):
-        dw = grouped_strict.grouped_wgrad(*addressable_operands(x), _rounded(dy), ends, written, transposed=True)
+        dw = strict.grouped_wgrad(*addressable_operands(x), _rounded(dy), ends, written, transposed=True)
     else:
-        dw = grouped_strict.grouped_wgrad(*addressable_operands(dy), _rounded(x), ends, written, paired=dy.paired)
+        dw = strict.grouped_wgrad(*addressable_operands(dy), _rounded(x), ends, written, paired=dy.paired)
     return dw.to(dtype)

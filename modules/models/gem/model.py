@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
-from modules.beside import Beside
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
+from modules.core.side_stream import SideStream
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
 from modules.gdpa import GDPAConfig
@@ -162,7 +162,7 @@ class GEMLayer(nn.Module):
     ) -> tuple[list[LevelTokens], list[Tensor], Tensor]:
         works, results = [], []
         for lane, (level, (values, offsets, angles)) in enumerate(zip(self.levels, levels, strict=True)):
-            with Beside(values, offsets, *angles, context, queries, rows.offsets, lane=lane) as work:
+            with SideStream(values, offsets, *angles, context, queries, rows.offsets, lane=lane) as work:
                 values, normed, summary = level(values, offsets, angles, context)
                 results.append([values, summary])
                 if lane == 0:

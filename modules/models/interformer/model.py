@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
-from modules.beside import Beside
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, changed, check_options, option
+from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
@@ -220,14 +220,14 @@ class InterFormer(nn.Module):
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
         met = first.cross(candidate, request, sequence, offsets, rows)
-        with Beside(candidate, request, *met) as work:
+        with SideStream(candidate, request, *met) as work:
             x = first.interaction(candidate, request, met, rows)
         sequence = first.sequence(summary, sequence, offsets, angles[self.head_dims[0]], ends)
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
             met = layer.cross(x, None, sequence, offsets, rows)
-            with Beside(x, *met) as work:
+            with SideStream(x, *met) as work:
                 x = layer.interaction(x, None, met, rows)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import EventType, FeatureSpec, RequestBatch
-from modules.beside import Beside
 from modules.broadcast import CandidateRows
+from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
 from modules.lce import LCE
 from modules.mlp import TaskHeads
@@ -167,7 +167,7 @@ class Kunlun(nn.Module):
                 read = [part for each in histories for part in (each.values, each.offsets, each.times)]
             else:
                 read = before.tensors()
-            with Beside(*read, context, query, rows.offsets, lane=lane) as work:
+            with SideStream(*read, context, query, rows.offsets, lane=lane) as work:
                 begun = stack.begin(histories) if before is None else before
                 results[lane] = block(begun, context, query, rows)
             works.append((work, lane))

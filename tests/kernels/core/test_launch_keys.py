@@ -38,8 +38,11 @@ from kernels.jagged.triton import bmm, bmm_narrow, gather, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
-from kernels.mxfp8.hopper import dequantize, grouped_bf16, grouped_fp8, grouped_strict, quantize_tiles, weights
-from kernels.mxfp8.hopper.quantize import scales_like
+from kernels.mxfp8.hopper import dequantize
+from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
+from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
+from kernels.mxfp8.hopper.quantize import weights
+from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import scales as triton_grouped
 from kernels.tokens.triton import activation, residual
 from kernels.tokens.triton import tokens as triton_tokens
@@ -126,7 +129,7 @@ def test_quantised_weights(hits: Counter[Launcher]) -> None:
 
 
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    products = (grouped_bf16, grouped_fp8, grouped_strict)
+    products = (bf16, fp8, strict)
     for module in products:
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "counter", lambda device, size=1: torch.zeros(size, dtype=torch.int32))
@@ -145,23 +148,23 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
         ends = torch.tensor(sizes).cumsum(0)
         ends = shifted(ends) if elsewhere else ends.int()
         a, weight = torch.zeros(rows, k).bfloat16(), torch.zeros(experts, n, k).bfloat16()
-        grouped_bf16.grouped_mm(a, weight, ends)
-        grouped_bf16.grouped_mm(a, torch.zeros(experts, k, n).bfloat16().mT, ends)
-        grouped_bf16.grouped_wgrad(torch.zeros(rows, n).bfloat16(), a, ends, dtype)
+        bf16.grouped_mm(a, weight, ends)
+        bf16.grouped_mm(a, torch.zeros(experts, k, n).bfloat16().mT, ends)
+        bf16.grouped_wgrad(torch.zeros(rows, n).bfloat16(), a, ends, dtype)
         for first, second in ((MATRIX, MATRIX), (BYTES, VALUES)):
             differ = None if second == MATRIX else torch.zeros(1, dtype=torch.int32)
             operands = *codes_of(first, rows, k), *codes_of(second, experts, n, k)
-            grouped_fp8.grouped_mm(*operands, ends, differ=differ)
+            fp8.grouped_mm(*operands, ends, differ=differ)
             operands = *codes_of(first, n, rows), *codes_of(second, k, rows)
-            grouped_fp8.grouped_wgrad(*operands, ends, dtype)
+            fp8.grouped_wgrad(*operands, ends, dtype)
         for form in (MATRIX, WORDS):
-            grouped_strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
+            strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
             codes, scales = codes_of(MATRIX, experts, n, k)
-            grouped_strict.grouped_mm(*codes_of(form, rows, k), codes, ends, b_scales=scales)
+            strict.grouped_mm(*codes_of(form, rows, k), codes, ends, b_scales=scales)
             columns = codes_of(form, n, rows)
             for transposed in (False, True):
                 values = torch.zeros(k, rows).bfloat16()
-                grouped_strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
+                strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
         dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
     launchers = [dequantize._launch, triton_grouped._launch, *(module._launch for module in products)]
     assert all(hits[launcher] for launcher in launchers), hits

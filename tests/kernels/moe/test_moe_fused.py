@@ -19,7 +19,8 @@ from kernels.moe import GROUPS
 from kernels.moe.hopper import experts as fused
 from kernels.moe.hopper import gather, swiglu, swiglu_quantized
 from kernels.moe.triton import route
-from kernels.mxfp8.hopper import dequantize, quantize
+from kernels.mxfp8.hopper import dequantize
+from kernels.mxfp8.hopper.quantize import operators as quantize
 from tests.kernels.core.ungraded import ungraded
 from tests.kernels.moe import moe_standins
 from tests.kernels.moe.moe_cases import RECIPES, layer, random

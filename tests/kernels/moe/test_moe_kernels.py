@@ -31,9 +31,9 @@ from kernels.mxfp8.grouped import (
     matrix_scales,
     row_codes,
 )
-from kernels.mxfp8.hopper import quantize_tiles
-from kernels.mxfp8.hopper import weights as gluon_weights
-from kernels.mxfp8.hopper.pairs import REGISTERS, WARPS, codes_layout, words_layout
+from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
+from kernels.mxfp8.hopper.quantize import weights as quantized_weights
+from kernels.mxfp8.hopper.quantize.pairs import REGISTERS, WARPS, codes_layout, words_layout
 from tests.kernels.core.devices import SHARED_LIMITS
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.moe import moe_standins
@@ -183,7 +183,7 @@ def test_kernels_compile_within_their_registers() -> None:
             REGISTERS,
             3,
         ),
-        (gluon_weights.round_tiles_kernel, quantize | {"out_desc": words}, {"TRANSPOSE": True}, REGISTERS, 3),
+        (quantized_weights.round_tiles_kernel, quantize | {"out_desc": words}, {"TRANSPOSE": True}, REGISTERS, 3),
     ):
         compiled = compile_ahead(
             kernel,

@@ -25,8 +25,8 @@ from kernels.mxfp8.grouped import (
 from kernels.testing import poisoned_empty
 
 pytest.importorskip("triton")
-from kernels.mxfp8.hopper import dequantize as gluon_dequantize
-from kernels.mxfp8.hopper import weights as gluon_weights
+from kernels.mxfp8.hopper import dequantize
+from kernels.mxfp8.hopper.quantize import weights as quantized_weights
 from tests.kernels.moe import moe_standins
 from tests.kernels.moe.moe_cases import random, routing, same_codes
 
@@ -62,9 +62,9 @@ def test_gpu_weights_bit_for_bit(transpose: bool, apart: bool) -> None:
     weight = weight.bfloat16()
     along = weight.mT.contiguous() if transpose else weight
     with poisoned_empty():
-        quantized = gluon_weights.operand(weight.cuda(), transpose, 128)
-        with_the_other = gluon_weights.operands(weight.cuda())[transpose]
-        rounded = gluon_weights.operand(weight.cuda(), transpose, 32)
+        quantized = quantized_weights.operand(weight.cuda(), transpose, 128)
+        with_the_other = quantized_weights.operands(weight.cuda())[transpose]
+        rounded = quantized_weights.operand(weight.cuda(), transpose, 32)
     codes, scales = moe_standins.quantized(along, -1, 128, True)
     squares = scales.view(3, -1, 128, scales.shape[-1])
     assert (squares != squares[:, :, :1]).any() == apart
@@ -145,5 +145,5 @@ def test_gpu_products_with_tables_of_scales(group: int) -> None:
         tables = (in_form(operand, form) for operand, form in zip((dy, other), forms, strict=True))
         assert torch.equal(wgrad(*tables, ends, torch.float32), gradient)
     if group == 32:
-        rounded = Rounded(gluon_dequantize.dequantize_interleaved(weights.codes, weights.scales))
+        rounded = Rounded(dequantize.dequantize_interleaved(weights.codes, weights.scales))
         assert torch.equal(fprop(in_form(along, first), rounded, ends)[:end], product)

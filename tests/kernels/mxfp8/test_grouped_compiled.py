@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("triton")
 
 from kernels.mxfp8.blackwell import grouped
-from kernels.mxfp8.hopper import dequantize, grouped_bf16, grouped_fp8, grouped_strict
-from kernels.mxfp8.hopper.grouped_tiles import PAIRED_COLUMNS, PAIRED_ROWS
+from kernels.mxfp8.hopper import dequantize
+from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
+from kernels.mxfp8.hopper.grouped.tiles import PAIRED_COLUMNS, PAIRED_ROWS
 from kernels.testing import Compiled, compile_ahead
 from tests.kernels.core.descriptors import descriptor
 
@@ -30,7 +31,7 @@ def _bf16() -> Compiled:
         "out": "*bf16",
         "ticket": "*i32",
     }
-    return _compiled(grouped_bf16._grouped_bf16_kernel, types, {"WGRAD": False, "B_T": False})
+    return _compiled(bf16._grouped_bf16_kernel, types, {"WGRAD": False, "B_T": False})
 
 
 def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
@@ -46,7 +47,7 @@ def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
         "b_values": "*i32",
     }
     constants = {"WGRAD": wgrad, "OUT_T": wgrad, "A_FORM": 0, "AHEAD": ahead}
-    return _compiled(grouped_strict._grouped_strict_kernel, types, constants)
+    return _compiled(strict._grouped_strict_kernel, types, constants)
 
 
 def _fp8(wgrad: bool) -> Compiled:
@@ -61,7 +62,7 @@ def _fp8(wgrad: bool) -> Compiled:
         "ticket": "*i32",
     }
     form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
-    return _compiled(grouped_fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
+    return _compiled(fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 from kernels.core import counters, dispatch
 from kernels.mxfp8 import grouped
 from kernels.mxfp8.grouped import Quantized
-from kernels.mxfp8.hopper import dequantize, dequantize_ahead, grouped_bf16, operators, quantize
+from kernels.mxfp8.hopper import dequantize, operators
+from kernels.mxfp8.hopper.grouped import bf16, dequantize_ahead
+from kernels.mxfp8.hopper.quantize import operators as quantize
 from kernels.mxfp8.triton import scales as triton_grouped
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.core.devices import HOPPER
@@ -185,7 +187,7 @@ def test_bf16_weight_gradients(sizes: list[int], n: int, k: int) -> None:
     oracle = sums(dy[:rows], x[:rows], sizes)
     for dtype in (torch.bfloat16, torch.float32):
         with poisoned_empty():
-            assert_close_to_oracle(grouped_bf16.grouped_wgrad(dy, x, ends, dtype), oracle, ROUNDED)
+            assert_close_to_oracle(bf16.grouped_wgrad(dy, x, ends, dtype), oracle, ROUNDED)
 
 
 @hopper
@@ -301,7 +303,7 @@ def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) ->
     x, weight, ends = random(sum(sizes), 512), random(4, 1024, 512), ends_of(sizes)
     a, b = (Quantized(*quantize.quantize_both(t, True, False, 32, False, grouped.MATRIX)[:2]) for t in (x, weight))
     call = {
-        "bf16": lambda: grouped_bf16.grouped_mm(x, weight, ends),
+        "bf16": lambda: bf16.grouped_mm(x, weight, ends),
         "mxfp8": lambda: operators.strict_fprop(a, b, ends),
     }[recipe]
     expected = call()
@@ -329,7 +331,7 @@ def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) ->
 def test_a_launch_may_be_the_first_work_of_a_thread() -> None:
     sizes = [128, 64]
     x, weight, ends = random(sum(sizes), 512), random(2, 256, 512), ends_of(sizes)
-    expected = grouped_bf16.grouped_mm(x, weight, ends)
+    expected = bf16.grouped_mm(x, weight, ends)
     torch.cuda.synchronize()
     with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(grouped_bf16.grouped_mm, x, weight, ends).result(), expected)
+        assert torch.equal(pool.submit(bf16.grouped_mm, x, weight, ends).result(), expected)

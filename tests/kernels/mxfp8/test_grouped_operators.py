@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from kernels import mxfp8
 from kernels.core import dispatch
 from kernels.mxfp8 import plain
-from kernels.mxfp8.hopper import grouped_bf16, operators
+from kernels.mxfp8.hopper import operators
+from kernels.mxfp8.hopper.grouped import bf16
 from kernels.testing import Tolerance, check_gradients
 
 SIZES = [40, 0, 70, 1]
@@ -32,8 +33,8 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert x.is_contiguous()
         return plain.grouped_wgrad(dy.float(), x.float(), ends).to(dtype)
 
-    monkeypatch.setattr(grouped_bf16, "grouped_mm", grouped_mm)
-    monkeypatch.setattr(grouped_bf16, "grouped_wgrad", grouped_wgrad)
+    monkeypatch.setattr(bf16, "grouped_mm", grouped_mm)
+    monkeypatch.setattr(bf16, "grouped_wgrad", grouped_wgrad)
 
 
 def ends_of(sizes: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.mxfp8.hopper import grouped_order
+from kernels.mxfp8.hopper.grouped import order as grouped_order
 from tests.kernels.mxfp8.grouped_sizes import ALIGNED, RAGGED
 
 
@@ -46,7 +46,7 @@ class Loaded(int):
 
 
 def plain_tiles(programs: int = 1) -> SimpleNamespace:
-    """`hopper.grouped_order` with its device functions as Python functions, which run in one of `programs` programs."""
+    """`hopper.grouped.order` with its device functions as Python functions, which run in one of `programs` programs."""
     language = SimpleNamespace(
         int32=torch.int32,
         cdiv=lambda a, b: -(-a // b),

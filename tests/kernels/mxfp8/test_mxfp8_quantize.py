@@ -81,14 +81,14 @@ def test_what_cannot_be_quantised_says_what_can() -> None:
 @pytest.mark.parametrize("shape", [(40,), (5, 64), (0, 64), (2, 3, 40, 70), (3, 0, 32), (2, 5, 0)])
 def test_the_backend_quantises_matrices_of_any_batch(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     pytest.importorskip("triton")
-    from kernels.mxfp8.hopper import quantize as gluon_quantize
+    from kernels.mxfp8.hopper.quantize import operators
     from tests.kernels.moe import moe_standins
 
-    monkeypatch.setattr(gluon_quantize, "quantize_both", moe_standins.quantize_both)
+    monkeypatch.setattr(operators, "quantize_both", moe_standins.quantize_both)
     x = uneven(*shape)
     for axis in range(-min(2, x.dim()), 0):
         for group, square in ((32, False), (128, False), (128, True))[: 1 + x.dim()]:
-            actual = gluon_quantize.quantize(x, axis, group, square)
+            actual = operators.quantize(x, axis, group, square)
             expected = mxfp8.quantize(x, axis, block_size=group, square=square, backend="reference")
             assert_same(actual[:2], expected[:2])
             assert actual.axis == expected.axis
@@ -96,13 +96,13 @@ def test_the_backend_quantises_matrices_of_any_batch(monkeypatch: pytest.MonkeyP
 
 def test_a_batch_of_any_number_of_matrices_is_a_grid_that_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from kernels.mxfp8.hopper import quantize as gluon_quantize
+    from kernels.mxfp8.hopper.quantize import operators
 
     grids: list[tuple[int, ...]] = []
     kernel = MagicMock()
     kernel.__getitem__.side_effect = lambda grid: grids.append(grid) or kernel
-    monkeypatch.setattr(gluon_quantize, "quantize_kernel", kernel)
-    gluon_quantize.quantize_both(torch.zeros(70000, 130, 1), False, True, 32, False, MATRIX)
+    monkeypatch.setattr(operators, "quantize_kernel", kernel)
+    operators.quantize_both(torch.zeros(70000, 130, 1), False, True, 32, False, MATRIX)
     assert grids == [(140000,)]  # of an axis of its own a batch may have 65535
 
 
@@ -110,7 +110,7 @@ def test_a_batch_of_any_number_of_matrices_is_a_grid_that_launches(monkeypatch: 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 0)])
 def test_scales_of_nothing_have_tables_as_well(shape: tuple[int, ...], form: int) -> None:
     pytest.importorskip("triton")
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     codes, _, codes_t, _ = quantize_both(torch.empty(shape, dtype=torch.bfloat16), True, True, 32, False, form)
     assert codes.shape == codes_t.mT.shape == shape
@@ -154,7 +154,7 @@ SHAPES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "shape"), [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes])
 def test_gpu_quantises_bit_for_bit_in_both_orientations(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     x = of_every_kind(shape, dtype)
     for group, square in ((32, False), (128, False), (128, True)):
@@ -178,7 +178,7 @@ def test_gpu_takes_transposed_and_sliced_tensors() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 300, 260), (2, 256, 384)])
 def test_gpu_writes_both_orientations_and_tensor_core_tiles_of_scales(shape: tuple[int, ...]) -> None:
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     x = uneven(*shape).bfloat16()
     with poisoned_empty():
@@ -192,7 +192,7 @@ def test_gpu_writes_both_orientations_and_tensor_core_tiles_of_scales(shape: tup
 
 @pytest.mark.gpu
 def test_gpu_operator_passes_opcheck() -> None:
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     x = uneven(130, 96).bfloat16().cuda()
     torch.library.opcheck(quantize_both.definition, (x, True, True, 32, False, MATRIX))
@@ -202,7 +202,7 @@ def test_gpu_operator_passes_opcheck() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "form"), [(32, WORDS), (128, BYTES), (128, VALUES)])
 def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     x = uneven(256, 384).bfloat16()
     with poisoned_empty():
@@ -215,7 +215,7 @@ def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
 
 @pytest.mark.gpu
 def test_gpu_says_which_scales_come_in_tables() -> None:
-    from kernels.mxfp8.hopper.quantize import quantize_both
+    from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     for x in (torch.zeros(128, 96, dtype=torch.bfloat16), torch.zeros(128, 128)):
         with pytest.raises(ValueError, match="multiples of 128"):
@@ -234,7 +234,7 @@ def test_gpu_says_which_scales_come_in_tables() -> None:
 )
 def test_quantiser_compiles_within_its_registers(target: str, dtype: str, square: bool, spill_bytes: int) -> None:
     pytest.importorskip("triton")
-    from kernels.mxfp8.hopper.quantize import launch_options, quantize_kernel
+    from kernels.mxfp8.hopper.quantize.operators import launch_options, quantize_kernel
 
     pointers = {"row_codes": "*fp8e4nv", "row_scales": "*u8", "column_codes": "*fp8e4nv", "column_scales": "*u8"}
     sizes = ["num_rows", "num_columns", "row_scales_stride", "column_scales_stride"]
@@ -266,8 +266,8 @@ def test_quantiser_compiles_within_its_registers(target: str, dtype: str, square
 @pytest.mark.parametrize(("group", "square"), [(32, False), (128, True)])
 def test_quantiser_of_whole_tiles_compiles_to_pairs_and_tiles(target: str, group: int, square: bool) -> None:
     pytest.importorskip("triton")
-    from kernels.mxfp8.hopper.pairs import REGISTERS, WARPS, codes_layout, words_layout
-    from kernels.mxfp8.hopper.quantize_tiles import quantize_tiles_kernel
+    from kernels.mxfp8.hopper.quantize.pairs import REGISTERS, WARPS, codes_layout, words_layout
+    from kernels.mxfp8.hopper.quantize.tiles import quantize_tiles_kernel
 
     words, codes = f"tensordesc<i32[128, 64],{words_layout()!r}>", f"tensordesc<i16[128, 64],{codes_layout()!r}>"
     tensors = {"x_desc": words, "row_desc": codes, "column_desc": codes, "row_scales": "*u8", "column_scales": "*u8"}

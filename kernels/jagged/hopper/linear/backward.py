@@ -24,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.core.hopper import barrier
+from kernels.core.hopper import addressable, barrier
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, steps_of
-from kernels.jagged.hopper.linear.tiles import ROWS, addressable, descriptor, rows_of
+from kernels.jagged.hopper.linear.tiles import ROWS, descriptor, rows_of
 
 PIECE = gl.constexpr(64)  # columns, 128 bytes
 PIECES = gl.constexpr(4)  # of dz

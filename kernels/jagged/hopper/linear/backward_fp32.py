@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.core.hopper import barrier
+from kernels.core.hopper import addressable, barrier
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, steps_of
 from kernels.jagged.hopper.linear.backward import WIDTH, finish
-from kernels.jagged.hopper.linear.tiles import addressable, descriptor, rows_of
+from kernels.jagged.hopper.linear.tiles import descriptor, rows_of
 from kernels.jagged.triton import elementwise
 from kernels.jagged.triton.segment import reduce
 

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.core.hopper import addressable
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, next_power_of_2, precision_of, steps_of
@@ -25,7 +26,7 @@ from kernels.jagged.hopper.linear.backward_fp32 import SPAN_OUT, gradients_singl
 from kernels.jagged.hopper.linear.consumer import multiply
 from kernels.jagged.hopper.linear.consumer_fp32 import multiply_single
 from kernels.jagged.hopper.linear.loader import HELD, find, load, place
-from kernels.jagged.hopper.linear.tiles import ROWS, WINDOW, addressable, descriptor
+from kernels.jagged.hopper.linear.tiles import ROWS, WINDOW, descriptor
 from kernels.jagged.hopper.linear.weight import weight_gradient
 from kernels.jagged.triton.linear import (
     keeps_input,

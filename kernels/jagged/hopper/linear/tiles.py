@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,12 +49,3 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """TMA descriptor of blocks of a matrix that was allocated here or is `addressable`."""
     layout = operand_layout(rows, columns, x.dtype)
     return UncheckedDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout)
-
-
-def addressable(matrix: Tensor) -> Tensor:
-    """The matrix, or a copy if its rows are not contiguous ones at multiples of 16 bytes, as TMA wants them."""
-    stride = matrix.stride(0)
-    ordered = matrix.stride(1) == 1 and matrix.shape[1] <= stride
-    if ordered and stride * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0:
-        return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)

@@ -20,13 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.core.hopper import barrier
+from kernels.core.hopper import addressable, barrier
 from kernels.core.launch import Launcher, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv
 from kernels.jagged.hopper.linear.backward import WIDTH, finish
 from kernels.jagged.hopper.linear.consumer_fp32 import high_and_rest
-from kernels.jagged.hopper.linear.tiles import addressable, descriptor
+from kernels.jagged.hopper.linear.tiles import descriptor
 
 PLACES = gl.constexpr(32)  # of a block: a line of 128 bytes when x is turned round
 COLUMNS = gl.constexpr(64)  # of x

@@ -16,11 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.core.hopper import operand_layout
+from kernels.core.hopper import addressable, operand_layout
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, num_tiles, precision_of
-from kernels.jagged.hopper.linear.tiles import addressable, descriptor
+from kernels.jagged.hopper.linear.tiles import descriptor
 from kernels.jagged.hopper.square import outer_product
 from kernels.jagged.hopper.square.fp32 import PLACES, copy_single, multiply_single
 from kernels.jagged.hopper.square.half import copy_half, multiply_half

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.core.hopper import barrier
+from kernels.core.hopper import addressable, barrier
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, num_tiles, steps_of
-from kernels.jagged.hopper.linear.tiles import addressable, descriptor
+from kernels.jagged.hopper.linear.tiles import descriptor
 from kernels.jagged.triton.square import inner, register_outer
 
 ROWS = gl.constexpr(64)  # places of a tile

@@ -9,7 +9,7 @@ from torch import nn
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def is_plain(module: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
+def is_vanilla(module: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
     """Whether `module` is PyTorch's layer `kind` itself and need not be called for its effect.
 
     A layer with hooks or a forward of its own must be called, and so must one of another class: a precision recipe, a

@@ -25,8 +25,8 @@ from train.build import Job, load_model
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.schema import DistillConfig
-from train.evaluate import read_predictions
 from train.loss import ranking_loss, task_loss
+from train.metrics.predictions import read_predictions
 
 ADAPTER_LR = 0.1
 EPSILON = 1e-6  # probabilities nearer to 0 or 1 count as this near

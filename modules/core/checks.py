@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from kernels.core.dispatch import autocast_dtype
+from kernels.jagged import check_lengths
 
 PADDED = "; rows of padded [B, L, d] become jagged by kernels.jagged.padded_to_jagged"
 
@@ -32,3 +34,12 @@ def check_dtype(x: Tensor, layer: nn.Module | None, name: str) -> None:
             f"{name} are {x.dtype} and the module's weights {layer.weight.dtype}; they must be alike outside autocast, "
             f"e.g. {name}.to({layer.weight.dtype})"
         )
+
+
+def check_maximum(offsets: Tensor, maximum: int, name: str) -> None:
+    """ValueError if a row is longer than `maximum`, the constant `name` of a module. Checked on the CPU only.
+
+    On a GPU the operator that the module calls has a device assertion, and a second one is not needed.
+    """
+    if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_lengths(offsets, maximum, name)

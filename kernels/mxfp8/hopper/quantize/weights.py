@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.core.launch import Launcher
 from kernels.mxfp8.grouped import VALUES, Quantized, Rounded
-from kernels.mxfp8.hopper.blocks import tile_place
-from kernels.mxfp8.hopper.pairs import (
+from kernels.mxfp8.hopper.quantize.blocks import tile_place
+from kernels.mxfp8.hopper.quantize.operators import scales_like
+from kernels.mxfp8.hopper.quantize.pairs import (
     REGISTERS,
     WARPS,
     column_layout,
@@ -30,8 +31,7 @@ from kernels.mxfp8.hopper.pairs import (
     words_descriptor,
     words_layout,
 )
-from kernels.mxfp8.hopper.quantize import scales_like
-from kernels.mxfp8.hopper.quantize_tiles import has_whole_tiles, quantize_tiles
+from kernels.mxfp8.hopper.quantize.tiles import has_whole_tiles, quantize_tiles
 from kernels.mxfp8.reference import BLOCK
 
 

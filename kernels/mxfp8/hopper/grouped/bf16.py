@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
-from kernels.mxfp8.hopper.grouped_tiles import (
+from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PIECES,
     ROWS,

@@ -6,7 +6,7 @@ first tile. Memory has little else to do while tensor cores work, so nothing wai
 Programs take the next free chunk instead of a fixed share, because they wait for all chunks of a group, and not all
 programs need run at the same time.
 
-The int32 counts of a launch: tiles (see `hopper.grouped_order.take`), chunks that were taken, programs that have loaded
+The int32 counts of a launch: tiles (see `hopper.grouped.order.take`), chunks that were taken, programs that have loaded
 everything, and each group's finished chunks. They are 0 before and after it.
 """
 
@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.core.hopper import barrier
-from kernels.mxfp8.hopper.grouped_order import bounds
-from kernels.mxfp8.hopper.pairs import power_bits
+from kernels.mxfp8.hopper.grouped.order import bounds
+from kernels.mxfp8.hopper.quantize.pairs import power_bits
 
 COUNTS = 3  # before those of the groups
 _TAKEN = gl.constexpr(1)

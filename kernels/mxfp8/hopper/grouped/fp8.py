@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
-from kernels.mxfp8.hopper.grouped_tiles import (
+from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
     PAIRED_ROWS,

@@ -2,7 +2,7 @@
 
 An E4M3 element times its power-of-two scale has four significant bits, so bfloat16 holds it exactly: with the other
 operand dequantised, this is the product of two MXFP8 tensors with scales of their own every 32. The pipeline is that of
-`hopper.grouped_bf16`, but each consumer reads its 64 rows of codes from shared memory and converts them to bfloat16 in
+`hopper.grouped.bf16`, but each consumer reads its 64 rows of codes from shared memory and converts them to bfloat16 in
 registers, from which matrix instructions take their first operand, during the products of the step before. Of each two
 steps the second may be issued before the first is done; more at a time would need more registers than there are.
 
@@ -16,7 +16,7 @@ unchecked: a scale of 2^40 or more, which a block has if its largest magnitude i
 into infinities and NaNs, and bits of an element below 2^-101 are rounded off. The dequantised operand has no such
 limits.
 
-If b is given as codes, two more warps of each program dequantise it ahead (`hopper.dequantize_ahead`).
+If b is given as codes, two more warps of each program dequantise it ahead (`hopper.grouped.dequantize_ahead`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
-from kernels.mxfp8.hopper.dequantize_ahead import COUNTS, dequantize_ahead
-from kernels.mxfp8.hopper.grouped_tiles import (
+from kernels.mxfp8.hopper.grouped.dequantize_ahead import COUNTS, dequantize_ahead
+from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
     PAIRED_ROWS,

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from kernels.core import dispatch
 from modules.batch import FeatureSpec
-from modules.flops import LONGEST, Call, FlopCounter, small_batch
+from modules.core.flops import LONGEST, Call, FlopCounter, small_batch
 from modules.precision import FP32Linear, Quantizable
 
 LARGE = 0.05

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.beside import Beside
+from modules.core.side_stream import SideStream
 
 
 def step(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A result of many small steps and one of few large ones, and gradients that come from both."""
-    with Beside(x) as work:
+    with SideStream(x) as work:
         small = x
         for _ in range(20):
             small = (small @ weight).tanh()
@@ -30,10 +30,10 @@ def inputs(device: str) -> tuple[Tensor, Tensor]:
 
 def test_elsewhere_it_is_work_like_any_other() -> None:
     x, weight = inputs("cpu")
-    with Beside(x, None) as work:
+    with SideStream(x, None) as work:
         y = x @ weight
     assert work.join(y) is y
-    with pytest.raises(RuntimeError, match="inside"), Beside(x):
+    with pytest.raises(RuntimeError, match="inside"), SideStream(x):
         raise RuntimeError("inside")
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-class Beside:
+class SideStream:
     """Lets what is done inside run at the same time as what is done afterwards, until its result is joined:
 
-        with Beside(x) as work:
+        with SideStream(x) as work:
             y = f(x)
         z = g(x)
         y = work.join(y)
@@ -32,7 +32,7 @@ class Beside:
         self._stream: torch.cuda.Stream | None = None
         self._inside = ExitStack()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> SideStream:
         device = self._inputs[0].device
         if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
             self._stream = _stream(device, self._lane)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mxfp8.grouped import BYTES, TILES, WORDS
-from kernels.mxfp8.hopper.blocks import scale_bytes_of, square_maxima, store_scales, widen
+from kernels.mxfp8.hopper.quantize.blocks import scale_bytes_of, square_maxima, store_scales, widen
 
 WARPS = 8  # for which the layouts are made
 REGISTERS = 80  # three programs share a multiprocessor

@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.core.launch import Launcher
 from kernels.mxfp8.grouped import TILES
-from kernels.mxfp8.hopper.blocks import tile_place
-from kernels.mxfp8.hopper.pairs import (
+from kernels.mxfp8.hopper.quantize.blocks import tile_place
+from kernels.mxfp8.hopper.quantize.pairs import (
     REGISTERS,
     WARPS,
     codes_descriptor,
@@ -111,7 +111,7 @@ def quantize_tiles(
     form: int,
     differ: Tensor | None = None,
 ) -> None:
-    """Write the results of `hopper.quantize.quantize_both`, with scales in `form`, except those that are empty.
+    """Write the results of `operators.quantize_both`, with scales in `form`, except those that are empty.
 
     `differ` (int32 [1]) becomes 1 if there is a table of the scales of squares, and one of them has several.
     """

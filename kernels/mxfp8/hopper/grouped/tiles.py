@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.hopper import UncheckedDescriptor, barrier, halves, operand_layout, swizzled_layout
-from kernels.mxfp8.hopper.dequantize_ahead import await_values, clear_counts
-from kernels.mxfp8.hopper.grouped_order import group_at, locate, order_of_groups, seek, take
+from kernels.mxfp8.hopper.grouped.dequantize_ahead import await_values, clear_counts
+from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups, seek, take
 
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
@@ -155,7 +155,7 @@ def load_tiles(
     stage also has a row of a table of scales of A or of B, which have a row for each SCALED of r. OUT_T: of a tile of a
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups. AHEAD: B's values of a group are there
-    when `await_values` says so; `ticket` has the counts of `hopper.dequantize_ahead`.
+    when `await_values` says so; `ticket` has the counts of `hopper.grouped.dequantize_ahead`.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0

@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from kernels.core.operator import custom_op
 from kernels.mxfp8.grouped import MATRIX, TABLES, TILES
-from kernels.mxfp8.hopper.blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
-from kernels.mxfp8.hopper.quantize_tiles import has_whole_tiles, quantize_tiles
+from kernels.mxfp8.hopper.quantize.blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
+from kernels.mxfp8.hopper.quantize.tiles import has_whole_tiles, quantize_tiles
 from kernels.mxfp8.reference import MXTensor
 
 

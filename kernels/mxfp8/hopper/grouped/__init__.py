@@ -1,0 +1,1 @@
+"""Grouped products: one pipeline of tiles, and three ways to multiply in it."""

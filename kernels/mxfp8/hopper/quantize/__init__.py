@@ -1,0 +1,1 @@
+"""Quantisation along rows, columns or both in one pass."""

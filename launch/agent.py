@@ -3,10 +3,14 @@
 torchrun passes a signal on to its processes, waits 30 seconds for them to end, and ends with a traceback and status 1,
 as after a failure. This command ends with the status of its processes if they stopped because they were told to. It
 also handles SIGUSR1, which would end torchrun at once and leave its processes behind.
+
+On several nodes, the ranks of each start meet in a new store. torchrun would keep that of the first start, but when
+another node comes first after a restart, only that node would know of its own store.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -18,6 +22,8 @@ from train.process.signals import SIGNALS, STATUS
 
 
 def main(arguments: list[str]) -> int:
+    if "--standalone" not in arguments:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         run.main(["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", *arguments])
     except SignalException as stopped:

@@ -35,8 +35,10 @@ from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
 
+MOST_PAIRS = 4
+"""Pairs of candidate and event that are held at a time, for each event of the batch."""
 LEAST_PAIRS = 1 << 14
-"""Pairs of candidate and event of which it does not pay to make fewer at a time."""
+"""Pairs of which it does not pay to hold fewer."""
 
 
 class ActivationUnit(nn.Module):
@@ -47,8 +49,8 @@ class ActivationUnit(nn.Module):
     SiLU instead of DIN's Dice, whose batch statistics would depend on which candidates share a batch.
 
     The first layer of the MLP, W [q, k, q - k, q * k], is (W_1 + W_3) q + (W_2 - W_3) k + W_4 (q * k): the part of q is
-    computed once a candidate, that of k once an event of the request. Pairs of candidate and event are made for some
-    candidates at a time, and again in the backward: never more than the batch has events (or `LEAST_PAIRS`).
+    computed once a candidate, that of k once an event of the request. Where a batch has more pairs of candidate and
+    event than `MOST_PAIRS` for each event, they are made for some candidates at a time, and again in the backward.
     """
 
     def __init__(self, spec: FeatureSpec, event: EventType, dim: int, hidden: Sequence[int]) -> None:
@@ -70,7 +72,7 @@ class ActivationUnit(nn.Module):
         if torch.compiler.is_compiling():
             return self._attend(query, of_query, rows.owner, None, *events)
         ends = functional.pad(sequence.offsets.diff()[rows.owner].cumsum(0), (1, 0)).tolist()
-        pieces = _pieces(ends, max(sequence.values.shape[0], LEAST_PAIRS))
+        pieces = _pieces(ends, max(MOST_PAIRS * sequence.values.shape[0], LEAST_PAIRS))
         if len(pieces) == 1:
             return self._attend(query, of_query, rows.owner, ends[-1], *events)
         candidates = [end - begin for begin, end in pieces]

@@ -6,6 +6,7 @@ M rows in expert order, E experts, D the model width, F the hidden width of an e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +43,20 @@ class Experts(Quantizable):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
 
-    def forward(self, x: Tensor, routing: Routing, dispatcher: Dispatcher | AllToAll | AllGather) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        dispatcher: Dispatcher | AllToAll | AllGather,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """x [N, D] through the experts of its routing, mixed -> [N, D] in autocast's dtype, else in that of x.
 
         With a `Dispatcher` this is one operator, and between ranks one operator around which tokens are exchanged.
-        Another dispatcher moves the rows to the experts and back itself.
+        Another dispatcher moves the rows to the experts and back itself. `meanwhile` is called while tokens travel.
         """
         if isinstance(dispatcher, AllToAll | AllGather):
-            return dispatcher.mix(x, routing, self._mixed)
+            return dispatcher.mix(x, routing, self._mixed, meanwhile)
         if type(dispatcher) is Dispatcher:
             return self._mixed(x, routing.selected_experts, routing.weights)
         rows, ends, handle = dispatcher.dispatch(x, routing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,16 @@ class MoE(nn.Module):
         else:
             self.aux_loss = routing.scores.new_zeros(())
         # The experts dispatch, so that their hooks and wrappers see every call.
-        y = self.experts(x, routing, self.dispatcher)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        if self.shared is None:
+            y = self.experts(x, routing, self.dispatcher)
+        elif isinstance(self.dispatcher, AllToAll | AllGather):
+            shared: list[Tensor] = []
+            y = self.experts(x, routing, self.dispatcher, partial(_append, shared, self.shared, x))
+            y = y + shared[0]
+        else:
+            y = self.experts(x, routing, self.dispatcher) + self.shared(x)
         return y.unflatten(0, leading) if len(leading) > 1 else y
+
+
+def _append(results: list[Tensor], layer: nn.Module, x: Tensor) -> None:
+    results.append(layer(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -56,6 +57,15 @@ def test_activations_grow_with_the_batch_and_shrink_where_layers_run_again() -> 
     assert large == pytest.approx(4 * small, rel=1e-3)
     again = report("parallel.recompute=[arch.*]").parts["activations and looked-up rows"]
     assert again < 0.7 * small
+
+
+def test_ids_of_a_batch_are_counted_once_for_each_table() -> None:
+    result = report("data.batch_size=64")
+    source = build_source(config().data)
+    lookup = source.batch("train", np.linspace(0, source.num_requests("train") - 1, 64).astype(np.int64)).lookup
+    rows = {(table, row) for name, table in source.spec.lookups() for row in lookup[name].values().tolist()}
+    assert (result.ids, result.unique_ids) == (lookup.values().numel(), len(rows))
+    assert f"{result.ids:,}, {len(rows):,} different" in result.report()
 
 
 def test_what_does_not_fit_names_the_three_settings_that_save_most() -> None:

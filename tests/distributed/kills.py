@@ -1,4 +1,5 @@
-"""The training command, of which the second rank is killed once in each place: what `test_kills.py` starts."""
+"""The training command, of which the second rank is killed once in each place, the last time with its launcher: what
+`test_kills.py` starts."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ def once(run_dir: Path, place: str, step: int) -> None:
     marker = run_dir.parent / f"killed_in_{place}"
     if dist.get_rank() == 1 and step == PLACES[place] and not marker.exists():
         marker.touch()
+        if place == "write":  # as if the node had lost its power
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

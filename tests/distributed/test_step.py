@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,7 +56,14 @@ class MeanArch(nn.Module):
 class Step:
     """Model, guard, optimiser and pipeline as the trainer wires them."""
 
-    def __init__(self, optimizer: OptimizerConfig, comm_precision: str = "fp32", whole: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        comm_precision: str = "fp32",
+        whole: tuple[str, ...] = (),
+        *,
+        index_dedup: bool = False,
+    ) -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
         config = Config(
@@ -64,6 +74,7 @@ class Step:
             parallel=ParallelConfig(
                 sharding_types=["row_wise"],
                 comm_precision=comm_precision,
+                index_dedup=index_dedup,
                 tables=[TablesConfig(match=[name], sharding_types=["data_parallel"]) for name in whole],
             ),
             checkpoint=CheckpointConfig(),
@@ -131,11 +142,6 @@ def _shards_are_partial() -> None:
         held = next(value for key, value in step.shards().items() if f".{name}." in key)
         assert held.shape[0] == -(-rows // 2) or held.shape[0] == rows // 2
         assert not torch.equal(held, torch.zeros_like(held))
-    distributed.stop()
-
-
-def test_no_rank_holds_a_whole_table() -> None:
-    run_ranks(_shards_are_partial, 2)
 
 
 def _data_parallel_table() -> None:
@@ -153,11 +159,6 @@ def _data_parallel_table() -> None:
     changed = set((after != before).any(1).nonzero().squeeze(1).tolist())
     assert changed  # a request without candidates changes nothing, and unseen rows do not decay
     assert changed <= set(seen.tolist())
-    distributed.stop()
-
-
-def test_a_data_parallel_table_is_the_same_on_all_ranks() -> None:
-    run_ranks(_data_parallel_table, 2)
 
 
 def _rows_in_bfloat16() -> None:
@@ -170,11 +171,38 @@ def _rows_in_bfloat16() -> None:
     for exact, rounded in zip(*(change.values() for change in changes), strict=True):
         # Rows and gradients are rounded once each, by up to 2^-9 of themselves.
         assert 0 < (rounded - exact).norm() < 2**-7 * exact.norm()
+
+
+def _each_id_once() -> None:
+    ids: list[int] = []
+
+    def sent(*given: Tensor, **named: Any) -> Any:
+        rows = named["input"] if "input" in named else given[1]
+        ids[-1] += rows.numel() * (rows.dtype is torch.int64)
+        return exchange(*given, **named)
+
+    results, exchange = [], dist.all_to_all_single
+    for index_dedup in (False, True):
+        step = Step(OptimizerConfig(warmup_steps=0), index_dedup=index_dedup)
+        batches = iter([random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(3)])
+        ids.append(0)
+        with mock.patch("torch.distributed.all_to_all_single", sent):
+            for _ in range(3):
+                step.pipeline.progress(batches)
+        results.append(step.shards() | step.dense())
+    for name, value in results[0].items():  # gradients of an id that occurs twice are added in another order
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-7)
+    assert ids[1] < ids[0]
+
+
+def _tables() -> None:
+    for check in (_shards_are_partial, _data_parallel_table, _rows_in_bfloat16, _each_id_once):
+        check()
     distributed.stop()
 
 
-def test_rows_and_gradients_travel_in_bfloat16_where_asked() -> None:
-    run_ranks(_rows_in_bfloat16, 2)
+def test_tables_on_two_ranks() -> None:
+    run_ranks(_tables, 2)
 
 
 def _accumulation() -> None:

@@ -148,6 +148,7 @@ def test_din_in_pieces_equals_din_at_once(hidden: list[int], monkeypatch: pytest
     results = []
     for least in (baselines.LEAST_PAIRS, 0):
         monkeypatch.setattr(baselines, "LEAST_PAIRS", least)
+        monkeypatch.setattr(baselines, "MOST_PAIRS", 1)
         logits = din(embedding(batch), batch)
         parameters = [*din.parameters(), *embedding.parameters()]
         results.append([logits, *torch.autograd.grad(logits.square().sum(), parameters)])

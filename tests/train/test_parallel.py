@@ -102,6 +102,7 @@ def test_what_cannot_run_again_is_refused(globs: list[str], compiled: bool, name
         ("runtime.cuda_graphs=true", "parallel.recompute=[arch]"),
         ("runtime.compile=true", "parallel.expert_ranks=2"),
         ("optimizer.dense=muon", "parallel.dense=fsdp"),
+        ("parallel.expert_payload=mxfp8", "parallel.expert_ranks=1"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_both_keys(overrides: tuple[str, str]) -> None:

@@ -16,6 +16,7 @@ from train.config.compose import to_config
 from train.config.schema import register_schema
 from train.data import build_source
 from train.optim import sparse
+from train.parallel.dedup import unique_ids
 from train.process.distributed import World
 
 LONG_HISTORIES = (
@@ -115,15 +116,28 @@ def test_an_optimiser_without_a_kernel_for_the_cpu_is_refused_there() -> None:
         sparse.shard(model, config, world, {})
 
 
-def test_what_a_cpu_or_a_frozen_table_cannot_do_is_refused() -> None:
+def test_a_frozen_table_cannot_be_data_parallel() -> None:
     register_schema()
     group: object = None
     world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
-    frozen = ("parallel.tables=[{match: [user], sharding_types: [data_parallel]}]",)
-    for overrides, named in ((("parallel.index_dedup=true",), "has no kernel on a CPU"), (frozen, "user cannot be")):
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
-        model = RankingModel(FeatureEmbedding(build_source(config.data).spec, 16), nn.Identity())
-        model.requires_grad_(False)
-        with pytest.raises(ValueError, match=named):
-            sparse.shard(model, config, world, {})
+    rule = "parallel.tables=[{match: [user], sharding_types: [data_parallel]}]"
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = to_config(compose("train", [*LONG_HISTORIES, rule]))
+    model = RankingModel(FeatureEmbedding(build_source(config.data).spec, 16), nn.Identity())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="user cannot be"):
+        sparse.shard(model, config, world, {})
+
+
+def test_ids_are_sent_once_for_each_table() -> None:
+    # Two examples, three features; the first two have one table of 10 rows, the last one has a table of 5.
+    starts, features = torch.tensor([0, 0, 10, 15]), torch.tensor([0, 2, 2, 3])
+    ids = torch.tensor([7, 7, 3, 9, 3, 4, 4, 0])
+    offsets = torch.tensor([0, 2, 3, 5, 5, 8, 8])
+    lengths, places, unique, reverse = unique_ids(starts, features, offsets, ids)
+    assert unique.tolist() == [3, 7, 9, 0, 4]
+    assert torch.equal(unique[reverse], ids)
+    assert lengths.tolist() == [1, 1, 1, 0, 1, 1]
+    assert places.tolist() == [0, 1, 2, 3, 3, 4, 5]
+    none = torch.zeros(7, dtype=torch.int64)
+    assert [part.tolist() for part in unique_ids(starts, features, none, ids[:0])] == [[0] * 6, [0] * 7, [], []]

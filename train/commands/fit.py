@@ -60,6 +60,8 @@ class Fit:
     memory: int  # of a GPU
     note: str  # about the plan of the tables
     changes: list[Change]  # that save most, first
+    ids: int  # that a rank's batch looks up
+    unique_ids: int  # the same, each once for a table
 
     @property
     def total(self) -> int:
@@ -74,6 +76,8 @@ class Fit:
         lines = [f"{name:34}{size / GIB:10.3f} GiB" for name, size in {**self.parts, "together": self.total}.items()]
         lines.append(f"{'memory of a GPU':34}{self.memory / GIB:10.3f} GiB")
         lines += [self.note] if self.note else []
+        unique = f"{self.unique_ids:,} different ones, which are what parallel.index_dedup=true sends"
+        lines.append(f"ids that a rank looks up in a batch: {self.ids:,}, {unique}")
         if self.fits:
             return "\n".join([*lines, f"fits, with {(self.memory - self.total) / GIB:.3f} GiB left"])
         lines.append(f"does not fit: {(self.total - self.memory) / GIB:.3f} GiB too much. What saves most on a rank:")
@@ -97,7 +101,19 @@ def fit(config: Config, ranks: int, node_ranks: int, gpu_gib: float) -> Fit:
     activations = _activations(config, source, model)
     parts = {**tables, **dense, "activations and looked-up rows": activations}
     changes = _changes(config, source, model, parts, ranks, node_ranks)
-    return Fit(parts, int(gpu_gib * GIB), note, sorted(changes, key=lambda change: -change.saved))
+    return Fit(
+        parts, int(gpu_gib * GIB), note, sorted(changes, key=lambda change: -change.saved), *_ids(config, source)
+    )
+
+
+def _ids(config: Config, source: Source) -> tuple[int, int]:
+    """Ids that a rank's batch looks up, and how many are different ones of their tables."""
+    requests = np.linspace(0, source.num_requests("train") - 1, config.data.batch_size).astype(np.int64)
+    lookup = source.batch("train", np.unique(requests)).lookup
+    of_tables: dict[str, list[Tensor]] = {}
+    for feature, table in source.spec.lookups():
+        of_tables.setdefault(table, []).append(lookup[feature].values())
+    return lookup.values().numel(), sum(torch.cat(ids).unique().numel() for ids in of_tables.values())
 
 
 def _model(config: Config, source: Source) -> RankingModel:

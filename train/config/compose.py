@@ -86,6 +86,11 @@ def validate(config: Config) -> None:
             f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "
             "use optimizer.dense=adamw or parallel.dense=ddp"
         )
+    if config.parallel.expert_payload != "full" and config.parallel.expert_ranks < 2:
+        raise ValueError(
+            f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "
+            "tokens travel; use parallel.expert_payload=full, or e.g. parallel.expert_ranks=2"
+        )
     if config.runtime.compile and config.parallel.expert_ranks:
         raise ValueError(
             f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "

@@ -222,12 +222,14 @@ class ParallelConfig:
     shard_ranks: int = 0  # of hsdp: ranks that share a copy of the dense part; 0: those of a node
     recompute: list[str] = field(default_factory=list)  # globs of modules that the backward runs again, to save memory
     expert_ranks: int = 0  # ranks that share the experts of a layer and exchange tokens; 0: every rank has all experts
+    # of experts' tokens between ranks: in the dtype of the products | in MXFP8 | in MXFP8, gradients as they are
+    expert_payload: str = option("full", choices=["full", "mxfp8", "mxfp8_forward"])
     # requests that stay together when those of a step are dealt out over ranks by cost; 0: ranks take them in order
     balance: int = 0
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     tables: list[TablesConfig] = field(default_factory=list)  # tables with rules of their own, the first that matches
-    index_dedup: bool = False  # send each id of a batch once, however often it occurs (GPUs only)
+    index_dedup: bool = False  # send each id of a batch once, however often it occurs
     # of looked-up rows and their gradients on the way between ranks
     comm_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's

@@ -23,6 +23,7 @@ from modules.models.ranking import RankingModel
 from train.config.schema import Config, OptimizerConfig, TablesConfig
 from train.data.source import Source
 from train.optim.groups import chosen, grouped
+from train.parallel import dedup
 from train.parallel.dense import data_parallel
 from train.parallel.mesh import Mesh
 from train.process.distributed import World
@@ -48,8 +49,8 @@ def shard(
         raise ValueError(
             f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
         )
-    if world.device.type == "cpu" and config.parallel.index_dedup:
-        raise ValueError("parallel.index_dedup=true has no kernel on a CPU; use parallel.index_dedup=false")
+    if config.parallel.index_dedup:
+        dedup.serve_cpu()
     _give_optimizers(model, config.optimizer, config.parallel.tables)
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [

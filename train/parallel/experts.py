@@ -32,7 +32,7 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
             )
         keep_part(layer.experts, mesh.whole)
         sees_all = layer.router.top_k == total
-        layer.dispatcher = AllGather(group) if sees_all else AllToAll(group)
+        layer.dispatcher = (AllGather if sees_all else AllToAll)(group, parallel.expert_payload)
 
 
 def keep_part(experts: Experts, mesh: DeviceMesh) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,8 +111,39 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-    # torchrun keeps its store over restarts, with the addresses of the processes that died.
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
+    return dist.PrefixStore(_meeting(store, rank, size), store), rank, size
+
+
+def _meeting(store: dist.Store, rank: int, size: int) -> str:
+    """A name that only these processes share: torchrun keeps its store over restarts, with what the dead wrote.
+
+    Its counts of restarts are no such name, since agents count apart: one that is joined by another starts its
+    processes again without counting. So rank 0 proposes a name, the others answer each with one of their own, and a
+    name holds once rank 0 has confirmed all answers: nobody confirms the answer of a process to one who has died.
+    RuntimeError if not all ranks come within JOIN_TIMEOUT.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    if rank == 0:
+        store.set("meeting", own)
+        answers = {str(other): f"{own}/{other}" for other in range(1, size)}
+        while answers and not store.check(list(answers.values())):
+            _wait(deadline, size)
+        store.set(f"{own}/confirmed", json.dumps({other: store.get(key).decode() for other, key in answers.items()}))
+        return own
+    while True:
+        if store.check(["meeting"]):
+            proposed = store.get("meeting").decode()
+            store.set(f"{proposed}/{rank}", own)
+            confirmed = f"{proposed}/confirmed"
+            if store.check([confirmed]) and json.loads(store.get(confirmed)).get(str(rank)) == own:
+                return proposed
+        _wait(deadline, size)
+
+
+def _wait(deadline: float, size: int) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(f"not all of the {size} ranks have come within {JOIN_TIMEOUT.total_seconds():g} s")
+    time.sleep(0.02)
 
 
 def stop() -> None:

@@ -16,6 +16,7 @@ def option(
     default: Any,
     *,
     choices: Iterable[str] = (),
+    dotted: str = "",
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
@@ -23,10 +24,18 @@ def option(
 ) -> Any:
     """A field of a dataclass whose value is checked by `check_options`.
 
-    A list or dict as the default is copied for each instance; the limits hold for each element of a list. `example` is
+    `dotted`, an example of one, lets dotted names stand beside the choices. A list or dict as the default is copied
+    for each instance; the limits hold for each element of a list. `example` is
     a value that works, for the error; where there is none, the limit is. A number without `least` must be at least 0.
     """
-    limits = {"choices": tuple(choices), "least": least, "most": most, "below": below, "example": example}
+    limits = {
+        "choices": tuple(choices),
+        "dotted": dotted,
+        "least": least,
+        "most": most,
+        "below": below,
+        "example": example,
+    }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=limits)
     return dataclasses.field(default=default, metadata=limits)
@@ -42,7 +51,7 @@ def check_options(config: Any, path: str) -> None:
         for name, part in _dataclasses(value):
             check_options(part, key + name)
         if choices := limits.get("choices"):
-            _check_choice(key, value, choices)
+            _check_choice(key, value, choices, limits["dotted"])
         else:
             _check_range(key, value, limits)
 
@@ -94,10 +103,13 @@ def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
     return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
 
 
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+def _check_choice(key: str, value: Any, choices: tuple[str, ...], dotted: str) -> None:
     values = value if isinstance(value, list) else [value]
-    if not values or not set(values) <= {None, *choices}:
-        raise ValueError(f"{key}={value} is not known; choose from {', '.join(choices)}")
+    if dotted:
+        values = [each for each in values if "." not in each]
+    if not (values or dotted) or not set(values) <= {None, *choices}:
+        own = f", or give the dotted name of a class, e.g. {dotted}" if dotted else ""
+        raise ValueError(f"{key}={value} is not known; choose from {', '.join(choices)}{own}")
 
 
 def _check_range(key: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from tools.tables import Result, contests
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 INK, FAINT, CARD = "#1f2933", "#52606d", "#fbfcfd"
 REQUEST, CANDIDATE, EVENT, SUMMARY, PLAIN = "#bcd7f5", "#ffd9a8", "#c9e8c4", "#e3cdf3", "#e4e7eb"
@@ -195,12 +197,34 @@ def house() -> Picture:
     return picture
 
 
+def speed() -> Picture:
+    rows = contests()
+    picture = Picture(900, 84 + 62 * len(rows), "TFLOP/s of our kernels and of each one's nearest rival on one H200")
+    picture.text(24, 34, "TFLOP/s on one H200: ours above, the nearest rival below", bold=True)
+    results = [Result(family, case) for _, family, case, _, _ in rows]
+    width = 270 / max(result.tflops_of(ours) for result, (_, _, _, ours, _) in zip(results, rows, strict=True))
+    for number, (result, (what, _, _, ours, rivals)) in enumerate(zip(results, rows, strict=True)):
+        y, (rival, name) = 54 + 62 * number, next(iter(rivals.items()))
+        if what.startswith("the same"):
+            what = rows[number - 1][0].partition(",")[0] + what[len("the same attention") :]
+        head, _, rest = what.replace("`", "").partition(", ")
+        picture.text(24, y + 17, head)
+        picture.text(24, y + 37, rest, small=True)
+        for line, (label, contender, fill) in enumerate((("ours", ours, EVENT), (name.replace("`", ""), rival, PLAIN))):
+            length = width * result.tflops_of(contender)
+            picture.box(420, y + 23 * line, length, 20, fill)
+            picture.text(428 + length, y + 15 + 23 * line, f"{result.tflops(contender)} {label}", small=True)
+    picture.text(24, 70 + 62 * len(rows), "Each row's contenders took turns in one process.", small=True)
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "request_batch": request_batch,
     "interformer_layer": interformer_layer,
     "training_step": training_step,
     "row_tiles": row_tiles,
     "house": house,
+    "speed": speed,
 }
 
 

@@ -38,7 +38,10 @@ class Result:
         return f"{self.ms(name) / self.ms(ours):.{digits}f}x" if name in self.rows else "cannot"
 
     def tflops(self, name: str | None = None) -> str:
-        return number((self.rows[name] if name else self.ours)["tflops"])
+        return number(self.tflops_of(name))
+
+    def tflops_of(self, name: str | None = None) -> float:
+        return float((self.rows[name] if name else self.ours)["tflops"])
 
 
 @cache
@@ -46,38 +49,35 @@ def _cases(family: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{family}.json").read_text())["cases"])
 
 
-def readme() -> Iterator[Row]:
-    varlen = {VARLEN: "`torch.nn.attention.varlen`"}
-    ragged = varlen | {"sdpa on padded": "padded `scaled_dot_product_attention`"}
-    library = {"ads_model_kernel_library": "ads_model_kernel_library"}
-    copies = {BROADCAST: "cuDNN on copied keys"}
+Contest = tuple[str, str, str, str, dict[str, str]]
+
+
+def contests() -> tuple[Contest, ...]:
+    """The README's rows: (what, family, case, ours, its rivals with their names on the page, the faster one first)."""
     index = {"torch, @ and index": "PyTorch's `@` and index"}
-    expert_layer, compiled = "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "PyTorch's parts, compiled"
-    for what, family, case, ours, peers in (
+    return (
+        ("Linear compression, float16, 1,024 candidates, 70 a request, all gradients", "ikbo", "lce_bwd_B1024_ratio70",
+         "hopper", {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
+        ("Target attention, 2,048 candidates, uneven over 32 users, 1,024 keys, forward", "ikbo",
+         "target_odd_fwd_K1024", "hopper",
+         {VARLEN: "`torch.nn.attention.varlen`", BROADCAST: "cuDNN on copied keys"}),
         ("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
-         "attention_fwd_B512_L1024_mean0.5_d128", "hopper", ragged),
-        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "hopper", ragged),
-        ("the same, all rows of 1,024, forward", "jagged", "attention_fwd_B512_L1024_mean1.0_d128", "hopper",
-         {"cudnn, nothing padded": "cuDNN"} | varlen),
-        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "hopper", library),
-        ("the same GDPA, backward", "gdpa", "self_dense_bwd_L2048", "hopper", library),
-        ("Target attention, 2,048 candidates of 32 users, 4,096 keys, forward", "ikbo", "target_fwd_K4096", "hopper",
-         {CUDNN_FOLDED: "cuDNN, if all have equally many"} | copies),
-        ("the same, uneven numbers of candidates, 1,024 keys", "ikbo", "target_odd_fwd_K1024", "hopper",
-         varlen | copies),
-        ("Linear compression, float16, 1,024 candidates, 70 a request, forward", "ikbo", "lce_fwd_B1024_ratio70",
-         "hopper", {"FBGEMM Triton": "FBGEMM's Triton kernel, untuned"} | index),
-        ("the same compression, all gradients", "ikbo", "lce_bwd_B1024_ratio70", "hopper",
-         {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
-        ("Routed experts, 16,384 x 7,168, 8 of 8, forward and backward", "moe", expert_layer, "bf16",
-         {"torch bf16": compiled}),
-        ("the same experts, `mxfp8_g128`", "moe", expert_layer, "mxfp8_g128", {"torch bf16": f"{compiled}, bf16"}),
-        ("Grouped product, 131,072 x 7,168 x 2,048, `mxfp8_g128`", "mxfp8",
-         "grouped_mxfp8_g128_up_T131072_D7168_F2048_E8", "grouped_mm mxfp8_g128",
-         {GROUPED_MM: "`torch._grouped_mm`, bf16"}),
-    ):  # fmt: skip
+         "attention_fwd_B512_L1024_mean0.5_d128", "hopper",
+         {VARLEN: "`torch.nn.attention.varlen`", "sdpa on padded": "padded `scaled_dot_product_attention`"}),
+        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "hopper",
+         {VARLEN: "`torch.nn.attention.varlen`", "sdpa on padded": "padded `scaled_dot_product_attention`"}),
+        ("Routed experts, 16,384 x 7,168, 8 of 8, `mxfp8_g128`, forward and backward", "moe",
+         "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "mxfp8_g128",
+         {"torch bf16": "PyTorch's parts, compiled, bf16"}),
+        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "hopper",
+         {"ads_model_kernel_library": "ads_model_kernel_library"}),
+    )  # fmt: skip
+
+
+def readme() -> Iterator[Row]:
+    for what, family, case, ours, rivals in contests():
         result = Result(family, case)
-        nearest, *other = [f"{result.over(peer, ours)} {name}" for peer, name in peers.items()]
+        nearest, *other = [f"{result.over(rival, ours)} {name}" for rival, name in rivals.items()]
         yield what, [result.tflops(ours), nearest, *(other or [""])]
 
 

@@ -94,7 +94,7 @@ def test_groups_have_rates_and_decays_of_their_own() -> None:
 
 def _muon() -> None:
     step = Step(OptimizerConfig(dense="muon", lr=0.1, warmup_steps=0, weight_decay=0.0))
-    assert step.optimizer.muon is not None
+    assert step.optimizer.guarded is not None
     weight = step.optimizer.params["arch.tokens.weight"]
     poisoned = random_batch(step.spec, seed=1)
     poisoned.candidate_dense[0, 0] = float("nan")

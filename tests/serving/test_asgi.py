@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ ARROW = "application/vnd.apache.arrow.stream"
 @pytest.fixture
 def service(ranking: Rows, exported: Export) -> Service:
     return Service.from_pretrained(exported(CONFIG, ranking)[0])
+
+
+def complete(work: Coroutine[Any, Any, Any]) -> Any:
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.close()
 
 
 async def call(
@@ -86,7 +94,7 @@ def test_requests_are_scored_in_the_form_that_they_have(ranking: Rows, service: 
         assert values['gemsmith_score_seconds_bucket{le="+Inf"}'] == values["gemsmith_score_seconds_count"] == "4"
         assert float(values["gemsmith_score_seconds_sum"]) > 0
 
-    asyncio.run(all_forms())
+    complete(all_forms())
 
 
 def test_what_is_wrong_is_answered_in_words(ranking: Rows, service: Service) -> None:
@@ -115,7 +123,7 @@ def test_what_is_wrong_is_answered_in_words(ranking: Rows, service: Service) -> 
         _, _, body = await call(app, "/metrics")
         assert b'{path="other",status="404"} 1' in body
 
-    asyncio.run(all_errors())
+    complete(all_errors())
 
 
 def test_a_call_too_many_is_refused_and_others_are_served_side_by_side(service: Service) -> None:
@@ -130,7 +138,7 @@ def test_a_call_too_many_is_refused_and_others_are_served_side_by_side(service: 
     async def three() -> list[int]:
         return [status for status, *_ in await asyncio.gather(*(call(app, "/score", b"[]") for _ in range(3)))]
 
-    assert asyncio.run(three()) == [200, 200, 503]
+    assert complete(three()) == [200, 200, 503]
 
 
 def test_a_client_that_leaves_and_the_lifespan(service: Service) -> None:
@@ -158,7 +166,7 @@ def test_a_client_that_leaves_and_the_lifespan(service: Service) -> None:
         with pytest.raises(ValueError, match="websocket is not served"):
             await app({"type": "websocket"}, receive, send)
 
-    asyncio.run(leaves())
+    complete(leaves())
 
 
 def test_the_application_is_made_from_the_environment(

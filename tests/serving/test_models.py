@@ -58,6 +58,7 @@ def test_every_model_is_among_them() -> None:
     assert {config.name for config in ALL.values()} >= set(MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_model_is_exported_and_scores(
     name: str,
@@ -102,6 +103,7 @@ def test_why_a_model_is_served_eagerly_is_said_once(
     assert not (tmp_path / "model.pt2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["interformer", "din"])
 def test_a_request_has_no_events_one_candidate_or_as_many_as_were_exported(
     name: str, ranking: Rows, exported: Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]

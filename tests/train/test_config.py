@@ -163,7 +163,7 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         config: Config = to_config(compose("train", overrides=["data=synthetic"]))
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/optimization.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
     assert len(rows) == 12
     for keys, defaults in rows:

@@ -7,6 +7,7 @@ import difflib
 import math
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -16,10 +17,14 @@ from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.schema import SOURCES, Config, SyntheticConfig
 from train.loss import task_loss
+from train.optim import guarded, schedule
 
 
 def to_config(composed: DictConfig) -> Config:
     """The composed configuration as plain dataclasses, validated."""
+    if HydraConfig.initialized():
+        environment.refuse_other_sections(HydraConfig.get())
+    environment.refuse_in_data(composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
@@ -27,6 +32,7 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     refuse_unknown(config)
     validate(config)
+    environment.refuse_passwords(config)
     environment.note(config, composed)
     return config
 
@@ -81,11 +87,14 @@ def validate(config: Config) -> None:
             "ranks get equally many requests, e.g. parallel.balance="
             f"{math.gcd(config.parallel.balance, data.batch_size)}"
         )
-    if optimizer.dense == "muon" and config.parallel.dense != "ddp":
+    if optimizer.dense != "adamw" and config.parallel.dense != "ddp":
         raise ValueError(
-            f"optimizer.dense=muon with parallel.dense={config.parallel.dense}: Muon needs whole matrices; "
-            "use optimizer.dense=adamw or parallel.dense=ddp"
+            f"optimizer.dense={optimizer.dense} with parallel.dense={config.parallel.dense}: "
+            f"{'Muon needs' if optimizer.dense == 'muon' else 'an optimiser by its dotted name may need'} whole "
+            "matrices; use optimizer.dense=adamw or parallel.dense=ddp"
         )
+    guarded.check(optimizer)
+    schedule.check(optimizer)
     if config.parallel.expert_payload != "full" and config.parallel.expert_ranks < 2:
         raise ValueError(
             f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "
@@ -162,11 +171,9 @@ def graphs_refusal(config: Config) -> str | None:
             f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
             "runtime.cuda_graphs=false or parallel.recompute=[]"
         )
-    if config.optimizer.dense == "muon":
-        return (
-            "optimizer.dense=muon: torch.optim.Muon cannot be captured; use runtime.cuda_graphs=false or "
-            "optimizer.dense=adamw"
-        )
+    if (dense := config.optimizer.dense) != "adamw":
+        what = "torch.optim.Muon cannot be captured" if dense == "muon" else "only AdamW's step is captured"
+        return f"optimizer.dense={dense}: {what}; use runtime.cuda_graphs=false or optimizer.dense=adamw"
     return config.model.graphs_refusal()
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FREE = ("model.arguments", "data.histories", "tasks")
+FREE = ("model.arguments", "data.histories", "tasks", "optimizer.arguments", "optimizer.schedule_arguments")
 """Keys whose values a class outside this repository or a loss takes, or which are compared with those of a column."""
 SIGNED = ("data.missing_fill",)
 """Keys whose numbers may be negative."""

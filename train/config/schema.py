@@ -173,7 +173,9 @@ class GroupConfig:
 
 @dataclass
 class OptimizerConfig:
-    dense: str = option("adamw", choices=["adamw", "muon"])  # muon: of matrices, with AdamW for the rest
+    # muon: of matrices, with AdamW for the rest | the dotted name of a torch.optim.Optimizer, of all of the dense part
+    dense: str = option("adamw", choices=["adamw", "muon"], dotted="torch.optim.NAdam")
+    arguments: dict[str, Any] = field(default_factory=dict)  # of an optimiser by its dotted name: {momentum: 0.9}
     lr: float = 1e-3  # of the dense part
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
@@ -186,7 +188,11 @@ class OptimizerConfig:
     groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
     warmup_steps: int = 20
     # after the warm-up; wsd: constant, then falling in a straight line
-    schedule: str = option("cosine", choices=["cosine", "constant", "wsd"])
+    schedule: str = option(
+        "cosine", choices=["cosine", "constant", "wsd"], dotted="torch.optim.lr_scheduler.PolynomialLR"
+    )
+    # of a scheduler by its dotted name; the word steps stands for those of the run after its warm-up: {T_max: steps}
+    schedule_arguments: dict[str, Any] = field(default_factory=dict)
     decay_share: float = 0.2  # of the steps, in which the rate falls; with wsd
     min_lr: float = 0.1  # at the end of cosine and wsd, as a fraction of the peak
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off

@@ -1,4 +1,4 @@
-"""One optimiser object for the pipeline: AdamW or Muon on the dense part, learning rates of the fused table optimiser.
+"""One optimiser object for the pipeline: that of the dense part, and learning rates of the fused table optimiser.
 
 `zero_grad` and `step` are called once a micro-batch. The dense part steps once in `accumulate` micro-batches, on
 gradients averaged over the candidates of all of them except those that the finite guard rejected. The tables, whose
@@ -7,8 +7,8 @@ update is fused into each backward, step every time.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from train.config.schema import OptimizerConfig
+from train.optim import guarded, schedule
 from train.optim.average import Average
 from train.optim.groups import grouped
 from train.optim.guards import FiniteGuard, verdict
-from train.optim.muon import GuardedMuon
 from train.parallel.layout import TotalNorm, layouts, part_of
 from train.speedup.replay import Replay
 
@@ -45,11 +45,12 @@ class Optimizer:
         self._parts = {name: _part(parameter) for name, parameter in self.params.items()}
         self.fused = model.fused_optimizer
         self._tables = [(group, group["lr"]) for group in self.fused.param_groups if group["lr"]]  # others are frozen
-        adam, muon = self._param_groups(list(dict(model.named_parameters())))
+        adam, others = self._param_groups(list(dict(model.named_parameters())))
         for group in adam if graphs else ():
             group["lr"] = torch.tensor(group["lr"], device=guard.world.device)  # read by every replay
         self.adam = torch.optim.AdamW(adam, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
-        self.muon = GuardedMuon(muon) if muon else None
+        make = guarded.muon if config.dense == "muon" else partial(guarded.named, config)
+        self.guarded = make(others) if others else None  # of what AdamW does not step
         for param in (param for group in adam for param in group["params"]):
             # So that a checkpoint's keys do not depend on whether a step was taken.
             self.adam.state[param] = {
@@ -82,36 +83,28 @@ class Optimizer:
         return self.config.lr * self.factor(self.step_index)
 
     def factor(self, step: int) -> float:
-        """The learning rate as a fraction of its peak: a warm-up, then `optimizer.schedule`."""
-        config, warmup = self.config, self.config.warmup_steps
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
-        if config.schedule == "constant":
-            return 1.0
-        if config.schedule == "wsd":
-            decayed = max(0.0, progress - (1 - config.decay_share)) / config.decay_share
-        else:
-            decayed = 0.5 * (1 - math.cos(math.pi * progress))
-        return 1 - (1 - config.min_lr) * decayed
+        """The learning rate as a fraction of its peak."""
+        return schedule.factor(self.config, self.total_steps, step)
 
     def _param_groups(self, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Parameters of AdamW and of Muon by their peak rate and weight decay; `names` are those of all parameters.
+        """Parameters of AdamW and of another optimiser by their peak rate and weight decay; `names` are those of all
+        parameters.
 
-        By default norms and biases have no decay, and Muon, which makes the update's singular values alike, takes
-        matrices of more than one row and column.
+        By default norms and biases have no decay. Muon, which makes the update's singular values alike, takes matrices
+        of more than one row and column, and an optimiser by its dotted name everything.
         """
         config, of = self.config, grouped(names, self.config.groups)
         adam: dict[tuple[float, float], list[Tensor]] = {}
-        muon: dict[tuple[float, float], list[Tensor]] = {}
+        others: dict[tuple[float, float], list[Tensor]] = {}
         for name, param in self._parts.items():
             group = of[name]
             is_table = ".embeddings." in name  # of a data-parallel one
             default = config.weight_decay if param.ndim > 1 and not is_table else 0.0
             decay = default if group.weight_decay is None else group.weight_decay
             peak = config.lr if group.lr is None else group.lr
-            takes_muon = config.dense == "muon" and param.ndim == 2 and min(param.shape) > 1 and not is_table
-            (muon if takes_muon else adam).setdefault((peak, decay), []).append(param)
+            is_matrix = param.ndim == 2 and min(param.shape) > 1 and not is_table
+            of_adam = config.dense == "adamw" or (config.dense == "muon" and not is_matrix)
+            (adam if of_adam else others).setdefault((peak, decay), []).append(param)
 
         def dicts(groups: dict[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:
             return [
@@ -119,7 +112,7 @@ class Optimizer:
                 for (peak, decay), params in groups.items()
             ]
 
-        return dicts(adam) or [{"params": [], "lr": config.lr, "peak": config.lr}], dicts(muon)
+        return dicts(adam) or [{"params": [], "lr": config.lr, "peak": config.lr}], dicts(others)
 
     def _set_learning_rates(self) -> None:
         factor = self.factor(self.step_index)
@@ -133,7 +126,7 @@ class Optimizer:
         self.fused.step()  # hands the rate to the fused kernels; the tables themselves step in the backward
 
     def _dense_groups(self) -> list[dict[str, Any]]:
-        return self.adam.param_groups + (self.muon.param_groups if self.muon else [])
+        return self.adam.param_groups + (self.guarded.param_groups if self.guarded else [])
 
     def zero_grad(self) -> None:
         for tensor in (*self.params.values(), *self._parts.values()):
@@ -177,8 +170,8 @@ class Optimizer:
         for group in self.adam.param_groups:  # AdamW requires it in a capture, and warns about it outside one
             group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()
         self.adam.step()
-        if self.muon is not None:
-            self.muon.guarded_step(self.skipped)
+        if self.guarded is not None:
+            self.guarded.guarded_step(self.skipped)
         if self.average is not None:
             self.average.update(self.skipped)
 
@@ -230,8 +223,9 @@ class Optimizer:
         return value if whole else self.layouts[name].describe(value)
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
-        muon = self.muon is not None and param in self.muon.state
-        return self.muon.state[param] if self.muon is not None and muon else self.adam.state[param]
+        if self.guarded is not None and param in self.guarded.state:
+            return self.guarded.state[param]
+        return self.adam.state[param]
 
     def restore(self, micro_step: int, total_steps: int) -> None:
         """Continue at a step after a checkpoint's tensors have been read into `state_dict`'s in place."""

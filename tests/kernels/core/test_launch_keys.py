@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,7 @@ pytest.importorskip("triton")
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
+import kernels
 from kernels.attention.hopper import backward as gluon_attention_backward
 from kernels.attention.hopper import forward as gluon_attention_forward
 from kernels.attention.hopper import tables
@@ -69,6 +72,20 @@ LAUNCHERS = (
     short_backward._launch,
     lengths._launch,
 )
+FOUND_AGAIN: set[Launcher] = set()
+"""Launchers that some test of this file called twice with one key."""
+ELSEWHERE = ("kernels.moe.", "kernels.ikbo.hopper.lce_forward")  # tests/kernels/moe/test_launch_keys_of_experts.py
+
+
+def all_launchers() -> dict[str, Launcher]:
+    """Every launcher of the kernels, by its name."""
+    modules = [import_module(found.name) for found in pkgutil.walk_packages(kernels.__path__, "kernels.")]
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Launcher)
+    }
 
 
 def specialization(kernel: JITFunction[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -105,7 +122,7 @@ def inputs(heads: tuple[int, int], dim: int, dtype: torch.dtype, layout: str, to
 
 
 @pytest.fixture
-def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[Launcher]:
+def hits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Launcher]]:
     """Launches that find what an earlier one compiled, which has to be what Triton would compile for them."""
     compiled: dict[tuple[Launcher, Hashable], tuple[Any, ...]] = {}
     found_again: Counter[Launcher] = Counter()
@@ -116,7 +133,8 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[Launcher]:
         assert compiled.setdefault((self, key), found) == found, (self.kernel, key)
 
     monkeypatch.setattr(Launcher, "__call__", launch)
-    return found_again
+    yield found_again
+    FOUND_AGAIN.update(+found_again)
 
 
 def test_quantised_weights(hits: Counter[Launcher]) -> None:
@@ -418,3 +436,15 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
             gluon_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
         lengths.assert_lengths(offsets, max(rows))
     assert all(hits[launcher] for launcher in LAUNCHERS), hits
+
+
+def test_no_launcher_is_left_out(request: pytest.FixtureRequest) -> None:
+    """A kernel with a launcher of its own is one of those above, or of `ELSEWHERE`."""
+    chosen = {item.name.partition("[")[0] for item in request.session.items if item.path == request.path}
+    if chosen != {name for name in globals() if name.startswith("test_")}:
+        pytest.skip("the other tests of this file say which launchers they called")
+    assert {
+        name
+        for name, launcher in all_launchers().items()
+        if not name.startswith(ELSEWHERE) and launcher not in FOUND_AGAIN
+    } == set()

@@ -206,7 +206,9 @@ def _pieces(
             table = _guard(path, lambda: pq.read_table(file, columns=list(columns)))
             yield table, np.arange(table.num_rows), table.num_rows
             return
-        batches = _guard(path, lambda: pq.ParquetFile(file).iter_batches(min(most, BATCH), columns=list(columns)))
+        batches = _guard(
+            path, lambda: pq.ParquetFile(file, pre_buffer=False).iter_batches(min(most, BATCH), columns=list(columns))
+        )
         end = 0
         while (batch := _guard(path, lambda: next(batches, None))) is not None:
             begin, end = end, end + batch.num_rows

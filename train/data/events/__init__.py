@@ -55,11 +55,19 @@ def prepare(config: EventsConfig, folder: Path) -> None:
     files = labelled_rows(config)
     chunks = files.chunks(config.rows_at_once)
     first, second = next(chunks), next(chunks, None)
-    if second is not None:
-        streamed.prepare(config, folder, spec, earlier, files.count(), chain([first, second], chunks))
+    if second is None:
+        _prepare_whole(config, folder, spec, earlier, first)
         return
-    columns = read_columns(config, first)
-    first.report(config.max_skipped)
+    begun = iter([first, second])
+    del first, second  # which are freed one after the other
+    streamed.prepare(config, folder, spec, earlier, files.count(), chain(begun, chunks))
+
+
+def _prepare_whole(
+    config: EventsConfig, folder: Path, spec: FeatureSpec, earlier: mapping.Mapping | None, rows: Rows
+) -> None:
+    columns = read_columns(config, rows)
+    rows.report(config.max_skipped)
     logs = {}
     for name, history in config.histories.items():
         if history.files:
@@ -82,7 +90,7 @@ def prepare(config: EventsConfig, folder: Path) -> None:
         folder,
         config,
         spec,
-        first.table,
+        rows.table,
         requests,
         user=columns.user.codes,
         time=columns.time,
@@ -104,13 +112,13 @@ def _dense(
     requests: Requests,
     earlier: Mapping[str, dict[str, float]],
 ) -> Dense:
-    def rows(chosen: np.ndarray) -> dict[str, np.ndarray]:
+    def of(chosen: np.ndarray) -> dict[str, np.ndarray]:
         return {name: values[chosen] for name, values in columns.items()}
 
     numbers = Numbers(config)
-    numbers.train(rows(requests.rows("train")))
+    numbers.train(of(requests.rows("train")))
     statistics = numbers.statistics(earlier)
     first, order = requests.first, requests.order
-    request = dense(config, spec.request_dense, rows(first), len(first), statistics)
-    candidate = dense(config, spec.candidate_dense, rows(order), len(order), statistics)
+    request = dense(config, spec.request_dense, of(first), len(first), statistics)
+    candidate = dense(config, spec.candidate_dense, of(order), len(order), statistics)
     return Dense(request, candidate, statistics, numbers.missing())

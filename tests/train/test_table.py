@@ -1,0 +1,86 @@
+"""Tables handed over in Python train as their files do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.launching import ROOT
+from train.data.tables import keep_table
+from train.table import fit
+
+
+class Stream:
+    """What Polars and pandas hand over: an Arrow stream and nothing else."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+def test_equal_tables_are_one_file_of_plain_types(tmp_path: Path) -> None:
+    columns = {"user": [1, 2], "item": ["a", None], "tags": [["x"], []]}
+    plain = pa.table(columns)
+    viewed = plain.set_column(1, "item", plain["item"].cast(pa.string_view()))
+    kept = keep_table(Stream(viewed), tmp_path)
+    stamp = kept.stat().st_mtime_ns
+    assert keep_table(Stream(viewed), tmp_path) == kept
+    assert kept.stat().st_mtime_ns == stamp
+    assert pq.read_table(kept).to_pydict() == columns
+    assert pa.types.is_large_string(pq.read_schema(kept).field("item").type)
+    assert pq.read_table(keep_table(columns, tmp_path)).to_pydict() == columns
+    assert keep_table(columns | {"user": [1, 3]}, tmp_path) != kept
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(ValueError, match="a builtins.list is no table; give a DataFrame"):
+        keep_table([{"user": 1}], tmp_path)
+    with pytest.raises(ValueError, match=r"the table has no rows; its columns are \['user'"):
+        keep_table(plain.slice(0, 0), tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def example() -> str:
+    """The Python of the page that shows it."""
+    text = (ROOT / "docs" / "data.md").read_text()
+    (block,) = re.findall(r"```python\n(from train\.table import fit\n.*?)```", text, re.DOTALL)
+    return block
+
+
+def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    size = 300
+    frame = Stream(
+        pa.table(
+            {
+                "user_id": generator.integers(20, size=size),
+                "item_id": generator.integers(30, size=size),
+                "time": np.arange(size) * 100,
+                "clicked": generator.integers(2, size=size),
+            }
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    small = (
+        "data.num_workers=0",
+        "runtime.device=cpu",
+        "model.dim=8",
+        "tracking.tensorboard=false",
+    )
+
+    def fewer(*arguments, **settings):
+        return fit(*arguments, *small, **settings)
+
+    with mock.patch("train.record.plots.plot_run"), mock.patch("train.table.fit", fewer):
+        names = {"frame": frame}
+        exec(example(), names)
+    assert names["results"]["test"]["click/examples"] == 30
+    assert (tmp_path / "runs" / "clicks" / "results.json").exists()
+    with pytest.raises(ValueError, match=r"(?s)data\.usr: .*EventsConfig"):
+        fit(frame, run_dir=tmp_path / "other", usr="x")

@@ -46,7 +46,7 @@ def test_each_explains_itself(name: str) -> None:
     text = usage(name)
     assert text.startswith(f"usage: gemsmith {name} ")
     assert f"python -m {COMMANDS[name].module} " not in text
-    assert ("--nproc" in text) == (COMMANDS[name].ranks != "never" or name in ("sweep", "scaling"))
+    assert ("--nproc" in text) == (COMMANDS[name].ranks != "never" or name in ("sweep", "search", "scaling"))
     assert len(text.splitlines()) >= 5
 
 

@@ -13,7 +13,7 @@ import struct
 import sys
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # PyTorch's own, also where `listen_on` is called again
 
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 PLACES = (
@@ -42,7 +42,7 @@ def listen_on(interface: str) -> str:
     if interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
-    class Store(dist.TCPStore):
+    class Store(TCPStore):
         def __init__(
             self,
             host_name: str,

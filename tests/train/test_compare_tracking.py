@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from wandb.sdk.wandb_run import Run as WandbRun
 
 from train.commands.compare_report import Run, track
 from train.config.schema import TrackingConfig
@@ -20,6 +21,14 @@ def run(seed: int, losses: list[float], wandb: str) -> Run:
 
 def test_gap_spread_and_verdict_are_a_run_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: list[tuple[WandbRun, dict[str, float]]] = []
+    log = WandbRun.log
+
+    def heard(run: WandbRun, values: dict[str, float]) -> None:
+        logged.append((run, values))
+        log(run, values)
+
+    monkeypatch.setattr(WandbRun, "log", heard)
     task = {"ne_gap_percent": 0.1, "baseline_spread_percent": 0.3, "passed": False}
     result = {"baseline": "a", "other": "b", "seeds": [0, 1], "steps": 20, "budget_percent": 0.05, "passed": False}
     result["tasks"] = {"click": task}
@@ -35,10 +44,11 @@ def test_gap_spread_and_verdict_are_a_run_of_the_group(tmp_path: Path, monkeypat
     assert second.values == pytest.approx(dict.fromkeys(expected, 0))
     values = {"passed": 0, "click/ne_gap_percent": 0.1, "click/baseline_spread_percent": 0.3, "click/passed": 0}
     assert verdict.values == values
-    (written,) = folder.glob("wandb/offline-run-*/*.wandb")
-    content = written.read_bytes()
-    for name in (b"comparison/loss_gap_percent", b"comparison/click/ne_gap_percent", tmp_path.name.encode()):
-        assert name in content
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert {(run.group, run.job_type, run.name) for run, _ in logged} == {(tmp_path.name, "report", "b against a")}
+    assert [values["train/step"] for _, values in logged] == [10, 20, 20]
+    assert logged[0][1]["comparison/loss_gap_percent"] == pytest.approx(20)
+    assert logged[2][1]["comparison/click/ne_gap_percent"] == 0.1
 
 
 def test_the_gap_follows_a_baseline_that_is_under_way(tmp_path: Path) -> None:

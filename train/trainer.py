@@ -420,7 +420,7 @@ def _every(step: int, interval: int) -> bool:
 def _run_dir(config: Config, world: World) -> Path:
     """`runtime.run_dir`, or a new one named by rank 0, since processes that start a second apart must agree.
 
-    ValueError when another run is in it.
+    ValueError when another run is in it, or nothing can be written there.
     """
 
     def make() -> Path:
@@ -431,8 +431,14 @@ def _run_dir(config: Config, world: World) -> Path:
         return path
 
     def lock() -> Path:
-        path = make().absolute()
-        lock_of_run.take(path)
+        try:
+            path = make().absolute()
+            lock_of_run.take(path)
+        except OSError as error:
+            raise ValueError(
+                f"runtime.run_dir={config.runtime.run_dir or 'runs'} cannot be written: {error}; name a folder that "
+                "can be, e.g. runtime.run_dir=/tmp/run"
+            ) from error
         return path
 
     return world.by_first(lock)

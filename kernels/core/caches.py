@@ -35,7 +35,7 @@ _tables: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, _Kept]]] = {}
 _thread = threading.local()
 
 
-def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Table:
+def cached(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Table:
     """`make()`, or what it returned for this key and these very tensors, if none was written to since.
 
     PyTorch counts the writes of its operators, but not those through `.data` or NumPy, by a kernel of your own, by some
@@ -44,7 +44,7 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     graph is captured, none is reused and none kept: replays have to make their own.
     """
     # Writes to inference tensors are not counted, nor are all writes of compiled code.
-    if any(x.is_inference() for x in offsets) or forgets():
+    if any(x.is_inference() for x in offsets) or is_uncached():
         return make()
     first = offsets[0]
     stream = None
@@ -55,7 +55,7 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     number = id(first)
     entry = _tables.get(number)
     if entry is None or entry[0]() is not first:
-        entry = _tables[number] = weakref.ref(first, lambda gone: _forget(number, gone)), {}
+        entry = _tables[number] = weakref.ref(first, lambda gone: _drop(number, gone)), {}
     tables = entry[1]
     # Kernels differ in how many offsets they take.
     place = key, stream, len(offsets)
@@ -70,26 +70,26 @@ def remembered(make: Callable[[], Table], key: Hashable, *offsets: Tensor) -> Ta
     return kept.table
 
 
-def forgets() -> bool:
-    """Whether this thread is in a function that `forgetting` made."""
-    return getattr(_thread, "forgets", False)
+def is_uncached() -> bool:
+    """Whether this thread is in a function that `uncached` made."""
+    return getattr(_thread, "is_uncached", False)
 
 
-def forgetting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, in which nothing is remembered: for callers whose writes to tensors are not counted."""
+def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, in which nothing is cached: for callers whose writes to tensors are not counted."""
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
-        before = forgets()
-        _thread.forgets = True
+        before = is_uncached()
+        _thread.is_uncached = True
         try:
             return function(*arguments)
         finally:
-            _thread.forgets = before
+            _thread.is_uncached = before
 
     return call
 
 
-def _forget(number: int, gone: weakref.ref[Tensor]) -> None:
+def _drop(number: int, gone: weakref.ref[Tensor]) -> None:
     if number in _tables and _tables[number][0] is gone:
         del _tables[number]

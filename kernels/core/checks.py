@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 
 
 def check_offsets(total: int, offsets: Tensor) -> None:
@@ -64,7 +64,7 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
         from kernels.core.lengths import assert_lengths
 
         longest = int(maximum)
-        remembered(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets)
+        cached(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets)
         return
     longest = offsets.diff().max()
     if not _readable(offsets):

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from kernels.core.caches import forgets
+from kernels.core.caches import is_uncached
 
 _LINES = 4096  # for kernels in CUDA graphs
 _LINE = 32  # int32 in a line of the cache
@@ -28,7 +28,7 @@ def counter(device: torch.device, size: int = 1) -> Tensor:
         lines, numbers = _of_graphs.get((device.index, width), (None, None))
         number = _LINES if numbers is None else next(numbers)
         return _zeros(width, device) if lines is None or number >= len(lines) else lines[number]
-    if forgets():
+    if is_uncached():
         return _zeros(width, device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index), width
     found = _of_streams.get(key)

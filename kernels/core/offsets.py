@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from kernels.core.caches import remembered
-from kernels.core.operator import watched
+from kernels.core.caches import cached
+from kernels.core.operator import intercepted
 
 
 def derived(make: Callable[[], Tensor], key: Hashable, *sources: Tensor) -> Tensor:
@@ -20,9 +20,9 @@ def derived(make: Callable[[], Tensor], key: Hashable, *sources: Tensor) -> Tens
     It is made again where a compiler, a mode or a transform must see how, and in inference mode, whose tensors no later
     backward may save. The result must not be written to.
     """
-    if watched(sources) or torch.is_inference_mode_enabled():
+    if intercepted(sources) or torch.is_inference_mode_enabled():
         return make()
-    return remembered(make, key, *sources)
+    return cached(make, key, *sources)
 
 
 def scaled_offsets(offsets: Tensor, count: int) -> Tensor:

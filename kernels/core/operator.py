@@ -20,7 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
-from kernels.core.caches import forgetting
+from kernels.core.caches import uncached
 
 _libraries: dict[str, torch.library.Library] = {}
 #: Operator, e.g. "gemsmith::jagged_concat" -> the module that defines it. Most modules are imported when first needed,
@@ -48,7 +48,7 @@ class Operator:
         self._library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         # A compiler that gave up on a caller would compile the functions that it calls. Such code writes a tensor
         # over one that is no longer read, in the same Python object and without counting it.
-        below = torch._disable_dynamo(forgetting(on_its_device(function)))
+        below = torch._disable_dynamo(uncached(on_its_device(function)))
         self._library.impl(self._name, below, "CompositeExplicitAutograd")
         #: What `torch.library.opcheck` takes.
         self.definition = getattr(getattr(torch.ops, namespace), self._name).default
@@ -60,7 +60,7 @@ class Operator:
         ]
         self._function = function
         self._library.impl(self._name, self._autograd, "Autograd")
-        self._run = torch._disable_dynamo(lambda arguments: self._run_unwatched(arguments))
+        self._run = torch._disable_dynamo(lambda arguments: self._run_direct(arguments))
         self.__doc__ = function.__doc__
 
         def refuse(ctx: Any, *gradients: Any) -> Any:
@@ -80,13 +80,13 @@ class Operator:
         self._watched_apply = _differentiable(self._below_autograd, backward, setup_context).apply
 
     def __call__(self, *arguments: Any) -> Any:
-        if watched(arguments):
+        if intercepted(arguments):
             return self.definition(*arguments)
         if get_eval_frame_callback() is None:  # so no compiler is at work
-            return self._run_unwatched(arguments)
+            return self._run_direct(arguments)
         return self._run(arguments)
 
-    def _run_unwatched(self, arguments: tuple[Any, ...]) -> Any:
+    def _run_direct(self, arguments: tuple[Any, ...]) -> Any:
         for place, (kind, convert) in self._numbers:
             if type(arguments[place]) is not kind:
                 arguments = (*arguments[:place], convert(arguments[place]), *arguments[place + 1 :])
@@ -153,7 +153,7 @@ def _differentiates(arguments: tuple[Any, ...]) -> bool:
     return (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)) or forward_ad._current_level >= 0
 
 
-def watched(arguments: tuple[Any, ...]) -> bool:
+def intercepted(arguments: tuple[Any, ...]) -> bool:
     """Whether PyTorch's dispatcher is needed: by a compiler, mode, trace, transform, subclass or lazy tensor."""
     if torch.compiler.is_compiling():
         return True

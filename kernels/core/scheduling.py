@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 from kernels.core.launch import Launcher, aligned
 
 # Columns of the list: where the tile starts in the main values, how many of its positions exist, its first position
@@ -71,7 +71,7 @@ def tile_schedule(
     Calls with the same offsets and equal numbers share one list, which must not be written to.
     """
     numbers = (main_total, max_other, block_main, block_other, window, max_main, span or block_main, short)
-    return remembered(
+    return cached(
         lambda: _tile_schedule(main_offsets, other_offsets, *numbers), ("tiles", *numbers), main_offsets, other_offsets
     )
 

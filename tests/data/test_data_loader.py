@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,17 @@ def test_an_error_in_a_worker_arrives_with_its_message(movielens):
     _, (folder, max_history) = movielens.__reduce__()
     with pytest.raises(ValueError, match="id 1000000 of feature 'movie' at source row"):
         load(Broken(folder, max_history), num_workers=1)
+
+
+@pytest.mark.reliability("a loader worker is killed (SIGKILL)", "the run ends with an error that says so")
+def test_a_worker_that_is_killed_ends_the_run(synthetic):
+    settings = {"batch_size": 8, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "prefetch": 2}
+    batches = iter(build_loader(synthetic, "train", num_workers=1, **settings))
+    next(batches)
+    for worker in active_children():
+        worker.kill()
+    with pytest.raises(RuntimeError, match="(?i)worker.*(killed|exited)"):
+        list(batches)
 
 
 READ = """

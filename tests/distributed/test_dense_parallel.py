@@ -15,7 +15,8 @@ from tests.distributed.test_resume import training
 from tests.launching import TINY, TINY_DLRM, train_ranks
 
 CONSTANT = ("optimizer.warmup_steps=0", "optimizer.min_lr=1", "checkpoint.keep=9", "runtime.eval_every=100")
-EXACT = (*TINY, *CONSTANT, "precision=fp32", "model=interformer_moe", "optimizer.ema_decay=0.5")
+EXPERTS = ("model=interformer_moe", "model.moe.num_shared_experts=1")
+EXACT = (*TINY, *CONSTANT, "precision=fp32", *EXPERTS, "optimizer.ema_decay=0.5")
 
 
 def saved(path: Path) -> dict[str, Tensor]:

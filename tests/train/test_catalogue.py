@@ -13,9 +13,8 @@ import torch
 from modules.batch import RequestBatch
 from tools.datasets import gowalla
 from tools.quality.run import configuration
-from train import catalogue
 from train.build import Job, build
-from train.evaluate import evaluate_split, split_loader
+from train.evaluate import catalogue, evaluate_split, split_loader
 from train.process import distributed
 
 

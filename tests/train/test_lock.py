@@ -48,3 +48,10 @@ def test_a_run_that_ended_leaves_no_lock(tmp_path: Path) -> None:
     lock.release(tmp_path)
     ended = subprocess.run(python("-c", HOLD, str(tmp_path)), cwd=ROOT, env=environment(), capture_output=True)
     assert ended.stdout == b"held\n", ended.stderr
+
+
+@pytest.mark.reliability("the run directory is read-only", "refused by its key before anything is built")
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    # Of a file system in which not even root makes folders.
+    with pytest.raises(ValueError, match=r"runtime\.run_dir=/sys/run cannot be written: .*/sys/run.*runtime\.run_dir="):
+        train_here(Path("/sys/run"), base=TINY_DLRM)

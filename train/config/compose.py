@@ -7,6 +7,7 @@ import difflib
 import math
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +22,9 @@ from train.optim import guarded, schedule
 
 def to_config(composed: DictConfig) -> Config:
     """The composed configuration as plain dataclasses, validated."""
+    if HydraConfig.initialized():
+        environment.refuse_other_sections(HydraConfig.get())
+    environment.refuse_in_data(composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
@@ -28,6 +32,7 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     refuse_unknown(config)
     validate(config)
+    environment.refuse_passwords(config)
     environment.note(config, composed)
     return config
 

@@ -74,7 +74,7 @@ def build_loader(
     )
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
-    return DataLoader(
+    return _Loader(
         _Batches(
             source,
             split,
@@ -96,6 +96,19 @@ def build_loader(
         multiprocessing_context=_process_starter() if num_workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+class _Loader(DataLoader):
+    """RuntimeError that says so when a worker has died with a batch on its way, of which torch finds the end only."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        try:
+            yield from super().__iter__()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                "a worker of the data loader was killed, perhaps by the system for want of memory: see its log, or "
+                "use fewer, e.g. data.num_workers=2"
+            ) from error
 
 
 def _begin(worker: int) -> None:

@@ -34,7 +34,7 @@ from kernels.attention.hopper.tables import LOG2_E, row_statistics, tile_table
 from kernels.attention.triton import short_backward
 from kernels.attention.triton.launch import rows_of
 from kernels.attention.triton.short import likely_short
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
@@ -180,7 +180,7 @@ def attention_backward(
     # max_q may be far above most rows, but the longest rows come first.
     length = min(max_q, max(2 * num_queries // num_rows, (max_q + 1) // 2))
     members = rows_in_flight(length * num_heads, num_heads, runs, right >= 0)
-    table = remembered(
+    table = cached(
         lambda: tile_table(q_offsets, k_offsets, num_keys, members, runs, short),
         ("tiles of keys", num_keys, members, short),
         q_offsets,

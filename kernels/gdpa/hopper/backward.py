@@ -28,7 +28,7 @@ from kernels.attention.hopper.backward_loader import STAGES
 from kernels.attention.hopper.descriptor import head_descriptor, lines_descriptor
 from kernels.attention.hopper.tables import wave_table
 from kernels.attention.triton.launch import rows_of
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
@@ -91,7 +91,7 @@ def backward(
         return dq, dk, dv
     left, right = min(window[0], 2**30), min(window[1], 2**30)
     together = 1 << (max(1, TOKENS_IN_FLIGHT // (QUERIES * num_heads)).bit_length() - 1)
-    table = remembered(
+    table = cached(
         lambda: wave_table(q_offsets, k_offsets, num_keys, together, short),
         ("waves of keys", num_keys, together, short),
         q_offsets,

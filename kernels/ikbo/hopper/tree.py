@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.hopper import backward, forward
-from kernels.core.caches import forgetting
+from kernels.core.caches import uncached
 from kernels.core.operator import on_its_device
 from kernels.ikbo.triton.levels import join_levels, sum_of
 
@@ -18,7 +18,7 @@ def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
     return [[offsets.contiguous() for offsets in own] for own in lists]
 
 
-# A `kernels.core.operator` would hide tensors inside lists from autograd. As in one, nothing is remembered for offsets,
+# A `kernels.core.operator` would hide tensors inside lists from autograd. As in one, nothing is cached for offsets,
 # which compiled code may overwrite without counting the write.
 @torch.library.custom_op("gemsmith::tree_attention_hopper", mutates_args=())
 @on_its_device
@@ -34,7 +34,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse [H, N]): attention to each level separately, averaged with the levels' shares of all weights."""
     results = [
-        forgetting(forward.attention_forward)(q, *level, scale, False, (-1, -1))
+        uncached(forward.attention_forward)(q, *level, scale, False, (-1, -1))
         for level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
     ]
     return join_levels(*zip(*results, strict=True))
@@ -63,7 +63,7 @@ def _differentiate(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     # With the statistics of all levels, a level's weights are its part of the softmax, and its gradients are, too.
     results = [
-        forgetting(backward.attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
+        uncached(backward.attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
         for keys, values, *level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
     ]
     return sum_of([dq for dq, _, _ in results]), [dk for _, dk, _ in results], [dv for _, _, dv in results]

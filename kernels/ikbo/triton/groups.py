@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 from kernels.core.launch import Launcher, aligned
 
 _BLOCK = 256
@@ -43,7 +43,7 @@ def joined_groups(
     and equal maxima share the lists, which must not be written to.
     """
     limits = tuple(min(int(most), 2**31 - 1) for most in (*max_q, max_k))
-    return remembered(lambda: _joined(q_offsets, k_offsets, limits), ("groups", limits), *q_offsets, k_offsets)
+    return cached(lambda: _joined(q_offsets, k_offsets, limits), ("groups", limits), *q_offsets, k_offsets)
 
 
 def _joined(q_offsets: Sequence[Tensor], k_offsets: Tensor, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-from kernels.core.operator import custom_op, watched
+from kernels.core.operator import custom_op, intercepted
 from kernels.moe import GROUPS
 from kernels.moe.reference import ROWS, Permutation, capacity_of
 from kernels.mxfp8 import QUANTIZED
@@ -246,7 +246,7 @@ def _gradients(ctx, grad, *_):
     needs_x, _, *needs_others = ctx.needs_input_grad[:5]
     needs = [needs_x, *needs_others]
     arguments = (grad.contiguous(), weights, gate_up, down, kept, ctx.group, ctx.dtype, needs)
-    if watched(arguments) or torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph():
+    if intercepted(arguments) or torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph():
         grads = _backward(*arguments)
     else:
         # Autograd frees what was saved when this returns.

@@ -219,16 +219,16 @@ class InterFormer(nn.Module):
         angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
-        met = first.cross(candidate, request, sequence, offsets, rows)
-        with SideStream(candidate, request, *met) as work:
-            x = first.interaction(candidate, request, met, rows)
+        crossed = first.cross(candidate, request, sequence, offsets, rows)
+        with SideStream(candidate, request, *crossed) as work:
+            x = first.interaction(candidate, request, crossed, rows)
         sequence = first.sequence(summary, sequence, offsets, angles[self.head_dims[0]], ends)
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            met = layer.cross(x, None, sequence, offsets, rows)
-            with SideStream(x, *met) as work:
-                x = layer.interaction(x, None, met, rows)
+            crossed = layer.cross(x, None, sequence, offsets, rows)
+            with SideStream(x, *crossed) as work:
+                x = layer.interaction(x, None, crossed, rows)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 

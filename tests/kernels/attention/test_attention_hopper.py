@@ -273,7 +273,7 @@ def test_no_keys_at_all() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
 def test_the_schedule_follows_offsets_that_change() -> None:
-    """Outside of a CUDA graph, where it is remembered, and in one, whose replays must not take an old one."""
+    """Outside of a CUDA graph, where it is cached, and in one, whose replays must not take an old one."""
     q = torch.randn(500, 2, 64, device="cuda", dtype=torch.bfloat16)
     offsets = offsets_of([300, 200]).cuda()
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.attention.hopper import backward as gluon_attention_backward
+from kernels.attention.hopper import backward as hopper_attention_backward
 from kernels.attention.triton import short as triton_short
 from kernels.attention.triton import short_backward
 from kernels.testing import compile_ahead
@@ -81,7 +81,7 @@ SHORT = [min(int(8 / u), 300) for u in torch.rand(200, generator=torch.Generator
 )
 @pytest.mark.parametrize("longest", [300, 64])
 def test_gradients_of_short_rows(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], longest: int) -> None:
-    monkeypatch.setattr(gluon_attention_backward, "likely_short", lambda *numbers: 64)
+    monkeypatch.setattr(hopper_attention_backward, "likely_short", lambda *numbers: 64)
     q_lengths = [min(length, longest) for length in SHORT]
     k_lengths = q_lengths if "packed" in options else [length * (length % 7 > 0) for length in q_lengths[::-1]]
     check(q_lengths, k_lengths, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.core import caches
-from kernels.core.caches import remembered
+from kernels.core.caches import cached
 
 
 class Maker:
@@ -25,42 +25,42 @@ class Maker:
 def test_a_table_is_made_once_for_the_same_offsets() -> None:
     make, offsets, others = Maker(), torch.tensor([0, 3]), torch.tensor([0, 4])
     for pair in ((offsets, others), (offsets, offsets), (others, offsets)):
-        first = remembered(make, "key", *pair)
-        assert remembered(make, "key", *pair) is first
-    assert remembered(make, "another key", offsets, others) is not remembered(make, "key", offsets, others)
+        first = cached(make, "key", *pair)
+        assert cached(make, "key", *pair) is first
+    assert cached(make, "another key", offsets, others) is not cached(make, "key", offsets, others)
 
 
 def test_a_table_is_made_anew_for_what_was_written_to() -> None:
     make, offsets, others = Maker(), torch.tensor([0, 3]), torch.tensor([0, 4])
     for _ in range(2):
-        remembered(make, "key", offsets, others)
+        cached(make, "key", offsets, others)
     assert make.times == 1
     offsets[1] = 2
-    remembered(make, "key", offsets, others)
+    cached(make, "key", offsets, others)
     others.zero_()
-    remembered(make, "key", offsets, others)
+    cached(make, "key", offsets, others)
     # Equal in value, but what happens to them is another matter.
-    remembered(make, "key", offsets, others.clone())
-    remembered(make, "key", offsets.clone(), others)
+    cached(make, "key", offsets, others.clone())
+    cached(make, "key", offsets.clone(), others)
     assert make.times == 5
 
 
 def test_a_table_may_be_of_any_number_of_offsets() -> None:
     make, offsets = Maker(), [torch.tensor([0, length]) for length in range(3)]
     for count in (1, 2, 3):
-        first = remembered(make, "key", *offsets[:count])
-        assert remembered(make, "key", *offsets[:count]) is first
+        first = cached(make, "key", *offsets[:count])
+        assert cached(make, "key", *offsets[:count]) is first
     assert make.times == 3
     for written in offsets:
         written.zero_()
-        remembered(make, "key", *offsets)
+        cached(make, "key", *offsets)
     assert make.times == 6
 
 
 def test_nothing_is_kept_longer_than_the_offsets() -> None:
     make, offsets = Maker(), torch.tensor([0, 3])
     before = len(caches._tables)
-    remembered(make, "key", offsets, offsets)
+    cached(make, "key", offsets, offsets)
     assert len(caches._tables) == before + 1
     del offsets
     gc.collect()
@@ -72,11 +72,11 @@ def test_a_batch_leaves_no_tables_to_the_next() -> None:
     for total in range(5):
         offsets[1] = total
         for _ in range(2):
-            remembered(make, total, offsets, others)
-            remembered(make, total, offsets, more)
-            remembered(make, -total, offsets, offsets)
+            cached(make, total, offsets, others)
+            cached(make, total, offsets, more)
+            cached(make, -total, offsets, offsets)
     others.zero_()
-    remembered(make, "key", offsets, more)
+    cached(make, "key", offsets, more)
     assert len(caches._tables[id(offsets)][1]) <= 3
 
 
@@ -85,12 +85,12 @@ def test_writes_that_are_not_counted_leave_nothing_to_remember() -> None:
     with torch.inference_mode():
         offsets = torch.tensor([0, 3])
         for _ in range(2):
-            remembered(make, "key", offsets, offsets)
+            cached(make, "key", offsets, offsets)
     assert make.times == 2
 
 
 def test_offsets_with_tables_can_be_copied_and_sent() -> None:
     offsets = torch.tensor([0, 3])
-    remembered(Maker(), "key", offsets, offsets)
+    cached(Maker(), "key", offsets, offsets)
     assert torch.equal(copy.deepcopy(offsets), offsets)
     assert torch.equal(pickle.loads(pickle.dumps(offsets)), offsets)

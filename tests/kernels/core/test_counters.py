@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.core import counters
-from kernels.core.caches import forgetting
+from kernels.core.caches import uncached
 
 DEVICE = SimpleNamespace(index=0)
 
@@ -72,7 +72,7 @@ def test_a_graph_that_comes_first_clears_its_own(gpu: SimpleNamespace) -> None:
 
 
 def test_compiled_code_keeps_none(gpu: SimpleNamespace) -> None:
-    first, second = (forgetting(counters.counter)(DEVICE) for _ in range(2))
+    first, second = (uncached(counters.counter)(DEVICE) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
     assert not counters._of_streams
     assert not counters._of_graphs

@@ -20,14 +20,14 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 import kernels
-from kernels.attention.hopper import backward as gluon_attention_backward
-from kernels.attention.hopper import forward as gluon_attention_forward
+from kernels.attention.hopper import backward as hopper_attention_backward
+from kernels.attention.hopper import forward as hopper_attention_forward
 from kernels.attention.hopper import tables
 from kernels.attention.triton import decode, short_backward
 from kernels.core import lengths, scheduling
 from kernels.core.launch import Launcher
-from kernels.gdpa.hopper import backward as gluon_backward
-from kernels.gdpa.hopper import forward as gluon_forward
+from kernels.gdpa.hopper import backward as hopper_backward
+from kernels.gdpa.hopper import forward as hopper_forward
 from kernels.gdpa.triton import short
 from kernels.ikbo.hopper import lce_weight
 from kernels.ikbo.triton import groups as triton_groups
@@ -63,10 +63,10 @@ LAUNCHERS = (
     triton_groups._launch_join,
     levels._launch_join,
     levels._launch_sum,
-    gluon_attention_forward._launch_forward,
-    gluon_attention_backward._launch_backward,
-    gluon_forward._launch_forward,
-    gluon_backward._launch_backward,
+    hopper_attention_forward._launch_forward,
+    hopper_attention_backward._launch_backward,
+    hopper_forward._launch_forward,
+    hopper_backward._launch_backward,
     short._launch_forward,
     short._launch_backward,
     short_backward._launch,
@@ -401,7 +401,7 @@ def test_integers_are_padded_with_an_integer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    for module in (gluon_attention_forward, gluon_attention_backward, gluon_forward, gluon_backward):
+    for module in (hopper_attention_forward, hopper_attention_backward, hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for heads, dim, dtype, layout, rows in itertools.product(
         ((4, 2), (1, 1)),
@@ -417,8 +417,8 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
             (0.125, 1.0), ((False, (-1, -1)), (True, (16, -1)), (False, (1, 32)))
         ):
             arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
-            out, lse = gluon_attention_forward.attention_forward(q, k, v, *arguments)
-            gluon_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+            out, lse = hopper_attention_forward.attention_forward(q, k, v, *arguments)
+            hopper_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
             for groups in (1, 2, 3):
                 levels.join_levels([out] * groups, [lse] * groups)
                 levels.sum_of([out] * groups)
@@ -427,13 +427,13 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
                     joined, _ = triton_groups.joined_groups([offsets] * groups, offsets, *limits)
                 sums = (torch.cat([x] * groups, dim) for x, dim in ((grad, 0), (q, 0), (out, 0), (lse, 1)))
                 own_grad, own_q, own_out, own_lse = sums
-                gluon_attention_backward.attention_backward(
+                hopper_attention_backward.attention_backward(
                     own_grad, own_q, k, v, own_out, own_lse, joined, offsets, groups * max(rows), max(rows), scale,
                     False, (-1, -1),
                 )  # fmt: skip
             activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
-            gluon_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
-            gluon_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
+            hopper_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
+            hopper_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
         lengths.assert_lengths(offsets, max(rows))
     assert all(hits[launcher] for launcher in LAUNCHERS), hits
 

@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import jagged
-from kernels.core.caches import remembered
-from kernels.core.operator import custom_op, on_its_device, watched
+from kernels.core.caches import cached
+from kernels.core.operator import custom_op, intercepted, on_its_device
 
 calls: list[tuple[int, bool]] = []
 
@@ -59,8 +59,8 @@ def numbers(x: Tensor, count: int, factor: float, dtype: torch.dtype) -> Tensor:
 
 @custom_op("gemsmith_tests::table")
 def table(offsets: Tensor) -> Tensor:
-    """A copy of what is remembered of offsets."""
-    return remembered(offsets.clone, "key", offsets, offsets).clone()
+    """A copy of what is cached of offsets."""
+    return cached(offsets.clone, "key", offsets, offsets).clone()
 
 
 class Record(TorchDispatchMode):
@@ -154,8 +154,8 @@ def test_modes_and_subclasses_see_the_operator() -> None:
 def test_a_wrapper_that_outlived_its_transform_is_seen() -> None:
     wrappers: list[Tensor] = []
     torch.func.grad(lambda x: (wrappers.append(x), x.sum())[1])(torch.ones(3))
-    assert watched((2.0, *wrappers))
-    assert not watched((2.0, torch.ones(3), torch.nn.Parameter(torch.ones(3)), None, "a"))
+    assert intercepted((2.0, *wrappers))
+    assert not intercepted((2.0, torch.ones(3), torch.nn.Parameter(torch.ones(3)), None, "a"))
     torch.testing.assert_close(scale(*wrappers, 2.0), torch.full((3,), 2.0))
 
 

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.gdpa import ACTIVATIONS, gdpa, reference
-from kernels.gdpa.hopper import backward as gluon_backward
-from kernels.gdpa.hopper import forward as gluon_forward
+from kernels.gdpa.hopper import backward as hopper_backward
+from kernels.gdpa.hopper import forward as hopper_forward
 from kernels.gdpa.hopper import operators
 from kernels.gdpa.hopper.activations import head_kinds
 from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
@@ -33,7 +33,7 @@ def compiled_forward(
     dtype: str = "bf16", block_k: int = 128,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
-    kernel = gluon_forward._gdpa_forward_kernel
+    kernel = hopper_forward._gdpa_forward_kernel
     constants = {
         "HEADS": 4,
         "GROUP": 2,
@@ -101,12 +101,12 @@ def compiled_backward(
     signature |= {f"d{name}_ptr": f"*{dtype}" for name in "qkv"}
     signature |= {"score_scale": "fp32", "out_scale": "fp32", "left": "i32", "right": "i32"}
     return compile_ahead(
-        gluon_backward._gdpa_backward_kernel,
+        hopper_backward._gdpa_backward_kernel,
         signature,
         constants | {"KINDS": kinds, "HEAD_KINDS": heads, "PAIRS": pairs, "UNEVEN": uneven},
         target="sm_90",
         gluon=True,
-        maxnreg=gluon_backward.MAX_REGISTERS,
+        maxnreg=hopper_backward.MAX_REGISTERS,
     )
 
 
@@ -141,12 +141,12 @@ def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
     def attempt(queries: int, keys: int, d: int) -> torch.Tensor:
         q, k = (torch.randn(n, 2, d, dtype=torch.bfloat16) for n in (queries, keys))
         offsets = offsets_of([0])
-        return gluon_forward.forward(q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
+        return hopper_forward.forward(q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
 
     def attempt_backward(queries: int, keys: int, d: int) -> tuple[torch.Tensor, ...]:
         q, k = (torch.randn(n, 2, d, dtype=torch.bfloat16) for n in (queries, keys))
         offsets = offsets_of([0])
-        return gluon_backward.backward(q, q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
+        return hopper_backward.backward(q, q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
 
     for function in (attempt, attempt_backward):
         with pytest.raises(ValueError, match="head dimensions"):
@@ -162,7 +162,7 @@ def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
     [(4000, 1000, 64), (25_600, 256, 128), (12_800, 256, 64), (25_600, 512, 64), (51_200, 1024, 128), (0, 0, 64)],
 )
 def test_short_rows_of_unequal_lengths_have_narrow_blocks(num_keys: int, max_k: int, block_k: int) -> None:
-    assert gluon_forward.block_of_keys(num_keys, 100, max_k) == block_k
+    assert hopper_forward.block_of_keys(num_keys, 100, max_k) == block_k
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_short_rows_of_unequal_lengths_have_narrow_blocks(num_keys: int, max_k: 
     [(12_800, 256, True), (25_600, 256, False), (25_600, 512, True), (3_000, 2048, True), (51_200, 1024, False)],
 )
 def test_short_rows_of_unequal_lengths_have_a_backward_of_their_own(num_queries: int, max_q: int, uneven: bool) -> None:
-    assert gluon_backward.short_and_uneven(num_queries, 100, max_q) == uneven
+    assert hopper_backward.short_and_uneven(num_queries, 100, max_q) == uneven
 
 
 def lengths_of(rows: int, high: int, seed: int) -> list[int]:
@@ -231,10 +231,10 @@ def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
 @pytest.mark.parametrize("block_k", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_forward, "block_of_keys", lambda *arguments: block_k)
+    monkeypatch.setattr(hopper_forward, "block_of_keys", lambda *arguments: block_k)
     inputs, rest = problem(name)
     with poisoned_empty():
-        runs = [gluon_forward.forward(*inputs, *rest) for _ in range(3)]
+        runs = [hopper_forward.forward(*inputs, *rest) for _ in range(3)]
     assert_close_to_oracle(runs[0], reference.gdpa(*(x.double() for x in inputs), *rest), outputs(rest[3]))
     assert all(torch.equal(runs[0], other) for other in runs[1:]), "runs differ"
 
@@ -246,8 +246,8 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
     q, k, v = fused.unbind(1)
     offsets = offsets_of([100, 300, 5]).cuda()
     rest = [offsets, offsets, 300, 300, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
-    out = gluon_forward.forward(q, k, v, *rest)
-    assert torch.equal(out, gluon_forward.forward(*(x.contiguous() for x in (q, k, v)), *rest))
+    out = hopper_forward.forward(q, k, v, *rest)
+    assert torch.equal(out, hopper_forward.forward(*(x.contiguous() for x in (q, k, v)), *rest))
 
 
 @pytest.mark.gpu
@@ -255,7 +255,7 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("runs", "many tiles")])
 def test_gradients_match_float64(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_backward, "short_and_uneven", lambda *arguments: uneven)
+    monkeypatch.setattr(hopper_backward, "short_and_uneven", lambda *arguments: uneven)
     (q, k, v), rest = problem(name)
     names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
     call = dict(zip(names, rest, strict=True))
@@ -277,8 +277,8 @@ def test_gradients_have_equal_bits_in_every_run(name: str, monkeypatch: pytest.M
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     results = []
     for uneven in (False, True):  # the order of sums is the same
-        monkeypatch.setattr(gluon_backward, "short_and_uneven", lambda *arguments, uneven=uneven: uneven)
-        results += [gluon_backward.backward(grad, q, k, v, *rest) for _ in range(20)]
+        monkeypatch.setattr(hopper_backward, "short_and_uneven", lambda *arguments, uneven=uneven: uneven)
+        results += [hopper_backward.backward(grad, q, k, v, *rest) for _ in range(20)]
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
@@ -289,8 +289,8 @@ def test_gradients_of_a_sum_have_no_strides() -> None:
     (q, k, v), rest = problem("odd")
     grad = torch.ones(1, 1, 1, device="cuda", dtype=q.dtype).expand(q.shape)
     for ours, expected in zip(
-        gluon_backward.backward(grad, q, k, v, *rest),
-        gluon_backward.backward(grad.contiguous(), q, k, v, *rest),
+        hopper_backward.backward(grad, q, k, v, *rest),
+        hopper_backward.backward(grad.contiguous(), q, k, v, *rest),
         strict=True,
     ):
         assert torch.equal(ours, expected)
@@ -327,8 +327,8 @@ def test_gradients_of_views_of_a_fused_projection() -> None:
     rest = [offsets, offsets, 300, 300, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
     views = (grad, *fused.unbind(1))
     for ours, expected in zip(
-        gluon_backward.backward(*views, *rest),
-        gluon_backward.backward(*(x.contiguous() for x in views), *rest),
+        hopper_backward.backward(*views, *rest),
+        hopper_backward.backward(*(x.contiguous() for x in views), *rest),
         strict=True,
     ):
         assert torch.equal(ours, expected)

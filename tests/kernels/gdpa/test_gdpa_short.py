@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from kernels.attention.triton import short as short_rows
 from kernels.attention.triton.short import BACKWARD_REGISTERS, LONGEST, OPTIONS
 from kernels.gdpa import reference
-from kernels.gdpa.hopper import backward as gluon_backward
-from kernels.gdpa.hopper import forward as gluon_forward
+from kernels.gdpa.hopper import backward as hopper_backward
+from kernels.gdpa.hopper import forward as hopper_forward
 from kernels.gdpa.hopper import operators
 from kernels.gdpa.triton import activations, launch
 from kernels.gdpa.triton import backward as triton_backward
@@ -213,7 +213,7 @@ def test_runs_give_equal_bits(name: str) -> None:
     (q, k, v), rest = problem(name)
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     first, *others = (
-        (gluon_forward.forward(q, k, v, *rest), *gluon_backward.backward(grad, q, k, v, *rest)) for _ in range(10)
+        (hopper_forward.forward(q, k, v, *rest), *hopper_backward.backward(grad, q, k, v, *rest)) for _ in range(10)
     )
     for other in others:
         assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
@@ -230,9 +230,9 @@ def test_views_are_read_in_place() -> None:
     rest = [offsets, offsets, 100, 100, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
     views = (grad, *fused.unbind(1))
     plain = [x.contiguous() for x in views]
-    assert torch.equal(gluon_forward.forward(*views[1:], *rest), gluon_forward.forward(*plain[1:], *rest))
+    assert torch.equal(hopper_forward.forward(*views[1:], *rest), hopper_forward.forward(*plain[1:], *rest))
     for ours, expected in zip(
-        gluon_backward.backward(*views, *rest), gluon_backward.backward(*plain, *rest), strict=True
+        hopper_backward.backward(*views, *rest), hopper_backward.backward(*plain, *rest), strict=True
     ):
         assert torch.equal(ours, expected)
 

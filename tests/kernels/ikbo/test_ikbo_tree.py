@@ -133,8 +133,8 @@ def row_by_row(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: list[tupl
 def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two Hopper kernels by their contracts, for tensors of any device and dtype."""
     pytest.importorskip("triton")
-    from kernels.attention.hopper import backward as gluon_attention_backward
-    from kernels.attention.hopper import forward as gluon_attention_forward
+    from kernels.attention.hopper import backward as hopper_attention_backward
+    from kernels.attention.hopper import forward as hopper_attention_forward
     from kernels.core import scheduling
     from kernels.ikbo.triton import groups as triton_groups
     from kernels.ikbo.triton import levels
@@ -166,8 +166,8 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
             dk[j] += torch.einsum("hij,ihd->jhd", change, q[i])
         return dq, dk, dv
 
-    monkeypatch.setattr(gluon_attention_forward, "attention_forward", forward)
-    monkeypatch.setattr(gluon_attention_backward, "attention_backward", backward)
+    monkeypatch.setattr(hopper_attention_forward, "attention_forward", forward)
+    monkeypatch.setattr(hopper_attention_backward, "attention_backward", backward)
     monkeypatch.setattr(scheduling, "tile_schedule", lambda queries, keys, *_: (queries, keys))
 
 

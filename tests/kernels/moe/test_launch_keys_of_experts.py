@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from kernels.core.launch import Launcher
 from kernels.ikbo.hopper import lce_forward
 from kernels.ikbo.lce_torch import aligned_rows
-from kernels.moe.hopper import gather_quantized as gluon_gather_quantized
-from kernels.moe.hopper import swiglu as gluon_swiglu
-from kernels.moe.hopper import swiglu_quantized as gluon_swiglu_quantized
+from kernels.moe.hopper import gather_quantized as hopper_gather_quantized
+from kernels.moe.hopper import swiglu as hopper_swiglu
+from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
 from kernels.mxfp8.grouped import MATRIX, form_of
@@ -42,13 +42,13 @@ def test_routed_experts(hits: Counter[Launcher]) -> None:
         routed = route.permutation(selected, experts)
         count = len(routed.selections)
         for columns in (False, True):
-            gluon_gather_quantized.gather_quantized(x, routed, group, columns, (form_of(group, False), MATRIX))
+            hopper_gather_quantized.gather_quantized(x, routed, group, columns, (form_of(group, False), MATRIX))
         gate_up, grad = torch.zeros(count, 2 * hidden).bfloat16(), torch.zeros(count, hidden).bfloat16()
         rest = (routed.selections, weights, routed.ends)
-        gluon_swiglu.swiglu(gate_up, routed.ends)
-        *_, partial = gluon_swiglu.swiglu_backward(gate_up, grad, *rest, elsewhere)
-        gluon_swiglu_quantized.swiglu_quantized(gate_up, routed.ends, group)
-        gluon_swiglu_quantized.swiglu_quantized_backward(gate_up, grad, *rest, group, elsewhere, form_of(group, True))
+        hopper_swiglu.swiglu(gate_up, routed.ends)
+        *_, partial = hopper_swiglu.swiglu_backward(gate_up, grad, *rest, elsewhere)
+        hopper_swiglu_quantized.swiglu_quantized(gate_up, routed.ends, group)
+        hopper_swiglu_quantized.swiglu_quantized_backward(gate_up, grad, *rest, group, elsewhere, form_of(group, True))
         route.combine(grad, routed.rows, weights if elsewhere else None, dtype)
         route.collect(partial, routed.rows, dtype)
     launchers = {each for name, each in test_launch_keys.all_launchers().items() if name.startswith("kernels.moe.")}

@@ -15,10 +15,10 @@ from kernels.moe.selection import top_k
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 
 pytest.importorskip("triton")
-from kernels.moe.hopper import gather as gluon_gather
+from kernels.moe.hopper import gather as hopper_gather
 from kernels.moe.hopper import gather_quantized
-from kernels.moe.hopper import swiglu as gluon_swiglu
-from kernels.moe.hopper import swiglu_quantized as gluon_swiglu_quantized
+from kernels.moe.hopper import swiglu as hopper_swiglu
+from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.hopper.swiglu_quantized import BACKWARD_REGISTERS, FORWARD_REGISTERS
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
@@ -156,14 +156,14 @@ def test_kernels_compile_within_their_registers() -> None:
     quantize |= {"row_scales_stride": "i32", "column_scales_stride": "i32"}
     for kernel, signature, constants, registers, programs in (
         (
-            gluon_swiglu_quantized.swiglu_quantized_backward_kernel,
+            hopper_swiglu_quantized.swiglu_quantized_backward_kernel,
             descriptors | pointers | sizes | {"column_scales": "*u8"},
             {"FORM": BYTES, "RESULT_FORM": VALUES},
             BACKWARD_REGISTERS,
             2,
         ),
         (
-            gluon_swiglu_quantized.swiglu_quantized_forward_kernel,
+            hopper_swiglu_quantized.swiglu_quantized_forward_kernel,
             {"hidden_desc": words, "codes_desc": codes, "scales": "*u8", **groups, **sizes},
             {"FORM": BYTES},
             FORWARD_REGISTERS,
@@ -232,7 +232,7 @@ def test_gpu_gather_bit_for_bit(group: int, dtype: torch.dtype, dim: int) -> Non
     for form in [form_of(group, second) for second in (False, True)] if group else [None]:
         expected = moe_standins.gather(x, places, group, form)
         with poisoned_empty():
-            actual = gluon_gather.gather(x.cuda(), type(places)(*(t.cuda() for t in places)), group, form)
+            actual = hopper_gather.gather(x.cuda(), type(places)(*(t.cuda() for t in places)), group, form)
         assert same_codes(actual[0][:end], expected[0][:end])
         if group:
             assert torch.equal(matrix_scales(Quantized(*actual[:2]))[:end].cpu(), expected[1][:end])
@@ -252,7 +252,7 @@ def test_gpu_swiglu_and_its_gradients() -> None:
     rows, end = places.selections.shape[0], int(places.ends[-1])
     gate_up, grad, weights = random(rows, 512, dtype=torch.bfloat16), random(rows, 256, seed=1), torch.rand(300, 2)
     gate_up, grad = 3 * gate_up, grad.bfloat16()
-    forward = gluon_swiglu.swiglu(gate_up.cuda(), on_gpu.ends)[:end].cpu()
+    forward = hopper_swiglu.swiglu(gate_up.cuda(), on_gpu.ends)[:end].cpu()
     leaf = gate_up[:end].double().requires_grad_()
     result = reference.swiglu(leaf)
     assert_close_to_oracle(forward, result.detach(), ONE_ROUNDING)
@@ -269,8 +269,8 @@ def test_gpu_swiglu_and_its_gradients() -> None:
 
     with poisoned_empty():
         kept = gate_up.cuda()
-        d_gate_up, weighted, partial = gluon_swiglu.swiglu_backward(kept, grad.cuda(), *others, False)
-        again = gluon_swiglu.swiglu_backward(kept, grad.cuda(), *others, True)
+        d_gate_up, weighted, partial = hopper_swiglu.swiglu_backward(kept, grad.cuda(), *others, False)
+        again = hopper_swiglu.swiglu_backward(kept, grad.cuda(), *others, True)
     assert torch.equal(again[0][:end], d_gate_up[:end])
     assert again[0].data_ptr() == kept.data_ptr()
     d_gate_up, weighted = d_gate_up[:end].cpu(), weighted[:end].cpu()
@@ -281,10 +281,10 @@ def test_gpu_swiglu_and_its_gradients() -> None:
     for group in (32, 128):
         with poisoned_empty():
             kept = gate_up.cuda()
-            codes, scales = gluon_swiglu_quantized.swiglu_quantized(kept, on_gpu.ends, group)
+            codes, scales = hopper_swiglu_quantized.swiglu_quantized(kept, on_gpu.ends, group)
             form = form_of(group, second=True)
-            backward = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False, form)
-            again = gluon_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True, form)
+            backward = hopper_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False, form)
+            again = hopper_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True, form)
         pairs, row_scales, column_scales, *weighted_codes, partial = backward
         assert same_codes(again[0][:end], pairs[:end].cpu())
         assert again[0].data_ptr() == kept.data_ptr()

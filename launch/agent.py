@@ -2,7 +2,8 @@
 
 torchrun passes a signal on to its processes, waits 30 seconds for them to end, and ends with a traceback and status 1,
 as after a failure. This command ends with the status of its processes if they stopped because they were told to. It
-also handles SIGUSR1, which would end torchrun at once and leave its processes behind.
+also handles SIGUSR1, which would end torchrun at once and leave its processes behind. What listens of a run of one node
+(`--standalone`) does so on the loopback interface; of several nodes on INTERFACE, if the environment has it.
 
 On several nodes, the ranks of each start meet in a new store. torchrun would keep that of the first start, but when
 another node comes first after a restart, only that node would know of its own store.
@@ -18,12 +19,16 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from train.process.interface import listen_on
 from train.process.signals import SIGNALS, STATUS
 
 
 def main(arguments: list[str]) -> int:
     if "--standalone" not in arguments:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    interface = os.environ.get("INTERFACE") or ("lo" if "--standalone" in arguments else "")
+    if interface:
+        arguments = ["--local-addr", listen_on(interface), *arguments]
     try:
         run.main(["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", *arguments])
     except SignalException as stopped:

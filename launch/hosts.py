@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from train.process.signals import SIGNALS, STATUS
 
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
-PASSED_ON = ("NPROC", "MAX_RESTARTS", "MASTER_PORT", "MODULE")
+PASSED_ON = ("NPROC", "MAX_RESTARTS", "MASTER_PORT", "MODULE", "INTERFACE")
 
 # Read from its standard input by the shell of a host, which reads all of it before the first command. When the input
 # ends, whether it was closed or the connection is lost, the run is told to stop.

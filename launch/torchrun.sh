@@ -11,6 +11,7 @@
 #   NODE_RANK     0 .. NNODES-1; node 0 hosts the rendezvous
 #   MASTER_ADDR   host name of node 0;  MASTER_PORT: default 29500
 #   RUN_DIR       must be given, one folder that all nodes see
+#   INTERFACE     network interface on which the run listens, e.g. eth1; default: all. A run of one node listens on lo alone
 # MAX_RESTARTS has to be set on each: when a rank fails, all nodes start theirs again, and a lost node can be replaced.
 #
 # Told to stop by SIGTERM or SIGUSR1, the run saves a checkpoint within 30 seconds and ends with status 75; the same command

@@ -11,8 +11,11 @@ import pytest
 
 from train.commands.doctor import ROOT
 from train.process.files import new_folder
+from train.process.interface import address_of
 
 LAUNCHER = ROOT / "launch/torchrun.sh"
+
+LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
 
 # Ranks sum their numbers over gloo; the first attempt fails on rank 1 when told to.
 FAKE_JOB = """
@@ -22,6 +25,11 @@ from types import SimpleNamespace
 import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from train.process import distributed
+
+def listening(process):
+    sockets = {os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir() if fd.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 @record
 def main():
@@ -33,12 +41,21 @@ def main():
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     print(f"rank {rank} speaks")
+    heard = [*listening(os.getpid()), *listening(os.getppid())]
+    (Path(os.environ["RUN_DIR"]) / f"listens{rank}.txt").write_text(" ".join(heard))
     line = f"{rank} of {dist.get_world_size()}: {total.item():.0f}, attempt {attempt}, {sys.argv[1:]}"
     (Path(os.environ["RUN_DIR"]) / f"rank{rank}.txt").write_text(line)
     dist.destroy_process_group()
 
 main()
 """
+
+
+def listens(run_dir: Path) -> set[str]:
+    """The addresses on which both ranks and their launchers listened: gloo and stores."""
+    found = [set((run_dir / f"listens{rank}.txt").read_text().split()) for rank in (0, 1)]
+    assert all(found)
+    return set.union(*found)
 
 
 @pytest.fixture
@@ -58,6 +75,10 @@ def stub(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.reliability(
+    "somebody on the network looks for the stores of a run of one node, or for gloo",
+    "they listen on the loopback interface alone; those of several nodes on `INTERFACE`, where it is set",
+)
 def test_one_node_names_the_run_once_and_passes_its_arguments(environment: dict[str, str], tmp_path: Path) -> None:
     cwd = tmp_path / "elsewhere"
     done = launch({**environment, "NPROC": "2"}, "+experiment=[a,b]", "x=1 2", cwd=cwd)
@@ -66,6 +87,7 @@ def test_one_node_names_the_run_once_and_passes_its_arguments(environment: dict[
     assert run_dir.name.startswith("a-b-")
     expected = "of 2: 3, attempt 0, ['+experiment=[a,b]', 'x=1 2']"
     assert [(run_dir / f"rank{rank}.txt").read_text() for rank in (0, 1)] == [f"0 {expected}", f"1 {expected}"]
+    assert listens(run_dir) == {LOOPBACK}
     assert "rank 0 speaks" in done.stdout
     assert "rank 1 speaks" not in done.stdout
     (log,) = run_dir.glob("logs/*/attempt_0/1/stdout.log")
@@ -99,6 +121,7 @@ def test_slurm_starts_one_launcher_a_node_and_they_meet(environment: dict[str, s
         "SLURM_JOB_ID": str(os.getpid()),  # decides the port
         "RUN_DIR": str(tmp_path / "run"),
         "NPROC": "1",
+        "INTERFACE": "lo",
         "PATH": f"{tools}:{os.environ['PATH']}",
     }
     command = ["bash", str(ROOT / "launch/slurm.sbatch"), "a=1"]
@@ -108,6 +131,13 @@ def test_slurm_starts_one_launcher_a_node_and_they_meet(environment: dict[str, s
     assert done.returncode == 0, done.stderr
     lines = sorted((tmp_path / "run" / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert lines == ["0 of 2: 3, attempt 0, ['a=1']", "1 of 2: 3, attempt 0, ['a=1']"]
+    assert listens(tmp_path / "run") == {LOOPBACK}
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    assert address_of("lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match="INTERFACE=nowhere0 has no address .*there are .*lo"):
+        address_of("nowhere0")
 
 
 @pytest.mark.parametrize("missing", ["RUN_DIR", "NODE_RANK", "MASTER_ADDR"])

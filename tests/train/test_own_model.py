@@ -30,7 +30,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_models.py").write_text(ARCH)
     (tmp_path / "my_metrics.py").write_text(METRIC)
     (tmp_path / "my_configs" / "model").mkdir(parents=True)
-    (tmp_path / "my_configs" / "model" / "two_tower.yaml").write_text(YAML)
+    (tmp_path / "my_configs" / "model" / "my_towers.yaml").write_text(YAML)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -86,7 +86,7 @@ def test_a_class_without_a_config_gets_its_arguments_by_name(own: Path) -> None:
 
 def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> None:
     options = [override for override in TINY if not override.startswith("model.")]
-    options += [f"hydra.searchpath=[file://{own}/my_configs]", "model=two_tower", "model.dim=16", "runtime.steps=2"]
+    options += [f"hydra.searchpath=[file://{own}/my_configs]", "model=my_towers", "model.dim=16", "runtime.steps=2"]
     train_here(own / "run", "tracking.metrics=[my_metrics.top_share]", base=options)
     results = json.loads((own / "run" / "results.json").read_text())
     assert 0 <= results["test"]["click/top_share"] <= 1
@@ -102,4 +102,4 @@ def test_model_and_metric_of_one_s_own_are_trained_and_evaluated(own: Path) -> N
     with pytest.raises(ValueError, match=r"model\.name=theirs\.TwoTower cannot be imported"):
         train_here(own / "other", "model.name=theirs.TwoTower", base=options)
     with pytest.raises(ValueError, match=r"unknown model 'custom'.*model\.name=my_models\.TwoTower"):
-        train_here(own / "other", "model=custom", base=[option for option in options if option != "model=two_tower"])
+        train_here(own / "other", "model=custom", base=[option for option in options if option != "model=my_towers"])

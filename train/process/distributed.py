@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from train.process.interface import listen_on
+
 if TYPE_CHECKING:  # it knows all models, whose import takes seconds
     from train.config.schema import RuntimeConfig
 
@@ -110,6 +112,8 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     """torchrun's store, or a new one for a single process."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
+    if interface := os.environ.get("INTERFACE"):
+        listen_on(interface)  # the store that rank 0 makes where ranks of several nodes meet
     store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(_meeting(store, rank, size), store), rank, size
 

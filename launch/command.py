@@ -46,6 +46,10 @@ COMMANDS = {
     "export": Command("train.commands.export", "write a trained model for scoring", "run_dir=DIR"),
     "score": Command("train.commands.score", "how fast an exported model scores requests", "export=DIR"),
     "sweep": Command("launch.sweep", "a grid of runs", "+experiment=NAME --over key=a,b", has_parser=True),
+    "search": Command(
+        "launch.search", "random search and successive halving", "+experiment=NAME --space key=low..high",
+        has_parser=True,
+    ),
     "hosts": Command(
         "launch.hosts", "train on a list of hosts over ssh", "--hosts a,b --run-dir DIR +experiment=NAME",
         has_parser=True,

@@ -21,7 +21,8 @@ def gemsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_command_of_the_packages_is_one() -> None:
-    files = [*ROOT.glob("train/commands/*.py"), *(ROOT / f"launch/{name}.py" for name in ("sweep", "scaling", "hosts"))]
+    launchers = (ROOT / f"launch/{name}.py" for name in ("sweep", "search", "scaling", "hosts"))
+    files = [*ROOT.glob("train/commands/*.py"), *launchers]
     runnable = {path for path in files if '__name__ == "__main__"' in path.read_text()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in runnable}
     others = {"train.main", "train.evaluate", "kernels.bench"}
@@ -45,7 +46,7 @@ def test_each_explains_itself(name: str) -> None:
     text = usage(name)
     assert text.startswith(f"usage: gemsmith {name} ")
     assert f"python -m {COMMANDS[name].module} " not in text
-    assert ("--nproc" in text) == (COMMANDS[name].ranks != "never" or name in ("sweep", "scaling"))
+    assert ("--nproc" in text) == (COMMANDS[name].ranks != "never" or name in ("sweep", "search", "scaling"))
     assert len(text.splitlines()) >= 5
 
 

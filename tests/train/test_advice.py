@@ -42,6 +42,15 @@ def test_what_is_said(overrides: tuple[str, ...], validations: list[tuple[int, f
     assert all(re.search(expected, sentence) for expected, sentence in zip(said, sentences, strict=True))
 
 
+def test_a_run_of_few_steps_with_one_validation_is_told_so() -> None:
+    """On 34 thousand rows the defaults took 28 steps to an AUC of .61, six epochs .71, and nothing said so."""
+    (said,) = advice(to_config(composed()), [(28, 0.95)], steps=28)
+    assert "the run took 28 steps" in said
+    assert said.endswith("e.g. runtime.epochs=8 runtime.early_stop=2")
+    (said,) = advice(to_config(composed("runtime.steps=40")), [(40, 0.95)], steps=40)
+    assert said.endswith("e.g. runtime.steps=80 runtime.eval_every=40")
+
+
 def test_a_run_that_was_best_at_first_says_so_after_its_results(tmp_path: Path) -> None:
     # Nothing is learnt at this rate, so the second validation is no better than the first.
     rates = ("optimizer.lr=1e-30", "optimizer.sparse_lr=0", "optimizer.warmup_steps=0")

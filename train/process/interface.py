@@ -43,12 +43,20 @@ def listen_on(interface: str) -> str:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
     class Store(dist.TCPStore):
-        def __init__(self, host_name: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> None:
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            *rest: Any,
+            **options: Any,
+        ) -> None:
             if is_master:
                 listener = socket.create_server((address, port), backlog=1024)
                 host_name, port = address, listener.getsockname()[1]
                 options["master_listen_fd"] = listener.detach()
-            super().__init__(host_name, port, *arguments, is_master=is_master, **options)
+            super().__init__(host_name, port, world_size, is_master, *rest, **options)
 
     for name in PLACES:
         if name in sys.modules:

@@ -244,8 +244,16 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             gc.collect()
         _wait_for(initial / checkpoint.META)
         if not (run_dir / "results.json").exists():  # unless an earlier start of this comparison finished it
-            Trainer(config, world).run()
+            _train(config, world, None if arm == first else run_dir.with_name(first.name))
             gc.collect()  # models have reference cycles, and would count in the next run's peak memory
+
+
+def _train(config: Config, world: World, baseline: Path | None) -> None:
+    """`baseline`: the run of the first arm at the same seed, to which the loss's gap is logged."""
+    trainer = Trainer(config, world)
+    if baseline is not None and config.tracking.wandb != "disabled":
+        trainer.tracker.compare_with(baseline)
+    trainer.run()
 
 
 def _wait_for(file: Path) -> None:
@@ -278,6 +286,7 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
         stem = "report" if len(arms) == 2 else f"report-{other}"
         write_json(out / f"{stem}.json", result)
         print(compare_report.write(out, stem, result, pair))
+        compare_report.track(out, stem, result, pair)
         print(f"report: {out / stem}.md")
         passed &= result["passed"]
     return passed

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from train.config.schema import TrackingConfig
 from train.metrics.bootstrap import metric_intervals, paired_gaps
 from train.metrics.predictions import read_predictions
 from train.record.plots import plot_arms
-from train.record.tracking import METRICS_FILE, read_metrics
+from train.record.tracking import METRICS_FILE, Tracker, read_metrics
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,43 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
     text = "\n".join(lines) + "\n"
     (out / f"{stem}.md").write_text(text)
     return text
+
+
+def track(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run]]) -> None:
+    """The mean gap of the loss over the training, gaps of NE, spread and verdict as a W&B run of the arms' group."""
+    baseline, other = runs[result["baseline"]], runs[result["other"]]
+    settings = other[0].about["config"]["tracking"]
+    name = f"{result['other']} against {result['baseline']}"
+    about = {
+        "group": out.name,
+        "job_type": "report",
+        "name": name,
+        "tensorboard": False,
+        "progress": "never",
+        "http_port": 0,
+    }
+    known = {each.name for each in fields(TrackingConfig)}
+    tracking = TrackingConfig(**{**{key: value for key, value in settings.items() if key in known}, **about})
+    if tracking.wandb == "disabled":
+        return
+    tracker = Tracker(out / "tracking" / stem, tracking, enabled=True)
+    tracker.start({"comparison": {key: result[key] for key in ("baseline", "other", "seeds", "budget_percent")}},
+                  total_steps=result["steps"])  # fmt: skip
+    losses = {run.seed: dict(zip(run.steps.tolist(), run.losses.tolist(), strict=True)) for run in baseline}
+    gaps: dict[int, list[float]] = {}
+    for run in other:
+        for step, loss in zip(run.steps.tolist(), run.losses.tolist(), strict=True):
+            if losses[run.seed].get(step):
+                gaps.setdefault(step, []).append(100 * (loss / losses[run.seed][step] - 1))
+    for step, percents in sorted(gaps.items()):
+        spread = {f"loss_gap_percent_{end}": float(pick(percents)) for end, pick in (("least", min), ("most", max))}
+        tracker.log(step, "comparison", {"loss_gap_percent": float(np.mean(percents)), **spread}, shown=False)
+    verdict = {"passed": float(result["passed"])}
+    for task, values in result["tasks"].items():
+        verdict |= {f"{task}/{key}": values[key] for key in ("ne_gap_percent", "baseline_spread_percent")}
+        verdict[f"{task}/passed"] = float(values["passed"])
+    tracker.log(result["steps"], "comparison", verdict, shown=False)
+    tracker.finish()
 
 
 def _mean_std(value: dict[str, float | None]) -> str:

@@ -129,6 +129,22 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
+class Baseline:
+    """The training losses of another run, which may be under way."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._losses: dict[int, float] = {}
+
+    def gap(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """100 (loss - its loss) / its loss at this step, as `loss_gap_percent`; empty if it has not got there yet."""
+        if step not in self._losses and self._file.exists():
+            records = read_metrics(self._file)
+            self._losses = {r.step: r.values["loss"] for r in records if r.split == "train" and "loss" in r.values}
+        other, loss = self._losses.get(step), values.get("loss")
+        return {"loss_gap_percent": 100 * (loss - other) / other} if other and loss is not None else {}
+
+
 class _Mirror(Protocol):
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None: ...
 
@@ -204,6 +220,11 @@ class Tracker:
         self._bar: tqdm[Any] | None = None
         self._endpoint: Endpoint | None = None
         self._total_steps = 0
+        self._baseline: Baseline | None = None
+
+    def compare_with(self, run_dir: Path) -> None:
+        """Log the gap to another run's training loss, at the same steps, beside one's own."""
+        self._baseline = Baseline(run_dir / METRICS_FILE)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint of rank 0: what a resumed run needs to go on in the same W&B run."""
@@ -254,6 +275,8 @@ class Tracker:
         if not self.enabled:
             return
         assert self._file is not None, "Tracker.log before Tracker.start"
+        if self._baseline is not None and split == "train":
+            values = {**values, **self._baseline.gap(step, values)}
         with named(self.run_dir / METRICS_FILE):
             self._file.write(Record(step, split, time.time(), dict(values)).to_json() + "\n")
             self._file.flush()

@@ -172,18 +172,20 @@ class InteractionArch(nn.Module):
         num_tokens = num_request + num_candidate
         mixed = num_tokens + num_summary
         common: dict[str, Any] = {"hidden": hidden, "dropout": dropout}
-        num_given = num_request_summary + num_request  # of a request, to the first layer
-        first: dict[str, Any] = {"num_request": num_given, "max_candidates": max_candidates}
+        num_of_request = num_request_summary + num_request  # of a request, to the first layer
+        first: dict[str, Any] = {"num_request": num_of_request, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
         for index in range(config.dhen_layers if config.interaction == "dhen" else config.wukong_layers):
             options = common | ({} if index else first)
-            own = mixed if index else mixed - num_given
+            num_of_candidate = mixed if index else mixed - num_of_request
             if config.interaction == "dhen":
-                layers.append(DHENLayer(own, dim, rank=config.dcn_rank, **options))
+                layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
             else:
                 num_fmb, num_lcb = config.wukong_fmb, config.wukong_lcb
                 layers.append(
-                    WukongLayer(own, dim, num_fmb=num_fmb, num_lcb=num_lcb, rank=config.wukong_rank, **options)
+                    WukongLayer(
+                        num_of_candidate, dim, num_fmb=num_fmb, num_lcb=num_lcb, rank=config.wukong_rank, **options
+                    )
                 )
                 mixed = num_fmb + num_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
@@ -202,12 +204,12 @@ class InteractionArch(nn.Module):
     ) -> Tensor:
         """candidate [C, num_candidate, d], request [rows, num_request, d] if there are any
         -> [C, num_request + num_candidate, d]."""
-        given, pooled = summary
+        of_request, pooled = summary
         if request is not None:
-            given = torch.cat([given, row_norm(request)], dim=1)
+            of_request = torch.cat([of_request, row_norm(request)], dim=1)
         normed = rms_norm(candidate) if request is None else row_norm(candidate)
         first, *rest = self.stack
-        mixed = first(torch.cat([normed, pooled], dim=1), given, rows)
+        mixed = first(torch.cat([normed, pooled], dim=1), of_request, rows)
         for layer in rest:
             mixed = layer(mixed)
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))

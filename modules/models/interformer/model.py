@@ -199,8 +199,8 @@ class InterFormer(nn.Module):
         self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(config, num_tokens)
-        own, shared = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
-        self.heads = TaskHeads(own, config.head_hidden, spec.num_outputs, config.dropout, shared)
+        candidate_width, request_width = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
+        self.heads = TaskHeads(candidate_width, config.head_hidden, spec.num_outputs, config.dropout, request_width)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -232,9 +232,9 @@ class InterFormer(nn.Module):
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
-        shared, pooled = self.head_cross(x, None, sequence, offsets, rows)
-        own = torch.cat([self.head_summary(x), pooled], dim=1)
-        return self.heads(own.flatten(1), shared.flatten(1), rows)
+        of_request, pooled = self.head_cross(x, None, sequence, offsets, rows)
+        of_candidate = torch.cat([self.head_summary(x), pooled], dim=1)
+        return self.heads(of_candidate.flatten(1), of_request.flatten(1), rows)
 
     def aux_loss(self) -> Tensor:
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""

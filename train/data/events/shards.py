@@ -16,7 +16,7 @@ from train.data.requests import SPLITS, Formed
 
 SAMPLES = 32
 """Keys of each slab, from which the limits of slabs are chosen."""
-KEY = ("part", "time", "user")
+KEY = np.dtype([("part", "i1"), ("time", "<i8"), ("user", "<i4")])
 
 
 class Shards:
@@ -144,7 +144,7 @@ class Shards:
             size = int((end - begin).sum())
             if requests < first + size:
                 whose = np.repeat(np.arange(self.number), end - begin)
-                order = _order(self._keys(slab))
+                order = _order(self._merged(slab))
                 return begin + np.bincount(whose[order[: requests - first]], minlength=self.number)
             first += size
         return self._lengths.copy()
@@ -154,11 +154,11 @@ class Shards:
         """[slabs + 1, shards]: where the requests of each slab begin, between keys that halve, third, ... a sample."""
         slabs = -(-self.candidates // self._at_once) or 1
         every = max(1, int(self._lengths.sum()) // (slabs * SAMPLES))
-        samples = np.sort(np.concatenate([self._read(shard)[list(KEY)][::every] for shard in range(self.number)]))
+        samples = np.sort(np.concatenate([_keys(self._read(shard)[::every]) for shard in range(self.number)]))
         limits = samples[np.arange(1, slabs) * len(samples) // slabs]
         edges = np.zeros((slabs + 1, self.number), np.int64)
         for shard in range(self.number):
-            keys = self._read(shard)[list(KEY)]
+            keys = _keys(self._read(shard))
             found = [bisect_left(range(len(keys)), limit.item(), key=lambda i: keys[i].item()) for limit in limits]
             edges[1:, shard] = [*found, len(keys)]
         return edges
@@ -171,12 +171,12 @@ class Shards:
         ends = found["begins"][end - begin] if more > end else self._sizes[shard]
         return found[: end - begin], begins, ends
 
-    def _keys(self, slab: int) -> np.ndarray:
+    def _merged(self, slab: int) -> np.ndarray:
         begin, end = self._edges[slab], self._edges[slab + 1]
         return np.concatenate([self._read(shard, begin[shard], end[shard]) for shard in range(self.number)])
 
     def _counts(self, slab: int) -> np.ndarray:
-        requests = self._keys(slab)
+        requests = self._merged(slab)
         return requests["count"][_order(requests)]
 
     def _read(self, shard: int, begin: int = 0, end: int | None = None) -> np.ndarray:
@@ -187,6 +187,14 @@ class Shards:
         return self._folder / f"{shard}.requests"
 
 
+def _keys(requests: np.ndarray) -> np.ndarray:
+    """A copy: fields of an array would hold all of it in memory."""
+    keys = np.zeros(len(requests), KEY)
+    for name in KEY.fields or ():
+        keys[name] = requests[name]
+    return keys
+
+
 def _order(requests: np.ndarray) -> np.ndarray:
     """Those of a user stay in the order that they have."""
-    return np.lexsort([requests[name] for name in reversed(KEY)])
+    return np.lexsort([requests[name] for name in ("user", "time", "part")])

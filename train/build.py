@@ -35,6 +35,7 @@ from train.data.summary import summarise
 from train.loss import TaskLosses
 from train.loss.next_item import ItemShares
 from train.metrics.collection import OwnMetric, own_metrics
+from train.optim import guarded, schedule
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
 from train.parallel.experts import share_experts
@@ -82,6 +83,8 @@ class Job:
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
+    guarded.check(config.optimizer)
+    schedule.check(config.optimizer)
     precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)

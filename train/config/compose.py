@@ -17,7 +17,6 @@ from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.schema import SOURCES, Config, SyntheticConfig
 from train.loss import task_loss
-from train.optim import guarded, schedule
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -93,8 +92,6 @@ def validate(config: Config) -> None:
             f"{'Muon needs' if optimizer.dense == 'muon' else 'an optimiser by its dotted name may need'} whole "
             "matrices; use optimizer.dense=adamw or parallel.dense=ddp"
         )
-    guarded.check(optimizer)
-    schedule.check(optimizer)
     if config.parallel.expert_payload != "full" and config.parallel.expert_ranks < 2:
         raise ValueError(
             f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "

@@ -1,7 +1,8 @@
-"""Every `bash` block of README.md runs, in order, in a scratch copy of the repository; `python` ones in test_docs.py.
+"""Every `bash` block of README.md and of the tutorial runs, in order, in a scratch copy of the repository.
 
 A comment `<!-- test: ... -->` above a block, which readers do not see, holds what is appended to each of its commands
-so that they end in seconds; nothing else is changed. A `yaml` block is saved under the path that its first line names.
+so that they end in seconds; nothing else is changed. A `yaml` or `python` block is saved under the path that its first
+line names; other `python` blocks run in test_docs.py.
 """
 
 from __future__ import annotations
@@ -17,18 +18,29 @@ import pytest
 
 from tests.launching import ROOT, environment
 
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "docs/tutorial.md")
 BLOCK = re.compile(r"(?:<!-- test:(?P<appended>.*?)-->\n)?```(?P<language>\w+)\n(?P<body>.*?)```", re.DOTALL)
-BLOCKS = [match.groupdict() for match in BLOCK.finditer(README)]
+PATH = re.compile(r"# ([\w./-]+\.(?:yaml|py))\n")
 
 
-def commands() -> list[str]:
-    """The README's commands with what the test appends."""
+def blocks_of(page: str) -> list[dict[str, str | None]]:
+    return [match.groupdict() for match in BLOCK.finditer((ROOT / page).read_text())]
+
+
+def files(page: str) -> dict[str, str]:
+    """What the page has its readers save, by path."""
+    bodies = [block["body"] or "" for block in blocks_of(page)]
+    return {found[1]: body for body in bodies if (found := PATH.match(body))}
+
+
+def commands(page: str) -> list[str]:
+    """The page's commands with what the test appends."""
     found = []
-    for block in BLOCKS:
+    for block in blocks_of(page):
         if block["language"] == "bash":
-            assert block["appended"] is not None, f"no <!-- test: --> comment above: {block['body']}"
-            found += [f"{line} {block['appended'].strip()}" for line in block["body"].strip().splitlines()]
+            body, appended = block["body"] or "", block["appended"]
+            assert appended is not None, f"no <!-- test: --> comment above: {body}"
+            found += [f"{line} {appended.strip()}" for line in body.strip().splitlines()]
     return found
 
 
@@ -50,15 +62,14 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(900)
-def test_every_command_runs(clone: Path) -> None:
-    for block in BLOCKS:
-        if block["language"] == "yaml":
-            path = clone / block["body"].splitlines()[0].removeprefix("# ")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block["body"])
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_runs(page: str, clone: Path) -> None:
+    for name, body in files(page).items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(body)
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = environment() | {"PATH": programs, "PYTHONPATH": str(clone)}  # the clone's `gemsmith`, not this one's
-    for command in commands():
+    for command in commands(page):
         done = subprocess.run(
             ["bash", "-c", command], cwd=clone, env=variables, capture_output=True, text=True, check=False
         )
@@ -68,12 +79,14 @@ def test_every_command_runs(clone: Path) -> None:
 
 
 def test_only_kinds_of_blocks_that_are_tested_appear() -> None:
-    assert {block["language"] for block in BLOCKS} == {"bash", "yaml", "python"}
-    assert README.count("```") == 2 * len(BLOCKS)
+    blocks = blocks_of("README.md")
+    assert {block["language"] for block in blocks} == {"bash", "yaml", "python"}
+    assert (ROOT / "README.md").read_text().count("```") == 2 * len(blocks)
+    assert all(PATH.match(block["body"] or "") for block in blocks_of("docs/tutorial.md") if block["language"] != "bash")
 
 
 def test_every_path_that_is_named_exists() -> None:
-    prose = BLOCK.sub("", README)
+    prose = BLOCK.sub("", (ROOT / "README.md").read_text())
     named = {name for name in re.findall(r"`([\w./-]+)`", prose) if "/" in name or name.endswith(".md")}
     made_by_running = {".venv", "runs/", "plots/", "predictions/", "checkpoints/"}
     assert {name for name in named - made_by_running if not (ROOT / name).exists()} == set()

@@ -82,7 +82,9 @@ def test_only_kinds_of_blocks_that_are_tested_appear() -> None:
     blocks = blocks_of("README.md")
     assert {block["language"] for block in blocks} == {"bash", "yaml", "python"}
     assert (ROOT / "README.md").read_text().count("```") == 2 * len(blocks)
-    assert all(PATH.match(block["body"] or "") for block in blocks_of("docs/tutorial.md") if block["language"] != "bash")
+    assert all(
+        PATH.match(block["body"] or "") for block in blocks_of("docs/tutorial.md") if block["language"] != "bash"
+    )
 
 
 def test_every_path_that_is_named_exists() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -23,6 +24,15 @@ TOKEN = "0123456789abcdef" * 2
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
 
 
+@pytest.fixture
+def forgotten_by_wandb() -> Iterator[None]:
+    """W&B reads the environment once a process, and later tests have another."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("forgotten_by_wandb")
 @pytest.mark.reliability(
     "a value of the configuration is `${oc.env:NAME}`, perhaps a secret, and tokens are in the environment",
     "the run uses it; config.json, checkpoints and W&B get the text `${oc.env:NAME}`, which is read anew; no file of "

@@ -16,10 +16,12 @@ from torch import Tensor
 from kernels.attention import reference
 from kernels.attention.bias import BUCKET_WIDTH, Bias, checked_bias, padded_bias, time_bucket
 from kernels.core import dispatch
-from kernels.core.checks import check_heads, check_lengths, check_offsets, check_window
+from kernels.core.checks import check_heads, check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
+from kernels.core.mask import Mask, checked_mask
 from kernels.core.offsets import attended_pairs
+from kernels.core.rows import Rows
 
 __all__ = ["BUCKET_WIDTH", "Bias", "checked_bias", "jagged_attention", "padded_bias", "time_bucket"]
 
@@ -74,15 +76,11 @@ def jagged_attention(
     check_offsets(k.shape[0], k_offsets)
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(f"q has {len(q_offsets) - 1} rows and k has {len(k_offsets) - 1}; they must be equal")
-    reach = check_window(window)
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size={block_size} must be positive, or None for no blocks")
+    mask = checked_mask(causal, window, block_size)
     q, k, v = dispatch.autocast_operands(q=q, k=k, v=v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     features: dict[str, Any] = {}
-    if block_size is not None:
-        features["block_size"] = block_size
     if position_bias is not None or time_bias is not None:
         features["bias"] = checked_bias(q, k, position_bias, time_bias, q_times, k_times, time_bucket_width)
     chosen = dispatch.choose_backend(
@@ -91,7 +89,7 @@ def jagged_attention(
         q,
         head_dim=q.shape[2],
         value_dim=v.shape[2],
-        masked=causal or reach != (-1, -1),
+        masked=mask.windowed,
         same_offsets=q_offsets is k_offsets,
         block_local=block_size is not None,
         biased="bias" in features,
@@ -103,7 +101,7 @@ def jagged_attention(
         check_lengths(q_offsets, max_q, "max_q")
         if k_offsets is not q_offsets or max_k < max_q:
             check_lengths(k_offsets, max_k, "max_k")
-    return chosen.function(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, reach, **features)
+    return chosen.function(q, k, v, Rows(q_offsets, max_q), Rows(k_offsets, max_k), scale, mask, **features)
 
 
 def _few_queries(
@@ -211,15 +209,11 @@ def _flops(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    block_size: int | None = None,
+    mask: Mask,
     bias: object = None,
 ) -> float:
-    pairs = attended_pairs(q_offsets, k_offsets, causal, window, block_size)
+    pairs = attended_pairs(queries.offsets, keys.offsets, mask)
     return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

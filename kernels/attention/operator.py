@@ -3,14 +3,14 @@
 A backend plugs in through `attention_operator(name, forward, backward)`, which makes an operator that `torch.compile`
 and `opcheck` see through. It saves q, k, v, out and lse, so that memory is linear in the number of values.
 
-    forward(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (out, lse)
-    backward(grad_out, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale, causal, window) -> (dq, dk, dv)
+    forward(q, k, v, queries, keys, scale, mask) -> (out, lse)
+    backward(grad_out, q, k, v, out, lse, queries, keys, scale, mask) -> (dq, dk, dv)
 
-Shapes are those of `kernels.attention.jagged_attention`; out is contiguous, `window` is (left, right) with -1 for no
-limit, and lse [H, Nq] float32 is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query
-that sees none. q, k and v have one dtype and any strides, grad_out too. A backend that serves block-local attention or
-biases also takes `block_size` and `bias`. If there is a bias, it returns the gradients of the two tables after dv, an
-empty tensor for a table that is None.
+Shapes are those of `kernels.attention.jagged_attention`; `queries` and `keys` are `Rows` and `mask` is a `Mask`, which
+an operator of PyTorch takes apart, since it takes only tensors and numbers. out is contiguous, and lse [H, Nq] float32
+is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query that sees none. q, k and v
+have one dtype and any strides, grad_out too. A backend that serves biases also takes `bias`. If there is one, it
+returns the gradients of the two tables after dv, an empty tensor for a table that is None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from kernels.attention.bias import Bias
 from kernels.attention.gradients import contiguous_gradients
+from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
+from kernels.core.rows import Rows
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
 _TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
@@ -40,18 +42,17 @@ def attention_operator(
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above.
 
-    Without `features` it takes neither `block_size` nor `bias`, which saves the host a third of the arguments.
+    Without `features` it has neither blocks nor `bias`, which saves the host a third of the arguments.
     `gradients` makes the tensors that the backward kernel writes to.
     """
     schema = f"{_TENSORS}{_TABLES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
     results = ", ".join(["Tensor"] * (5 if features else 3))
     saved = 9 if features else 5
-    arguments = _featured if features else _plain
+    arguments = _with_bias if features else _packed
 
     @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({schema}) -> (Tensor, Tensor)")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        positional, named = arguments(*rest)
-        return forward(q, k, v, *positional, **named)
+        return forward(q, k, v, *arguments(*rest))
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -65,8 +66,7 @@ def attention_operator(
     def attend_backward(
         grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
-        positional, named = arguments(*rest)
-        own = backward(grad, q, k, v, out, lse, *positional, **named)
+        own = backward(grad, q, k, v, out, lse, *arguments(*rest))
         return (*own, lse.new_empty(0), lse.new_empty(0)) if features and len(own) == 3 else own
 
     @attend_backward.register_fake
@@ -96,48 +96,30 @@ def attention_operator(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        q_offsets: Tensor,
-        k_offsets: Tensor,
-        max_q: int,
-        max_k: int,
+        queries: Rows,
+        keys: Rows,
         scale: float,
-        causal: bool,
-        window: tuple[int, int],
-        block_size: int | None = None,
+        mask: Mask,
         bias: Bias | None = None,
     ) -> Tensor:
-        sizes = (max_q, max_k, scale, causal, *window)
+        (q_offsets, max_q), (k_offsets, max_k) = queries, keys
         if not features:
-            return attend(q, k, v, q_offsets, k_offsets, *sizes)[0]
-        return attend(q, k, v, q_offsets, k_offsets, *(bias or Bias()), *sizes, block_size)[0]
+            return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, *mask[:3])[0]
+        return attend(q, k, v, q_offsets, k_offsets, *(bias or Bias()), max_q, max_k, scale, *mask)[0]
 
     return call
 
 
-def _plain(
-    q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int, scale: float, causal: bool, left: int, right: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments of a kernel after v, and those of features that are in use."""
+def _packed(
+    q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *mask: Any
+) -> tuple[Rows, Rows, float, Mask]:
+    """The arguments of a kernel after v."""
     # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
-    offsets = q_offsets.contiguous(), k_offsets.contiguous()
-    return (*offsets, max_q, max_k, scale, causal, (left, right)), {}
+    return Rows(q_offsets.contiguous(), max_q), Rows(k_offsets.contiguous(), max_k), scale, Mask(*mask)
 
 
-def _featured(
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    position: Tensor | None,
-    time: Tensor | None,
-    q_times: Tensor | None,
-    k_times: Tensor | None,
-    bucket_width: float,
-    *rest: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `_plain`."""
-    *sizes, block_size = rest
-    positional, named = _plain(q_offsets, k_offsets, *sizes)
-    if block_size is not None:
-        named["block_size"] = block_size
-    if position is not None or time is not None:
-        named["bias"] = Bias(position, time, q_times, k_times, bucket_width)
-    return positional, named
+def _with_bias(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """As `_packed`, and the bias, if there is one."""
+    bias = Bias(*rest[:5])
+    packed = _packed(q_offsets, k_offsets, *rest[5:])
+    return packed if bias.position is None and bias.time is None else (*packed, bias)

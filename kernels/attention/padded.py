@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.core.rows import repeat_heads
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows, repeat_heads
 from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 
@@ -32,14 +33,12 @@ def jagged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> Tensor:
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     max_k = -(-max(max_k, 1) // 8) * 8  # fused kernels need rows of a mask to start at multiples of 16 bytes
     padded = (

@@ -8,24 +8,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.bias import Bias, padded_bias
 from kernels.core import dispatch
-from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows, jagged_to_padded, padded_to_jagged, repeat_heads
 
 
 def jagged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    block_size: int | None = None,
+    mask: Mask,
     bias: Bias | None = None,
 ) -> Tensor:
-    """`window` is (left, right) with -1 for no limit; the rest as in the public function."""
+    """As the public function."""
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     # A softmax over no keys is 0 / 0. A query that sees none attends to an additional key after all others, which is
     # zero like its value: the result is exactly zero, and so are its gradients.
@@ -36,11 +34,7 @@ def jagged_attention(
     )
     i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k + 1, device=q.device)
     seen = (j < k_offsets.diff()[:, None])[:, None, :]  # [B, 1 or max_q, max_k + 1]
-    left, right = window
-    seen = seen & (j <= i) if causal else seen
-    seen = seen & (j >= i - left) if left >= 0 else seen
-    seen = seen & (j <= i + right) if right >= 0 else seen
-    seen = seen & (i // block_size == j // block_size) if block_size is not None else seen
+    seen = mask.restrict(seen, i, j)
     seen = (seen | (~seen.any(-1, keepdim=True) & (j == nowhere)))[:, None]
     if bias is None:
         out = _attend(q_padded, k_padded, v_padded, seen, scale)

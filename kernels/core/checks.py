@@ -29,20 +29,6 @@ def check_offsets(total: int, offsets: Tensor) -> None:
         )
 
 
-def check_window(window: int | tuple[int | None, int | None] | None) -> tuple[int, int]:
-    """(left, right) of a window, -1 for no limit on a side, which may be written as None as well.
-
-    ValueError for other negative numbers.
-    """
-    sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2 or any(side is not None and side < -1 for side in sides):
-        raise ValueError(
-            f"window={window} must be w or (left, right), each at least 0 or None (also -1) for no limit, e.g. 128"
-        )
-    left, right = (-1 if side is None else side for side in sides)
-    return left, right
-
-
 def check_floating(values: Tensor, name: str) -> None:
     """ValueError for integers, which operators that compute in float32 would round."""
     if not values.is_floating_point():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.caches import cached
+from kernels.core.mask import NO_MASK, Mask
 from kernels.core.operator import intercepted
 
 
@@ -35,25 +36,16 @@ def narrowed(offsets: Tensor) -> Tensor:
     return offsets if offsets.dtype is torch.int32 else derived(offsets.int, "int32", offsets)
 
 
-def attended_pairs(
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    block_size: int | None = None,
-) -> int:
-    """How many pairs of a query and a key of its row see each other; masks as in `kernels.attention`. Waits for the
-    device."""
+def attended_pairs(q_offsets: Tensor, k_offsets: Tensor, mask: Mask = NO_MASK) -> int:
+    """How many pairs of a query and a key of its row see each other. Waits for the device."""
     pairs = 0
-    left, right = window
+    left, right = mask.window
     for num_q, num_k in zip(q_offsets.diff().tolist(), k_offsets.diff().tolist(), strict=True):
         query = torch.arange(num_q)
         first = query - left if left >= 0 else torch.zeros_like(query)
         last = query + right if right >= 0 else torch.full_like(query, num_k - 1)
-        if causal:
-            last = torch.minimum(last, query)
-        if block_size is not None:
-            block = query // block_size * block_size
-            first, last = torch.maximum(first, block), torch.minimum(last, block + block_size - 1)
+        if mask.block_size is not None:
+            block = query // mask.block_size * mask.block_size
+            first, last = torch.maximum(first, block), torch.minimum(last, block + mask.block_size - 1)
         pairs += int((last.clamp(max=num_k - 1) - first.clamp(min=0) + 1).clamp(min=0).sum())
     return pairs

@@ -5,8 +5,17 @@ A jagged tensor is (values [N, ...], offsets [B + 1]): row b is values[offsets[b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Where rows lie, [B + 1] int32 or int64, and a configured number of values that none exceeds."""
+
+    offsets: Tensor
+    max_length: int
 
 
 def row_of(offsets: Tensor, total: int) -> Tensor:

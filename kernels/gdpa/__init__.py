@@ -16,10 +16,12 @@ from torch import Tensor
 from kernels.attention import BUCKET_WIDTH, checked_bias
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
-from kernels.core.checks import check_lengths, check_offsets, check_window
+from kernels.core.checks import check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
+from kernels.core.mask import Mask, checked_mask
 from kernels.core.offsets import attended_pairs, derived
+from kernels.core.rows import Rows
 from kernels.gdpa import reference
 from kernels.gdpa.norms import add_norms, layer_norm
 
@@ -76,8 +78,8 @@ def gdpa(
     lengths and indices out of bounds; on a GPU, where checking would be a sync, those are device assertions.
     """
     _check_shapes(q, k, v, q_offsets, k_offsets)
-    reach = check_window(window)
-    if kv_index is not None and reach != (-1, -1):
+    mask = checked_mask(window=window)
+    if kv_index is not None and mask.windowed:
         raise ValueError("kv_index with a window is not supported: positions count within a row of keys")
     biased = position_bias is not None or time_bias is not None
     if biased and (q_offsets is None or k_offsets is None or kv_index is not None):
@@ -114,14 +116,14 @@ def gdpa(
         head_dim=q.shape[2],
         value_dim=v.shape[2],
         activations=activations,
-        windowed=reach != (-1, -1),
+        windowed=mask.windowed,
         **{"biased": True} if biased else {},
     )
     if not chosen.checks_lengths:
         for offsets, maximum, name in unchecked:
             check_lengths(offsets, maximum, name)
-    arguments = (q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, reach)
-    return chosen.function(*arguments, **features)
+    rows = Rows(q_offsets, max_q), Rows(k_offsets, max_k)
+    return chosen.function(q, k, v, *rows, activations, score_scale, out_scale, mask, **features)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None) -> None:
@@ -242,14 +244,12 @@ def _flops(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     bias: object = None,
 ) -> float:
-    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(q_offsets, k_offsets, window=window)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(queries.offsets, keys.offsets, mask)

@@ -3,14 +3,12 @@
 A backend plugs in through `gdpa_operator(name, forward, backward)`, which makes an operator that `torch.compile` and
 `opcheck` see through. It saves only its inputs, because there are no statistics of rows.
 
-    forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window) -> out
-    backward(grad_out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
-        -> (dq, dk, dv)
+    forward(q, k, v, queries, keys, activations, score_scale, out_scale, mask) -> out
+    backward(grad_out, q, k, v, queries, keys, activations, score_scale, out_scale, mask) -> (dq, dk, dv)
 
-q [Nq, H, d], k [Nk, Hkv, d] and v [Nk, Hkv, dv] have one dtype and any strides, grad_out [Nq, H, dv] too; offsets
-[B + 1] are int32 or int64 and have equally many rows. `activations` names one activation per query head, `window` is
-(left, right) with -1 for no limit. Results are contiguous and written everywhere: queries without keys and keys without
-queries get zeros.
+q [Nq, H, d], k [Nk, Hkv, d] and v [Nk, Hkv, dv] have one dtype and any strides, grad_out [Nq, H, dv] too; `queries` and
+`keys` are equally many `Rows`. `activations` names one activation per query head, `mask` is a `Mask` of a window alone.
+Results are contiguous and written everywhere: queries without keys and keys without queries get zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from kernels.core.activations import ACTIVATIONS
+from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
+from kernels.core.rows import Rows
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "
@@ -64,17 +64,17 @@ def gdpa_operator(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        q_offsets: Tensor,
-        k_offsets: Tensor,
-        max_q: int,
-        max_k: int,
+        queries: Rows,
+        keys: Rows,
         activations: tuple[str, ...],
         score_scale: float,
         out_scale: float,
-        window: tuple[int, int],
+        mask: Mask,
     ) -> Tensor:
+        (q_offsets, max_q), (k_offsets, max_k) = queries, keys
         identifiers = [ACTIVATIONS.index(activation) for activation in activations]
-        return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, identifiers, score_scale, out_scale, *window)
+        scales = score_scale, out_scale
+        return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, identifiers, *scales, mask.left, mask.right)
 
     return call
 
@@ -93,5 +93,5 @@ def _arguments(
     """The arguments of a kernel after v."""
     activations = tuple(ACTIVATIONS[identifier] for identifier in identifiers)
     # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
-    offsets = q_offsets.contiguous(), k_offsets.contiguous()
-    return *offsets, max_q, max_k, activations, score_scale, out_scale, (left, right)
+    rows = Rows(q_offsets.contiguous(), max_q), Rows(k_offsets.contiguous(), max_k)
+    return *rows, activations, score_scale, out_scale, Mask(False, left, right)

@@ -9,24 +9,24 @@ from torch.nn import functional as F
 from kernels.attention import Bias, padded_bias
 from kernels.core.activations import activate
 from kernels.core.constants import EPSILON
-from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows, jagged_to_padded, padded_to_jagged, repeat_heads
 
 
 def gdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     bias: Bias | None = None,
 ) -> Tensor:
     """`activations` has a name per query head; the rest as in the public function."""
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     q_padded, k_padded, v_padded = (
         jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
@@ -36,7 +36,7 @@ def gdpa(
     if bias is not None:
         i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k, device=q.device)
         added = padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k)
-    attended = attend(q_padded, k_padded, v_padded, activations, score_scale, out_scale, window, added)
+    attended = attend(q_padded, k_padded, v_padded, activations, score_scale, out_scale, mask, added)
     return padded_to_jagged(attended.transpose(1, 2), q_offsets, q.shape[0])
 
 
@@ -47,7 +47,7 @@ def attend(
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     bias: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, Lq, d], k [B, H, Lk, d], v [B, H, Lk, dv] -> [B, H, Lq, dv]; rows are padded with zeros.
@@ -55,10 +55,8 @@ def attend(
     bias [1 or B, H, Lq, Lk] is added to scaled scores.
     """
     i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
-    left, right = window
     # Padding needs no mask: its values are 0.
-    seen = j >= i - left if left >= 0 else torch.ones_like(i == j)
-    seen = seen & (j <= i + right) if right >= 0 else seen
+    seen = mask.restrict(torch.ones_like(i == j), i, j)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.mT).to(wide) * score_scale
     scores = scores if bias is None else scores + bias

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels.attention.hopper.backward_consumer import differentiate
 from kernels.attention.hopper.backward_loader import STAGES, load_tiles
 from kernels.attention.hopper.descriptor import head_descriptor, line_descriptor
-from kernels.attention.hopper.forward import effective_window
 from kernels.attention.hopper.tables import LOG2_E, row_statistics, tile_table
 from kernels.attention.triton import short_backward
 from kernels.attention.triton.launch import rows_of
@@ -38,6 +37,8 @@ from kernels.core.caches import cached
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 
 QUERIES = 64
 KEYS = 128
@@ -127,30 +128,27 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
 
     q, out and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d 64 or 128, H a multiple of Hkv
     and any strides (out: except that of the last dimension); lse is [H, Nq] float32, contiguous, the natural logarithm
-    of the sums, +inf for a query that sees no key; offsets are int32 or int64 [B + 1]. No row exceeds max_q and max_k.
-    Query i sees key j, both counted within the row, if i - window[0] <= j <= i + window[1], where -1 is no limit, and
-    j <= i if `causal`. Calls give equal bits. Values must be finite: a NaN reaches gradients of neighbouring rows.
+    of the sums, +inf for a query that sees no key. The mask has no blocks. Calls give equal bits. Values must be
+    finite: a NaN reaches gradients of neighbouring rows.
 
-    Without a mask, several groups of queries may see the same keys. q_offsets are [G * (B + 1)] then, those of each
-    group in turn, all counted from the start of q; row b of every group sees row b of the keys, and max_q limits a
-    row's queries of all groups together.
+    Without a mask, several groups of queries may see the same keys. Offsets of queries are [G * (B + 1)] then, those of
+    each group in turn, all counted from the start of q; row b of every group sees row b of the keys, and the bound
+    limits a row's queries of all groups together.
 
-    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
-    within one tile of keys.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if a row's
+    keys are within one tile.
     ValueError for a head dimension, dtype or scale that the kernel cannot serve.
     """
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     num_queries, num_heads, head_dim = q.shape
     num_keys, kv_heads = k.shape[:2]
     group = num_heads // kv_heads
@@ -162,7 +160,7 @@ def attention_backward(
     if scale <= 0:
         # Masked scores are -inf before they are scaled.
         raise ValueError(f"needs a positive scale, got {scale}")
-    left, right = effective_window(causal, window)
+    left, right = mask.window
     # The gradient of a sum (one expanded number), or one with all rows of a head together: see `head_descriptor`.
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
@@ -173,7 +171,7 @@ def attention_backward(
     num_rows = k_offsets.shape[0] - 1
     runs = q_offsets.shape[0] // k_offsets.shape[0]
     short = likely_short(num_queries, num_keys, num_rows, max_q, max_k) if runs == 1 else 0
-    short_rows = (grad_out, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, scale, (left, right))
+    short_rows = (grad_out, q, k, v, out, lse, dq, dk, dv, queries, keys, scale, mask)
     if max(max_q, max_k) <= short:
         short_backward.backward(*short_rows, beside=False)
         return dq, dk, dv

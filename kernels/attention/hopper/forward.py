@@ -29,6 +29,8 @@ from kernels.attention.hopper.items import ROWS, mixed_turn, paired_item
 from kernels.core import scheduling
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.launch import Launcher, processors
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.core.scheduling import FIRST_BLOCK, MAIN_BEGIN, MAIN_COUNT, NUM_BLOCKS, OTHER_BEGIN, dealt_item, num_rounds
 
 BLOCK_Q = 2 * ROWS.value
@@ -46,24 +48,20 @@ def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
+    mask: Mask,
     schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, H, dv] of q's dtype, lse [H, Nq] float32) of each row's queries over the same row's keys.
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HOPPER_HEADS, H a multiple of Hkv.
-    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64; a row of more than
-    max_q queries or max_k keys is a device assertion. Query i sees key j, both counted within their row, when
-    i - left <= j <= i + right with window = (left, right), -1 for unlimited, and when j <= i if causal. lse is
-    log sum exp(scale * q.k); a query that sees no key has out 0 and lse +inf. `scale` must be positive. `schedule` is
-    `attention_schedule` of the same arguments, when a caller has it already.
+    Views whose last dimension is contiguous are read in place. A row that is longer than its bound is a device
+    assertion. The mask has no blocks. lse is log sum exp(scale * q.k); a query that sees no key has out 0 and lse +inf.
+    `scale` must be positive. `schedule` is `tile_list` of the same arguments, when a caller has it already.
     """
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     num_queries, num_heads, head_dim = q.shape
@@ -74,7 +72,7 @@ def attention_forward(
     lse = q.new_empty(num_heads, num_queries, dtype=torch.float32)
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("inf"))
-    left, right = effective_window(causal, window)
+    left, right = mask.window
     block_k = block_of_keys(k.shape[0], k_offsets, max_k)
     paired = is_paired(num_heads, (left, right), num_queries, q_offsets, max_q)
     if schedule is None:
@@ -95,27 +93,6 @@ def attention_forward(
     return out, lse
 
 
-def attention_schedule(
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    num_queries: int,
-    num_keys: int,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: tuple[int, int],
-    num_heads: int,
-) -> Tensor:
-    """The `schedule` of `attention_forward`. It depends only on offsets and masks, and layers share it.
-
-    A row of more than `max_q` queries or `max_k` keys is a device assertion.
-    """
-    block_k = block_of_keys(num_keys, k_offsets, max_k)
-    mask = effective_window(causal, window)
-    paired = is_paired(num_heads, mask, num_queries, q_offsets, max_q)
-    return tile_list(q_offsets, k_offsets, num_queries, max_k, block_k, mask, paired, max_q)
-
-
 def tile_list(
     q_offsets: Tensor,
     k_offsets: Tensor,
@@ -126,7 +103,10 @@ def tile_list(
     paired: bool,
     max_q: int | None = None,
 ) -> Tensor:
-    """`attention_schedule` of what else the kernel is told, with a longest row or without."""
+    """The `schedule` of `attention_forward`. It depends only on offsets and masks, and layers share it.
+
+    With `max_q` a row that is longer, or has more than `max_k` keys, is a device assertion.
+    """
     block_q = ROWS.value if paired else BLOCK_Q
     return scheduling.tile_schedule(q_offsets, k_offsets, num_queries, max_k, block_q, block_k, mask, max_q, BLOCK_Q)
 
@@ -146,14 +126,6 @@ def block_of_keys(num_keys: int, k_offsets: Tensor, max_k: int) -> int:
     """Keys per block: 128 is faster in general; short rows of unequal length waste less with blocks of 64."""
     mean = num_keys / max(k_offsets.shape[0] - 1, 1)
     return 64 if mean <= 64 or (mean <= 256 and mean <= 0.75 * max_k) else 128
-
-
-def effective_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """The window (left, right), -1 for unlimited, that includes the causal limit; within what positions can add to."""
-    left, right = window
-    if causal:
-        right = 0
-    return min(left, 2**30), min(right, 2**30)
 
 
 @gluon.jit

@@ -19,6 +19,8 @@ from kernels.attention.triton.dkv import attention_key_kernel
 from kernels.attention.triton.dq import attention_query_kernel
 from kernels.attention.triton.tables import table_gradients
 from kernels.attention.triton.tile import tile_rows_of
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 
 
 def backward(
@@ -28,17 +30,14 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    block_size: int | None = None,
+    mask: Mask,
     bias: Bias | None = None,
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), and with biases the gradients of the two tables (empty where there is no table)."""
+    q_offsets, k_offsets = queries.offsets, keys.offsets
     q, k, v, grad = launch.rows_of(q), launch.rows_of(k), launch.rows_of(v), launch.rows_of(grad)
     total_q, num_heads, head_dim = q.shape
     total_k, key_heads, value_dim = v.shape
@@ -47,7 +46,7 @@ def backward(
     dv = torch.empty(total_k, key_heads, value_dim, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2])
-    scalars = (scale, *launch.window_of(causal, window, block_size), *launch.bias_sizes(bias), total_q)
+    scalars = (scale, *launch.window_of(mask), *launch.bias_sizes(bias), total_q)
     tables = launch.bias_tensors(bias, q)
     constants = {"NUM_HEADS": num_heads, "GROUP": num_heads // key_heads} | launch.constants(q, v, bias)
     if total_q:

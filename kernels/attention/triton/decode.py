@@ -16,6 +16,8 @@ from kernels.attention.gradients import gradients_beside
 from kernels.attention.triton.launch import rows_of
 from kernels.attention.triton.tile import LN2, LOG2E, load_rows, store_rows
 from kernels.core.launch import Launcher, aligned, kinds
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.core.triton import block_width
 
 
@@ -125,13 +127,10 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, H, dv] like q, lse [H, Nq] float32); arguments as in `kernels.attention.operator`, without masks.
 
@@ -141,7 +140,7 @@ def forward(
     out = torch.empty(num_queries, num_heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
     tensors = (rows_of(q), rows_of(k), rows_of(v), out, lse)
-    _launch(_launch_forward, tensors, tensors[:3], q_offsets, k_offsets, max_q, scale)
+    _launch(_launch_forward, tensors, tensors[:3], queries, keys, scale)
     return out, lse
 
 
@@ -152,19 +151,16 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the inputs' dtype, as `gradients_beside` lays them out."""
     dq, dk, dv = gradients_beside(q, k, v)
     read = (rows_of(grad), rows_of(q), rows_of(k), rows_of(v))
     tensors = (*read, out, lse, dq, dk, dv)
-    _launch(_launch_backward, tensors, read, q_offsets, k_offsets, max_q, scale, dk.stride(0), dv.stride(0))
+    _launch(_launch_backward, tensors, read, queries, keys, scale, dk.stride(0), dv.stride(0))
     return dq, dk, dv
 
 
@@ -178,15 +174,15 @@ def _launch(
     launch: Launcher,
     tensors: tuple[Tensor, ...],
     strided: tuple[Tensor, ...],
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
     *results: int,
 ) -> None:
     """A program for each row and key head. `strided` are the tensors whose strides the kernel walks, k and v last, and
     `results` those of tokens of what it writes, where they are not the widths."""
     *_, q, k, v = strided
+    (q_offsets, max_q), (k_offsets, _) = queries, keys
     num_rows, (num_queries, num_heads, head_dim), kv_heads = q_offsets.shape[0] - 1, q.shape, k.shape[1]
     group = num_heads // kv_heads
     blocks = tiling(head_dim, v.shape[2], max_q * group).values()

@@ -26,6 +26,8 @@ from kernels.attention.triton.tile import (
     store_rows,
     tile_rows_of,
 )
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 
 
 @triton.jit
@@ -122,17 +124,14 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    block_size: int | None = None,
+    mask: Mask,
     bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, H, dv] like q, lse [H, Nq] float32); arguments as in `kernels.attention.operator`."""
+    q_offsets, k_offsets = queries.offsets, keys.offsets
     q, k, v = launch.rows_of(q), launch.rows_of(k), launch.rows_of(v)
     total_q, num_heads, _ = q.shape
     value_dim = v.shape[2]
@@ -144,7 +143,7 @@ def forward(
     rows = tile_rows_of(q_offsets, total_q, tile.m)
     attention_forward_kernel[(rows.shape[0], num_heads)](
         q, k, v, out, lse, q_offsets, k_offsets, rows, *launch.bias_tensors(bias, q), *q.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], scale, *launch.window_of(causal, window, block_size), *launch.bias_sizes(bias), total_q,
+        *v.stride()[:2], scale, *launch.window_of(mask), *launch.bias_sizes(bias), total_q,
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK_M=tile.m, BLOCK_N=tile.n,
         # The maximum may be taken before the scale is applied, which saves a multiplication per score.
         SCALE_LATE=bias is None and scale > 0, **launch.constants(q, v, bias), num_warps=tile.warps,

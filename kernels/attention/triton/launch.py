@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.attention.bias import Bias, time_bucket_edges
 from kernels.attention.triton.tile import UNLIMITED
 from kernels.core.chip import multiplies_registers, shared_limit
+from kernels.core.mask import Mask
 from kernels.core.offsets import derived
 from kernels.core.triton import block_width, precision_of
 
@@ -121,10 +122,10 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def window_of(causal: bool, window: tuple[int, int], block_size: int | None) -> tuple[int, int, int]:
+def window_of(mask: Mask) -> tuple[int, int, int]:
     """(left, right, block size) with `UNLIMITED` for no limit; causal is a window that ends at the query."""
-    left, right = (UNLIMITED if side < 0 else min(side, UNLIMITED) for side in window)
-    return left, 0 if causal else right, UNLIMITED if block_size is None else min(block_size, UNLIMITED)
+    left, right = (UNLIMITED if side < 0 else side for side in mask.window)
+    return left, right, UNLIMITED if mask.block_size is None else min(mask.block_size, UNLIMITED)
 
 
 def bias_tensors(bias: Bias | None, q: Tensor) -> tuple[Tensor, ...]:

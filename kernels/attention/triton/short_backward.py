@@ -14,6 +14,8 @@ from kernels.attention.triton.launch import window_of
 from kernels.attention.triton.short import BACKWARD_REGISTERS, OPTIONS, PLACES, heads_of, load, meets, row_of, store
 from kernels.attention.triton.tile import LOG2E
 from kernels.core.launch import Launcher, aligned, kinds
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
@@ -75,24 +77,25 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
+    queries: Rows,
+    keys: Rows,
     scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     *,
     beside: bool,
 ) -> None:
     """Write the gradients, contiguous, of rows of at most LONGEST queries and keys.
 
-    Half precision, heads of 64 or 128 contiguous features, lse [H, Nq] float32; `window` is
-    (left, right) with -1 for no limit. `beside` is as in `kernels.gdpa.triton.short.forward`.
+    Half precision, heads of 64 or 128 contiguous features, lse [H, Nq] float32. `beside` is as in
+    `kernels.gdpa.triton.short.forward`.
     """
+    q_offsets, k_offsets = queries.offsets, keys.offsets
     total, num_heads, dim = q.shape
     kv_heads = k.shape[1]
     inputs = (grad, q, k, v, out)
     strides = tuple([stride for x in inputs for stride in x.stride()[:2]])
-    left, right, _ = window_of(False, window, None)
-    constants = (kv_heads, num_heads // kv_heads, dim, window != (-1, -1), beside)
+    left, right, _ = window_of(mask)
+    constants = (kv_heads, num_heads // kv_heads, dim, mask.windowed, beside)
     places = aligned(*inputs, lse, q_offsets, k_offsets)
     _launch(
         (kv_heads * (k_offsets.shape[0] - 1), 1, 1),

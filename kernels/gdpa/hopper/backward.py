@@ -32,6 +32,8 @@ from kernels.core.caches import cached
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.gdpa.hopper.activations import head_kinds
 from kernels.gdpa.hopper.backward_consumer import differentiate
 from kernels.gdpa.hopper.backward_loader import CONTROLS, keep_order, load_tiles
@@ -54,26 +56,24 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous and in the inputs' dtype, of out = act_h(score_scale * q k^T) * out_scale @ v.
 
     q and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, d in HOPPER_HEADS, H a multiple of Hkv
-    and any strides except that of the last dimension, which is 1. The rest is as in `hopper.forward.forward`; no row is
-    longer than max_q and max_k. Runs give equal bits. Values must be finite: a NaN reaches the gradients of
-    neighbouring rows.
+    and any strides except that of the last dimension, which is 1. The rest is as in `hopper.forward.forward`. Runs
+    give equal bits. Values must be finite: a NaN reaches the gradients of neighbouring rows.
 
-    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if max_k is
-    within one tile of keys.
+    The scratch takes 4 bytes for each element of dq, with rows padded to whole tiles of 64 queries; none if a row's
+    keys are within one tile.
     ValueError for head dimensions that the kernel cannot serve.
     """
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     num_queries, num_heads, head_dim = q.shape
     num_keys, kv_heads = k.shape[:2]
     group = num_heads // kv_heads
@@ -84,12 +84,12 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad_out, q, k, v = rows_of(grad_out), rows_of(q), rows_of(k), rows_of(v)
     tensors = (grad_out, q, k, v, dq, dk, dv)
-    rest = (q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
-    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    rest = (queries, keys, activations, score_scale, out_scale, mask)
+    short = triton_short.limit_of(q, k, v, queries, keys)
     if max(max_q, max_k) <= short:
         triton_short.backward(*tensors, *rest)
         return dq, dk, dv
-    left, right = min(window[0], 2**30), min(window[1], 2**30)
+    left, right = mask.window
     together = 1 << (max(1, TOKENS_IN_FLIGHT // (QUERIES * num_heads)).bit_length() - 1)
     table = cached(
         lambda: wave_table(q_offsets, k_offsets, num_keys, together, short),

@@ -25,6 +25,8 @@ from kernels.core import scheduling
 from kernels.core.chip import HOPPER_HEADS
 from kernels.core.hopper import let_next_start
 from kernels.core.launch import Launcher, processors
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.core.scheduling import FIRST_BLOCK, MAIN_BEGIN, NUM_BLOCKS, OTHER_BEGIN, ROW
 from kernels.gdpa.hopper.activations import head_kinds
 from kernels.gdpa.hopper.forward_consumer import ROWS, attend
@@ -45,24 +47,22 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> Tensor:
     """out [Nq, H, dv] of q's dtype: act_h(score_scale * q k^T) * out_scale @ v within rows.
 
     q [Nq, H, d], k [Nk, Hkv, d], v [Nk, Hkv, dv], bfloat16 or float16, d and dv in HOPPER_HEADS, H a multiple of Hkv.
-    Views whose last dimension is contiguous are read in place. Offsets are [B + 1] int32 or int64. `activations` names
-    one of `kernels.core.activations.ACTIVATIONS` per head. Query i sees key j, both counted within their row, when
-    i - left <= j <= i + right with window = (left, right), -1 for unlimited. A query that sees no key gets 0.
-    Values must be finite: those after a row are multiplied by zeros. A row of more than `max_q` queries or `max_k`
-    keys is a device assertion. ValueError for other head dimensions.
+    Views whose last dimension is contiguous are read in place. `activations` names one of
+    `kernels.core.activations.ACTIVATIONS` per head. The mask is a window alone. A query that sees no key gets 0. Values
+    must be finite: those after a row are multiplied by zeros. A row that is longer than its bound is a device
+    assertion. ValueError for other head dimensions.
     """
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     num_queries, num_heads, head_dim = q.shape
     value_dim = v.shape[2]
     if head_dim not in HOPPER_HEADS or value_dim not in HOPPER_HEADS:
@@ -71,12 +71,12 @@ def forward(
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    rest = (q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window)
-    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    rest = (queries, keys, activations, score_scale, out_scale, mask)
+    short = triton_short.limit_of(q, k, v, queries, keys)
     if max(max_q, max_k) <= short:
         triton_short.forward(out, q, k, v, *rest)
         return out
-    left, right = min(window[0], 2**30), min(window[1], 2**30)
+    left, right = mask.window
     most = processors(q.device)
     # Only rows whose keys fit into shared memory gain from neighbouring tiles. Under a window these see different
     # blocks, and few tiles are better spread over all multiprocessors.

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.triton.tile import load_rows, locate, part_of_span, span, store_rows, tile_rows_of
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch
 from kernels.gdpa.triton import short as triton_short
 from kernels.gdpa.triton.activations import kind_of, value_and_slope
@@ -153,22 +155,21 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous; arguments as in `kernels.gdpa.operator`."""
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     grad, q, k, v = launch.rows_of(grad), launch.rows_of(q), launch.rows_of(k), launch.rows_of(v)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    scalars = (*launch.strides(grad, q, k, v), score_scale, out_scale, *launch.limits(window))
-    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    scalars = (*launch.strides(grad, q, k, v), score_scale, out_scale, *launch.limits(mask))
+    short = triton_short.limit_of(q, k, v, queries, keys)
     long = max(max_q, max_k) > short
-    constants = launch.constants(q, k, v, activations, window) | {"SHORT": short}
+    constants = launch.constants(q, k, v, activations, mask) | {"SHORT": short}
     if q.shape[0] and long:
         tile = launch.fit("query", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
@@ -182,7 +183,5 @@ def backward(
             grad, q, k, v, dk, dv, q_offsets, k_offsets, rows, *scalars, **constants, **launch.tiling(tile)
         )
     if short:
-        triton_short.backward(
-            grad, q, k, v, dq, dk, dv, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window
-        )
+        triton_short.backward(grad, q, k, v, dq, dk, dv, queries, keys, activations, score_scale, out_scale, mask)
     return dq, dk, dv

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.triton.tile import load_rows, locate, part_of_span, span, store_rows, tile_rows_of
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch
 from kernels.gdpa.triton import short as triton_short
 from kernels.gdpa.triton.activations import kind_of, value_and_slope
@@ -75,29 +77,26 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> Tensor:
     """out [Nq, H, dv] like q; arguments as in `kernels.gdpa.operator`."""
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     q, k, v = launch.rows_of(q), launch.rows_of(k), launch.rows_of(v)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    short = triton_short.limit_of(q, k, v, k_offsets, max_q, max_k)
+    short = triton_short.limit_of(q, k, v, queries, keys)
     if q.shape[0] and max(max_q, max_k) > short:
         tile = launch.fit("forward", q, v)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)
         gdpa_forward_kernel[(rows.shape[0], q.shape[1])](
             q, k, v, out, q_offsets, k_offsets, rows, *launch.strides(q, k, v), score_scale, out_scale,
-            *launch.limits(window),
-            **launch.constants(q, k, v, activations, window), **launch.tiling(tile), SHORT=short,
+            *launch.limits(mask),
+            **launch.constants(q, k, v, activations, mask), **launch.tiling(tile), SHORT=short,
         )  # fmt: skip
     if short:
-        triton_short.forward(
-            out, q, k, v, q_offsets, k_offsets, max_q, max_k, activations, score_scale, out_scale, window
-        )
+        triton_short.forward(out, q, k, v, queries, keys, activations, score_scale, out_scale, mask)
     return out

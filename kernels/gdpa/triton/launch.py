@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.attention.triton.launch import Tile, beside_operands, rows_of, shrink, window_of
 from kernels.attention.triton.tile import UNLIMITED
 from kernels.core.chip import multiplies_registers, shared_limit
+from kernels.core.mask import Mask
 from kernels.core.triton import block_width, precision_of
 from kernels.gdpa.triton import activations as triton_activations
 
@@ -76,12 +77,12 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def limits(window: tuple[int, int]) -> tuple[int, int]:
+def limits(mask: Mask) -> tuple[int, int]:
     """(left, right) with a number that no position reaches for no limit."""
-    return window_of(False, window, None)[:2]
+    return window_of(mask)[:2]
 
 
-def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], window: tuple[int, int]) -> dict[str, Any]:
+def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], mask: Mask) -> dict[str, Any]:
     """The compile-time arguments that all kernels have."""
     return {
         "NUM_HEADS": q.shape[1],
@@ -90,6 +91,6 @@ def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], win
         "VALUE_DIM": v.shape[2],
         "BLOCK_D": block_width(q.shape[2]),
         "BLOCK_V": block_width(v.shape[2]),
-        "WINDOWED": window != (-1, -1),
+        "WINDOWED": mask.windowed,
         "PRECISION": precision_of(q.dtype),
     } | triton_activations.constants(activations, q.dtype)

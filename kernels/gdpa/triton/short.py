@@ -28,15 +28,17 @@ from kernels.attention.triton.short import (
 )
 from kernels.core.chip import multiplies_registers
 from kernels.core.launch import Launcher, aligned, kinds
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch
 from kernels.gdpa.triton.activations import kind_of, value_and_slope
 
 
-def limit_of(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> int:
+def limit_of(q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows) -> int:
     """The most queries and keys of rows that these kernels take; 0 if they serve none or few rows are so short."""
     if q.dtype.itemsize > 2 or max(q.shape[2], v.shape[2]) > 128 or multiplies_registers(q.device):
         return 0
-    return likely_short(q.shape[0], k.shape[0], k_offsets.shape[0] - 1, max_q, max_k)
+    return likely_short(q.shape[0], k.shape[0], keys.offsets.shape[0] - 1, queries.max_length, keys.max_length)
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "left", "right"])
@@ -136,27 +138,24 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     *,
     beside: bool = False,
 ) -> None:
     """Write `out` [Nq, H, dv], contiguous, of rows of at most LONGEST queries and keys.
 
-    The rest is as in `kernels.gdpa.operator`, with contiguous features. If no longer rows are allowed, a row of more
-    than max_q queries or max_k keys is a device assertion. `beside`: the kernel launched before this one on the stream
+    The rest is as in `kernels.gdpa.operator`, with contiguous features. If no longer rows are allowed, a row
+    that is longer than its bound is a device assertion. `beside`: the kernel launched before this one on the stream
     serves the other rows and calls `kernels.core.hopper.let_next_start`, so that this one starts where that one leaves
     room, and ends after it.
     """
     _launch(
-        _launch_forward, q.shape[1], (q, k, v), (out,), q_offsets, k_offsets, max_q, max_k, activations,
-        score_scale, out_scale, window, beside,
+        _launch_forward, q.shape[1], (q, k, v), (out,), queries, keys, activations, score_scale, out_scale, mask, beside
     )  # fmt: skip
 
 
@@ -168,21 +167,19 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     *,
     beside: bool = False,
 ) -> None:
     """Write the gradients, contiguous, of rows of at most LONGEST queries and keys; the rest is as in `forward`."""
     _launch(
-        _launch_backward, k.shape[1], (grad, q, k, v), (dq, dk, dv), q_offsets, k_offsets, max_q, max_k,
-        activations, score_scale, out_scale, window, beside,
+        _launch_backward, k.shape[1], (grad, q, k, v), (dq, dk, dv), queries, keys, activations, score_scale, out_scale,
+        mask, beside,
     )  # fmt: skip
 
 
@@ -191,28 +188,27 @@ def _launch(
     heads: int,
     inputs: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     activations: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
     beside: bool,
 ) -> None:
     q, k, v = inputs[-3:]
+    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
     strides = launch.strides(*inputs)
     # All of a tile must take the same branch for its activation.
     together = len(set(activations)) == 1
     checked = max(max_q, max_k) <= LONGEST
-    constants = (*launch.constants(q, k, v, activations, window).values(), together, checked, beside)
+    constants = (*launch.constants(q, k, v, activations, mask).values(), together, checked, beside)
     launcher(
         (heads * (q_offsets.shape[0] - 1), 1, 1),
         (q.device, q.dtype, q_offsets.dtype, k_offsets.dtype, aligned(*inputs, q_offsets, k_offsets), kinds(strides),
          constants),
         *inputs, *results, q_offsets, k_offsets, min(max_q, 2**31 - 1), min(max_k, 2**31 - 1), float(score_scale),
-        float(out_scale), *launch.limits(window), *strides, *constants, launch_pdl=beside,
+        float(out_scale), *launch.limits(mask), *strides, *constants, launch_pdl=beside,
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention.hopper import backward, forward
+from kernels.core.mask import NO_MASK
 from kernels.core.operator import custom_op
+from kernels.core.rows import Rows
 from kernels.ikbo.triton.groups import joined_groups
 
-_UNLIMITED = (-1, -1)
 _CALL = "Tensor q, Tensor k, Tensor v, Tensor[] q_offsets, Tensor k_offsets, SymInt[] max_q, SymInt max_k, float scale"
 
 
@@ -31,16 +32,15 @@ def _attend(
     max_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    queries, keys = joined_groups(q_offsets, k_offsets, max_q, max_k)
+    joined = joined_groups(q_offsets, k_offsets, max_q, max_k)
     if k.shape[0] == 0:  # the kernel then has no tiles
         schedule = None
     else:
         block_k = forward.block_of_keys(k.shape[0], k_offsets, max_k)
-        paired = forward.is_paired(q.shape[1], _UNLIMITED, q.shape[0], q_offsets[0], max(max_q))
-        schedule = forward.tile_list(queries, keys, q.shape[0], max_k, block_k, _UNLIMITED, paired)
-    return forward.attention_forward(
-        q, k, v, q_offsets[0], k_offsets, max(max_q), max_k, scale, False, _UNLIMITED, schedule
-    )
+        paired = forward.is_paired(q.shape[1], NO_MASK.window, q.shape[0], q_offsets[0], max(max_q))
+        schedule = forward.tile_list(*joined, q.shape[0], max_k, block_k, NO_MASK.window, paired)
+    queries, keys = Rows(q_offsets[0], max(max_q)), Rows(k_offsets, max_k)
+    return forward.attention_forward(q, k, v, queries, keys, scale, NO_MASK, schedule)
 
 
 @_attend.register_fake
@@ -66,11 +66,9 @@ def _differentiate(
     max_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, _ = joined_groups(q_offsets, k_offsets, max_q, max_k)
-    lengths = sum(max_q), max_k
-    return backward.attention_backward(
-        grad, q, k, v, out, lse, queries, k_offsets.contiguous(), *lengths, scale, False, _UNLIMITED
-    )
+    joined, _ = joined_groups(q_offsets, k_offsets, max_q, max_k)
+    queries, keys = Rows(joined, sum(max_q)), Rows(k_offsets.contiguous(), max_k)
+    return backward.attention_backward(grad, q, k, v, out, lse, queries, keys, scale, NO_MASK)
 
 
 @_differentiate.register_fake

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from kernels.attention.hopper import backward, forward
 from kernels.core.caches import uncached
+from kernels.core.mask import NO_MASK
 from kernels.core.operator import on_its_device
+from kernels.core.rows import Rows
 from kernels.ikbo.triton.levels import join_levels, sum_of
 
 
-def _neighbours(*lists: list[Tensor]) -> list[list[Tensor]]:
-    """Contiguous offsets: kernels read consecutive ones, but an argument may be a view of every k-th."""
-    return [[offsets.contiguous() for offsets in own] for own in lists]
+def _rows(offsets: list[Tensor], maxima: list[int]) -> list[Rows]:
+    """With contiguous offsets: kernels read consecutive ones, but an argument may be a view of every k-th."""
+    return [Rows(own.contiguous(), most) for own, most in zip(offsets, maxima, strict=True)]
 
 
 # A `kernels.core.operator` would hide tensors inside lists from autograd. As in one, nothing is cached for offsets,
@@ -34,8 +36,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse [H, N]): attention to each level separately, averaged with the levels' shares of all weights."""
     results = [
-        uncached(forward.attention_forward)(q, *level, scale, False, (-1, -1))
-        for level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
+        uncached(forward.attention_forward)(q, *level, scale, NO_MASK)
+        for level in zip(k, v, _rows(q_offsets, max_q), _rows(k_offsets, max_k), strict=True)
     ]
     return join_levels(*zip(*results, strict=True))
 
@@ -63,8 +65,8 @@ def _differentiate(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     # With the statistics of all levels, a level's weights are its part of the softmax, and its gradients are, too.
     results = [
-        uncached(backward.attention_backward)(grad, q, keys, values, out, lse, *level, scale, False, (-1, -1))
-        for keys, values, *level in zip(k, v, *_neighbours(q_offsets, k_offsets), max_q, max_k, strict=True)
+        uncached(backward.attention_backward)(grad, q, keys, values, out, lse, *rows, scale, NO_MASK)
+        for keys, values, *rows in zip(k, v, _rows(q_offsets, max_q), _rows(k_offsets, max_k), strict=True)
     ]
     return sum_of([dq for dq, _, _ in results]), [dk for _, dk, _ in results], [dv for _, _, dv in results]
 

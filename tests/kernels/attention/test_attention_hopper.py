@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 
 from kernels.attention.hopper import forward
 from kernels.attention.hopper.descriptor import head_descriptor
-from kernels.attention.hopper.forward import attention_forward, attention_schedule
+from kernels.attention.hopper.forward import attention_forward
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows
 from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
 from tests.kernels.core.descriptors import descriptor
@@ -108,9 +110,9 @@ def test_compiler_keeps_what_tiles_differ_in(window: tuple[int, int], facts: int
 
 
 def test_windows_wider_than_any_row_are_within_what_positions_can_add_to() -> None:
-    assert forward.effective_window(False, (2**31 - 1, 2**63 - 1)) == (2**30, 2**30)
-    assert forward.effective_window(True, (7, -1)) == (7, 0)
-    assert forward.effective_window(False, UNLIMITED) == UNLIMITED
+    assert Mask(False, 2**31 - 1, 2**63 - 1).window == (2**30, 2**30)
+    assert Mask(True, 7).window == (7, 0)
+    assert NO_MASK.window == UNLIMITED
 
 
 def test_half_tiles_are_paired_where_some_may_lack_their_other() -> None:
@@ -140,14 +142,14 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
     x = torch.zeros(3, 1, 64, dtype=torch.bfloat16)
     offsets = offsets_of([3])
     with pytest.raises(ValueError, match="scale"):
-        attention_forward(x, x, x, offsets, offsets, 3, 3, 0.0, False, UNLIMITED)
+        attention_forward(x, x, x, Rows(offsets, 3), Rows(offsets, 3), 0.0, NO_MASK)
 
 
 def test_other_head_dimensions_are_refused() -> None:
     x = torch.zeros(3, 1, 96, dtype=torch.bfloat16)
     offsets = offsets_of([3])
     with pytest.raises(ValueError, match="head dimensions"):
-        attention_forward(x, x, x, offsets, offsets, 3, 3, 1.0, False, UNLIMITED)
+        attention_forward(x, x, x, Rows(offsets, 3), Rows(offsets, 3), 1.0, NO_MASK)
 
 
 def oracle(
@@ -244,7 +246,9 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     if "steepness" in options:
         q = q * options["steepness"]
     q_offsets, k_offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
-    arguments = (q_offsets, k_offsets, max(q_lengths), max(k_lengths), d**-0.5, False, window)
+    queries, keys = Rows(q_offsets, max(q_lengths)), Rows(k_offsets, max(k_lengths))
+    mask = Mask(False, *window)
+    arguments = (queries, keys, d**-0.5, mask)
     with poisoned_empty():
         out, lse = attention_forward(q, k, v, *arguments)
     expected, expected_lse = oracle(q, k, v, q_lengths, k_lengths, d**-0.5, window)
@@ -252,8 +256,9 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     nothing_seen = expected_lse == math.inf
     assert torch.equal(lse == math.inf, nothing_seen)
     assert_close_to_oracle(lse.where(~nothing_seen, 0.0), expected_lse.where(~nothing_seen, 0.0), LSE, "lse")
-    schedule = attention_schedule(
-        q_offsets, k_offsets, len(q), len(k), max(q_lengths), max(k_lengths), False, window, heads
+    paired = forward.is_paired(heads, mask.window, len(q), *queries)
+    schedule = forward.tile_list(
+        q_offsets, k_offsets, len(q), max(k_lengths), block_k, mask.window, paired, max(q_lengths)
     )
     again, lse_again = attention_forward(q, k, v, *arguments, schedule)
     assert torch.equal(out, again)
@@ -265,7 +270,7 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
 def test_no_keys_at_all() -> None:
     q, k = (torch.randn(n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (10, 0))
     q_offsets, k_offsets = offsets_of([4, 6]).cuda(), offsets_of([0, 0]).cuda()
-    out, lse = attention_forward(q, k, k, q_offsets, k_offsets, 6, 6, 0.125, False, UNLIMITED)
+    out, lse = attention_forward(q, k, k, Rows(q_offsets, 6), Rows(k_offsets, 6), 0.125, NO_MASK)
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == math.inf).all())
 
@@ -278,7 +283,7 @@ def test_the_schedule_follows_offsets_that_change() -> None:
     offsets = offsets_of([300, 200]).cuda()
 
     def attend() -> Tensor:
-        return attention_forward(q, q, q, offsets, offsets, 500, 500, 0.125, False, UNLIMITED)[0]
+        return attention_forward(q, q, q, Rows(offsets, 500), Rows(offsets, 500), 0.125, NO_MASK)[0]
 
     def expected() -> Tensor:
         lengths = offsets.diff().tolist()

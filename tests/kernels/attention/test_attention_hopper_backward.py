@@ -17,6 +17,8 @@ gl = pytest.importorskip("triton.experimental.gluon.language")
 
 from kernels.attention.hopper import backward, tables  # noqa: E402
 from kernels.attention.hopper.backward import attention_backward  # noqa: E402
+from kernels.core.mask import NO_MASK, Mask  # noqa: E402
+from kernels.core.rows import Rows  # noqa: E402
 from tests.kernels.core.descriptors import descriptor  # noqa: E402
 from tests.kernels.core.interpreting import interpret  # noqa: E402
 
@@ -203,10 +205,8 @@ def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_it_cannot_serve_is_an_error_and_nothing_gives_zeros() -> None:
     def attempt(queries: int, keys: int, head_dim: int, scale: float) -> tuple[Tensor, ...]:
         q, k = (torch.randn(n, 2, head_dim, dtype=torch.bfloat16) for n in (queries, keys))
-        offsets = torch.tensor([0, 0], dtype=torch.int32)
-        return attention_backward(
-            q, q, k, k, q, torch.zeros(2, queries), offsets, offsets, 8, 8, scale, False, (-1, -1)
-        )
+        rows = Rows(torch.tensor([0, 0], dtype=torch.int32), 8)
+        return attention_backward(q, q, k, k, q, torch.zeros(2, queries), rows, rows, scale, NO_MASK)
 
     with pytest.raises(ValueError, match="head dimensions"):
         attempt(3, 3, 96, 1.0)
@@ -223,8 +223,8 @@ def test_rows_of_hardly_any_queries_are_taken_together(monkeypatch: pytest.Monke
     monkeypatch.setattr(backward, "processors", lambda device: 132)
     monkeypatch.setattr(backward, "likely_short", lambda *numbers: 0)
     q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
-    offsets = torch.tensor([0, 0, 0, 1])
-    attention_backward(q, q, q, q, q, torch.zeros(1, 1), offsets, offsets, 1, 1, 1.0, False, (-1, -1))
+    rows = Rows(torch.tensor([0, 0, 0, 1]), 1)
+    attention_backward(q, q, q, q, q, torch.zeros(1, 1), rows, rows, 1.0, NO_MASK)
     assert len(launched) == 4
     assert all(launched)
 
@@ -290,12 +290,10 @@ def check(
     )
     scale = head_dim**-0.5
     out, lse, expected = formula(q, k, v, grad, list(zip(q_lengths, k_lengths, strict=True)), scale, causal, window)
+    queries, keys = Rows(q_offsets, max(q_lengths)), Rows(k_offsets, max(k_lengths))
     with poisoned_empty():
         runs = [
-            attention_backward(
-                grad, q, k, v, out, lse, q_offsets, k_offsets, max(q_lengths), max(k_lengths), scale, causal, window
-            )
-            for _ in range(3)
+            attention_backward(grad, q, k, v, out, lse, queries, keys, scale, Mask(causal, *window)) for _ in range(3)
         ]
     for first, second in pairwise(runs):
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "runs differ"
@@ -354,7 +352,8 @@ def test_many_runs_give_equal_bits(max_q: int) -> None:
         torch.randn(total, 2, 128, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(5)
     )
     lse = torch.full((2, total), 8.0, device="cuda")
-    arguments = (grad, q, k, v, out, lse, offsets, offsets, max_q, 1024, 128**-0.5, False, (-1, -1))
+    rows = Rows(offsets, max_q), Rows(offsets, 1024)
+    arguments = (grad, q, k, v, out, lse, *rows, 128**-0.5, NO_MASK)
     first = attention_backward(*arguments)
     for _ in range(20):
         assert all(torch.equal(x, y) for x, y in zip(first, attention_backward(*arguments), strict=True))

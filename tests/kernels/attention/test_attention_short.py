@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 from kernels.attention.hopper import backward as hopper_attention_backward
 from kernels.attention.triton import short as triton_short
 from kernels.attention.triton import short_backward
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
 from kernels.testing import compile_ahead
 from tests.kernels.attention.test_attention_hopper_backward import check, formula
 from tests.kernels.core.interpreting import interpret
@@ -31,10 +33,9 @@ def test_rows_of_one_tile_are_differentiated_by_themselves(monkeypatch: pytest.M
     )
     rows = list(zip(q_lengths, k_lengths, strict=True))
     out, lse, expected = formula(q, k, v, grad, rows, 0.3, causal, (-1, -1))
-    offsets = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (q_lengths, k_lengths)]
+    call = [Rows(torch.tensor([0, *lengths]).cumsum(0), 70) for lengths in (q_lengths, k_lengths)]
     results = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    window = (-1, 0) if causal else (-1, -1)
-    short_backward.backward(grad, q, k, v, out, lse, *results, *offsets, 0.3, window, beside=False)
+    short_backward.backward(grad, q, k, v, out, lse, *results, *call, 0.3, Mask(causal), beside=False)
     for result, oracle, written in zip(results, expected, (queries, keys, keys), strict=True):
         torch.testing.assert_close(result[written].double(), oracle[written], atol=1e-4, rtol=1e-4)
         assert result[~written].isnan().all()

@@ -16,7 +16,8 @@ from kernels.attention import jagged_attention, time_bucket
 from kernels.attention.bias import Bias, position_index
 from kernels.attention.operator import attention_operator
 from kernels.core import dispatch
-from kernels.core.rows import place_in_row
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows, place_in_row
 from kernels.testing import check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -216,7 +217,7 @@ def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     torch.library.opcheck(operator, arguments)
     expected = jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
     wrapped = {"bias": Bias(*bias)} if tables else {}
-    actual = attend(*arguments[:5], 3, 3, 0.5, False, (-1, -1), **wrapped)
+    actual = attend(*values, Rows(offsets, 3), Rows(offsets, 3), 0.5, NO_MASK, **wrapped)
     differentiated = [value for value in leaves.values() if value.requires_grad]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(
@@ -239,9 +240,9 @@ def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | 
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, *rest: Any, bias: Bias | None = None
+    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, bias: Bias | None = None
 ) -> tuple[Tensor, Tensor]:
-    scores, *_ = _scores(q, k, q_offsets, rest[3], bias)
+    scores, *_ = _scores(q, k, queries.offsets, scale, bias)
     out = torch.einsum("hij,jd->ihd", scores.softmax(-1), v[:, 0])
     return out.contiguous(), scores.logsumexp(-1).float()
 
@@ -253,12 +254,13 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_offsets: Tensor,
-    *rest: Any,
+    queries: Rows,
+    keys: Rows,
+    scale: float,
+    mask: Mask,
     bias: Bias | None = None,
 ) -> tuple[Tensor, ...]:
-    scale = rest[3]
-    scores, *index = _scores(q, k, q_offsets, scale, bias)
+    scores, *index = _scores(q, k, queries.offsets, scale, bias)
     p = scores.softmax(-1)
     ds = p * (torch.einsum("ihd,jd->hij", grad, v[:, 0]) - (grad * out).sum(-1).t()[:, :, None])
     gradients = (

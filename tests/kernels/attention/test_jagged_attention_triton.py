@@ -66,6 +66,8 @@ INTERPRETED = """
 import torch
 from kernels.core import dispatch
 from kernels.attention.triton.operators import attention
+from kernels.core.mask import NO_MASK
+from kernels.core.rows import Rows
 from kernels.testing import serving
 from tests.kernels.attention import test_jagged_attention_triton as cases
 
@@ -75,7 +77,7 @@ for name in cases.CASES:
     cases.check(name, (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("both", (2, 1), (24, 40), torch.float32, "cpu")
 empty = torch.tensor([0])
-assert attention(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, 1.0, False, (-1, -1)).shape == (0, 1, 16)
+assert attention(*[torch.zeros(0, 1, 16)] * 3, *[Rows(empty, 0)] * 2, 1.0, NO_MASK).shape == (0, 1, 16)
 print("checked", len(cases.CASES))
 """
 

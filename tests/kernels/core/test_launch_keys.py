@@ -26,6 +26,8 @@ from kernels.attention.hopper import tables
 from kernels.attention.triton import decode, short_backward
 from kernels.core import lengths, scheduling
 from kernels.core.launch import Launcher
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
 from kernels.gdpa.triton import short
@@ -233,7 +235,7 @@ def test_few_queries(hits: Counter[Launcher]) -> None:
     ):
         q, k, v, grad = inputs(heads, 64, dtype, layout, 2 * rows)
         offsets = (torch.arange(rows + 1) * 2).to(offsets_dtype)
-        rest = (offsets, offsets, 2, 2, 0.5, False, (-1, -1))
+        rest = (Rows(offsets, 2), Rows(offsets, 2), 0.5, NO_MASK)
         out, lse = decode.forward(q, k, v, *rest)
         decode.backward(grad, q, k, v, out, lse, *rest)
     assert hits[decode._launch_forward]
@@ -245,16 +247,14 @@ def test_strides_of_a_batch_make_no_key_of_its_own(module: ModuleType, hits: Cou
     """With all rows of a head together the stride of heads is the number of rows."""
     for rows in (2, 4, 6):
         q, k, v, grad = inputs((2, 2), 64, torch.bfloat16, "heads first", 8 * rows)
-        offsets = torch.arange(rows + 1) * 8
+        both = [Rows(torch.arange(rows + 1) * 8, 8)] * 2
         if module is decode:
-            module.forward(q, k, v, offsets, offsets, 8, 8, 0.5, False, (-1, -1))
+            module.forward(q, k, v, *both, 0.5, NO_MASK)
         elif module is short:
-            module.forward(
-                torch.empty(8 * rows, 2, 64), q, k, v, offsets, offsets, 8, 8, ("relu",) * 2, 0.5, 1.0, (-1, -1)
-            )
+            module.forward(torch.empty(8 * rows, 2, 64), q, k, v, *both, ("relu",) * 2, 0.5, 1.0, NO_MASK)
         else:
             lse, *results = torch.zeros(2, 8 * rows), *(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-            module.backward(grad, q, k, v, q, lse, *results, offsets, offsets, 0.5, (-1, -1), beside=False)
+            module.backward(grad, q, k, v, q, lse, *results, *both, 0.5, NO_MASK, beside=False)
     assert sum(hits.values()) == 2
 
 
@@ -413,12 +413,10 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
         q, k, v, grad = inputs(heads, dim, dtype, layout, sum(rows))
         offsets = torch.tensor([0, *rows]).cumsum(0)
         offsets = {"heads first": offsets.int(), "shifted": shifted(offsets)}.get(layout, offsets)
-        for scale, (causal, window) in itertools.product(
-            (0.125, 1.0), ((False, (-1, -1)), (True, (16, -1)), (False, (1, 32)))
-        ):
-            arguments = (offsets, offsets.clone(), max(rows), max(rows), scale, causal, window)
-            out, lse = hopper_attention_forward.attention_forward(q, k, v, *arguments)
-            hopper_attention_backward.attention_backward(grad, q, k, v, out, lse, *arguments)
+        both = Rows(offsets, max(rows)), Rows(offsets.clone(), max(rows))
+        for scale, mask in itertools.product((0.125, 1.0), (NO_MASK, Mask(True, 16), Mask(False, 1, 32))):
+            out, lse = hopper_attention_forward.attention_forward(q, k, v, *both, scale, mask)
+            hopper_attention_backward.attention_backward(grad, q, k, v, out, lse, *both, scale, mask)
             for groups in (1, 2, 3):
                 levels.join_levels([out] * groups, [lse] * groups)
                 levels.sum_of([out] * groups)
@@ -427,13 +425,14 @@ def test_a_key_says_what_is_compiled(monkeypatch: pytest.MonkeyPatch, hits: Coun
                     joined, _ = triton_groups.joined_groups([offsets] * groups, offsets, *limits)
                 sums = (torch.cat([x] * groups, dim) for x, dim in ((grad, 0), (q, 0), (out, 0), (lse, 1)))
                 own_grad, own_q, own_out, own_lse = sums
+                queries = Rows(joined, groups * max(rows))
                 hopper_attention_backward.attention_backward(
-                    own_grad, own_q, k, v, own_out, own_lse, joined, offsets, groups * max(rows), max(rows), scale,
-                    False, (-1, -1),
-                )  # fmt: skip
-            activations = ("gelu",) * heads[0] if causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
-            hopper_forward.forward(q, k, v, *arguments[:4], activations, scale, 1.0, window)
-            hopper_backward.backward(grad, q, k, v, *arguments[:4], activations, scale, 1.0, window)
+                    own_grad, own_q, k, v, own_out, own_lse, queries, both[1], scale, NO_MASK
+                )
+            activations = ("gelu",) * heads[0] if mask.causal else ("silu", "relu", "gelu", "relu")[: heads[0]]
+            window = mask._replace(causal=False)
+            hopper_forward.forward(q, k, v, *both, activations, scale, 1.0, window)
+            hopper_backward.backward(grad, q, k, v, *both, activations, scale, 1.0, window)
         lengths.assert_lengths(offsets, max(rows))
     assert all(hits[launcher] for launcher in LAUNCHERS), hits
 

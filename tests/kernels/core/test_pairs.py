@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.core.mask import Mask
 from kernels.core.offsets import attended_pairs
 
 
@@ -23,4 +24,4 @@ def test_pairs_are_those_of_the_mask(causal: bool, window: tuple[int, int], bloc
             seen = seen & (i // block_size == j // block_size)
         expected += int(seen.sum())
     offsets = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (q_lengths, k_lengths)]
-    assert attended_pairs(*offsets, causal, window, block_size) == expected
+    assert attended_pairs(*offsets, Mask(causal, *window, block_size)) == expected

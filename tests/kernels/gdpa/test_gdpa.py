@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels.attention import jagged_attention
 from kernels.core import activations, dispatch
-from kernels.core.rows import place_in_row
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows, place_in_row
 from kernels.gdpa import ACTIVATIONS, gdpa, padded, reference
 from kernels.gdpa.operator import gdpa_operator
 from kernels.testing import check_gradients, poisoned_empty
@@ -111,7 +112,8 @@ def test_padded_is_the_reference_between_conversions(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(padded, "_compiled", lambda: reference.attend)
     offsets = {"q_offsets": offsets_of([0, 7, 1, 4]), "k_offsets": offsets_of([4, 5, 0, 6])}
     inputs = inputs_of(**offsets, heads=(4, 2), widths=(8, 6))
-    arguments = *inputs.values(), *offsets.values(), 7, 8, ("silu", "gelu", "relu", "gelu"), 0.2, 0.5, (2, 1)
+    rows = Rows(offsets["q_offsets"], 7), Rows(offsets["k_offsets"], 8)
+    arguments = *inputs.values(), *rows, ("silu", "gelu", "relu", "gelu"), 0.2, 0.5, Mask(False, 2, 1)
     assert torch.equal(padded.gdpa(*arguments), reference.gdpa(*arguments))
 
 
@@ -311,18 +313,16 @@ def _plain_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    max_q: int,
-    max_k: int,
+    queries: Rows,
+    keys: Rows,
     names: tuple[str, ...],
     score_scale: float,
     out_scale: float,
-    window: tuple[int, int],
+    mask: Mask,
 ) -> tuple[Tensor, ...]:
     """The equations of the README over all pairs of one row, without a window."""
     group = q.shape[1] // k.shape[1]
-    seen = place_in_row(q_offsets, len(q))[0][:, None] == place_in_row(k_offsets, len(k))[0]
+    seen = place_in_row(queries.offsets, len(q))[0][:, None] == place_in_row(keys.offsets, len(k))[0]
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     for head, name in enumerate(names):
         shared = head // group
@@ -339,9 +339,10 @@ def test_operator_around_kernels() -> None:
     """Autograd, fake tensors and schemas of what `gdpa_operator` makes, with plain PyTorch as both kernels."""
     attend = gdpa_operator("tested", reference.gdpa, _plain_backward)
     offsets = {"q_offsets": offsets_of([2, 0, 3]), "k_offsets": offsets_of([3, 1, 2])}
+    rows = [Rows(own, 3) for own in offsets.values()]
     inputs = inputs_of(**offsets, heads=(2, 1), widths=(4, 3))
     check_gradients(
-        lambda q, k, v: attend(q, k, v, *offsets.values(), 3, 3, ("silu", "gelu"), 0.5, 2.0, (-1, -1)),
+        lambda q, k, v: attend(q, k, v, *rows, ("silu", "gelu"), 0.5, 2.0, NO_MASK),
         partial(oracle, **offsets, activation=("silu", "gelu"), score_scale=0.5, out_scale=2.0),
         inputs,
         EXACT,

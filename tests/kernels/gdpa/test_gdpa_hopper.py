@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows
 from kernels.gdpa import ACTIVATIONS, gdpa, reference
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
@@ -140,13 +142,13 @@ def test_backward_compiles_to_asynchronous_hopper_instructions(options: dict[str
 def test_other_head_dimensions_are_refused_and_nothing_gives_zeros() -> None:
     def attempt(queries: int, keys: int, d: int) -> torch.Tensor:
         q, k = (torch.randn(n, 2, d, dtype=torch.bfloat16) for n in (queries, keys))
-        offsets = offsets_of([0])
-        return hopper_forward.forward(q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
+        rows = Rows(offsets_of([0]), 8)
+        return hopper_forward.forward(q, k, k, rows, rows, ("relu",) * 2, 1.0, 1.0, NO_MASK)
 
     def attempt_backward(queries: int, keys: int, d: int) -> tuple[torch.Tensor, ...]:
         q, k = (torch.randn(n, 2, d, dtype=torch.bfloat16) for n in (queries, keys))
-        offsets = offsets_of([0])
-        return hopper_backward.backward(q, q, k, k, offsets, offsets, 8, 8, ("relu",) * 2, 1.0, 1.0, UNLIMITED)
+        rows = Rows(offsets_of([0]), 8)
+        return hopper_backward.backward(q, q, k, k, rows, rows, ("relu",) * 2, 1.0, 1.0, NO_MASK)
 
     for function in (attempt, attempt_backward):
         with pytest.raises(ValueError, match="head dimensions"):
@@ -222,8 +224,8 @@ def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
     inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
     names = options.get("names", ("gelu_tanh",) * heads[0])
     scales = options.get("scales", (1.3 * width**-0.5, 0.1))
-    window = options.get("window", UNLIMITED)
-    return list(inputs.values()), [*offsets, max(q_lengths), max(k_lengths), names, *scales, window]
+    rows = [Rows(own, max(lengths)) for own, lengths in zip(offsets, (q_lengths, k_lengths), strict=True)]
+    return list(inputs.values()), [*rows, names, *scales, Mask(False, *options.get("window", UNLIMITED))]
 
 
 @pytest.mark.gpu
@@ -235,7 +237,7 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     inputs, rest = problem(name)
     with poisoned_empty():
         runs = [hopper_forward.forward(*inputs, *rest) for _ in range(3)]
-    assert_close_to_oracle(runs[0], reference.gdpa(*(x.double() for x in inputs), *rest), outputs(rest[3]))
+    assert_close_to_oracle(runs[0], reference.gdpa(*(x.double() for x in inputs), *rest), outputs(rest[1].max_length))
     assert all(torch.equal(runs[0], other) for other in runs[1:]), "runs differ"
 
 
@@ -245,7 +247,7 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
     fused = torch.randn(405, 3, 4, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     q, k, v = fused.unbind(1)
     offsets = offsets_of([100, 300, 5]).cuda()
-    rest = [offsets, offsets, 300, 300, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
+    rest = [Rows(offsets, 300), Rows(offsets, 300), ("gelu_tanh",) * 4, 128**-0.5, 1.0, NO_MASK]
     out = hopper_forward.forward(q, k, v, *rest)
     assert torch.equal(out, hopper_forward.forward(*(x.contiguous() for x in (q, k, v)), *rest))
 
@@ -257,15 +259,15 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
 def test_gradients_match_float64(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_backward, "short_and_uneven", lambda *arguments: uneven)
     (q, k, v), rest = problem(name)
-    names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
+    names = ("queries", "keys", "activations", "score_scale", "out_scale", "mask")
     call = dict(zip(names, rest, strict=True))
     with poisoned_empty():
         check_gradients(
             partial(operators.gdpa, **call),
             partial(reference.gdpa, **call),
             {"q": q, "k": k, "v": v},
-            outputs(call["max_k"]),
-            gradients(max(call["max_q"], call["max_k"])),
+            outputs(call["keys"].max_length),
+            gradients(max(call["queries"].max_length, call["keys"].max_length)),
         )
 
 
@@ -324,7 +326,7 @@ def test_gradients_of_views_of_a_fused_projection() -> None:
     fused = torch.randn(405, 3, 4, 128, device="cuda", generator=generator).bfloat16()
     grad = torch.randn(4, 405, 128, device="cuda", generator=generator).bfloat16().transpose(0, 1)
     offsets = offsets_of([100, 300, 5]).cuda()
-    rest = [offsets, offsets, 300, 300, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
+    rest = [Rows(offsets, 300), Rows(offsets, 300), ("gelu_tanh",) * 4, 128**-0.5, 1.0, NO_MASK]
     views = (grad, *fused.unbind(1))
     for ours, expected in zip(
         hopper_backward.backward(*views, *rest),

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 
 from kernels.attention.triton import short as short_rows
 from kernels.attention.triton.short import BACKWARD_REGISTERS, LONGEST, OPTIONS
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows
 from kernels.gdpa import reference
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
@@ -61,7 +63,8 @@ def test_short_rows_are_written_and_no_others(
     q_offsets, k_offsets = offsets_of(EDGES[0]), offsets_of(EDGES[1], torch.int32)
     q, k, v = inputs_of(q_offsets, k_offsets, heads, widths, torch.float32).values()
     grad = torch.randn(q.shape[0], heads[0], widths[1], generator=torch.Generator().manual_seed(1))
-    rest = (q_offsets, k_offsets, max(EDGES[0]), max(EDGES[1]), names, 0.3, 0.7, window)
+    rows = Rows(q_offsets, max(EDGES[0])), Rows(k_offsets, max(EDGES[1]))
+    rest = (*rows, names, 0.3, 0.7, Mask(False, *window))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     expected = reference.gdpa(*exact, *rest)
     expected_gradients = torch.autograd.grad(expected, exact, grad.double())
@@ -87,7 +90,7 @@ def compiled(kernel: str, names: tuple[str, ...], group: int, window: tuple[int,
     types = {"q_offsets": "*i64", "k_offsets": "*i32", "score_scale": "fp32", "out_scale": "fp32"}
     types |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
     signature = {name: types.get(name, "i32") for name in function.arg_names if not name.isupper()}
-    constants = launch.constants(q, k, k, names, window)
+    constants = launch.constants(q, k, k, names, Mask(False, *window))
     return compile_ahead(
         function,
         signature,
@@ -139,11 +142,12 @@ def test_rows_are_likely_short_where_the_mean_is_far_below_the_longest(
 ) -> None:
     q = torch.empty(100 * tokens, 2, 128, dtype=torch.bfloat16, device="meta")
     offsets = torch.empty(101, device="meta")
-    assert triton_short.limit_of(q, q[:5], q[:5], offsets, longest, 1) == expected
-    assert triton_short.limit_of(q[:5], q, q, offsets, 1, longest) == expected
-    assert triton_short.limit_of(q.float(), q, q, offsets, longest, longest) == 0
+    rows, few = Rows(offsets, longest), Rows(offsets, 1)
+    assert triton_short.limit_of(q, q[:5], q[:5], rows, few) == expected
+    assert triton_short.limit_of(q[:5], q, q, few, rows) == expected
+    assert triton_short.limit_of(q.float(), q, q, rows, rows) == 0
     wide = torch.empty(100 * tokens, 2, 256, dtype=torch.bfloat16, device="meta")
-    assert triton_short.limit_of(wide, wide, wide, offsets, longest, longest) == 0
+    assert triton_short.limit_of(wide, wide, wide, rows, rows) == 0
 
 
 SHORT = heavy(300, 8, LIMIT, 0), heavy(300, 8, LIMIT, 1)
@@ -177,8 +181,8 @@ def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
     inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
     names = options.get("names", ("gelu_tanh",) * heads[0])
     scales = options.get("scales", (1.3 * width**-0.5, 0.1))
-    window = options.get("window", UNLIMITED)
-    return list(inputs.values()), [*offsets, max(q_lengths), max(k_lengths), names, *scales, window]
+    rows = [Rows(own, max(lengths)) for own, lengths in zip(offsets, (q_lengths, k_lengths), strict=True)]
+    return list(inputs.values()), [*rows, names, *scales, Mask(False, *options.get("window", UNLIMITED))]
 
 
 @pytest.fixture
@@ -193,15 +197,15 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_match_float64(name: str) -> None:
     (q, k, v), rest = problem(name)
-    names = ("q_offsets", "k_offsets", "max_q", "max_k", "activations", "score_scale", "out_scale", "window")
+    names = ("queries", "keys", "activations", "score_scale", "out_scale", "mask")
     call = dict(zip(names, rest, strict=True))
     with poisoned_empty():
         check_gradients(
             partial(operators.gdpa, **call),
             partial(reference.gdpa, **call),
             {"q": q, "k": k, "v": v},
-            outputs(call["max_k"]),
-            gradients(max(call["max_q"], call["max_k"])),
+            outputs(call["keys"].max_length),
+            gradients(max(call["queries"].max_length, call["keys"].max_length)),
         )
 
 
@@ -227,7 +231,7 @@ def test_views_are_read_in_place() -> None:
     fused = torch.randn(182, 3, 4, 128, device="cuda", generator=generator).bfloat16()
     grad = torch.randn(4, 182, 128, device="cuda", generator=generator).bfloat16().transpose(0, 1)
     offsets = offsets_of([30, 100, 0, 52]).cuda()
-    rest = [offsets, offsets, 100, 100, ("gelu_tanh",) * 4, 128**-0.5, 1.0, UNLIMITED]
+    rest = [Rows(offsets, 100), Rows(offsets, 100), ("gelu_tanh",) * 4, 128**-0.5, 1.0, NO_MASK]
     views = (grad, *fused.unbind(1))
     plain = [x.contiguous() for x in views]
     assert torch.equal(hopper_forward.forward(*views[1:], *rest), hopper_forward.forward(*plain[1:], *rest))

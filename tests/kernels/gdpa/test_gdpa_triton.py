@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.core.mask import Mask
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
@@ -117,7 +118,7 @@ def compiled(
     return compile_ahead(
         function,
         signature,
-        launch.constants(example, example, example, names, window) | tile | {"SHORT": 64},
+        launch.constants(example, example, example, names, Mask(False, *window)) | tile | {"SHORT": 64},
         target=target,
         divisible_by_16=[name for name in signature if name.startswith("stride")],
         **options,

@@ -57,6 +57,8 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 INTERPRETED = """
 import torch
 from kernels.core import dispatch
+from kernels.core.mask import NO_MASK
+from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch as triton_launch
 from kernels.gdpa.triton.operators import gdpa
 from kernels.testing import serving
@@ -69,11 +71,12 @@ cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
 for name in cases.CASES:
     cases.check(name, (4, 2) if "mixed" in name else (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
-empty = torch.tensor([0])
-none = gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, 0, 0, ("relu",), 1.0, 1.0, (-1, -1))
+empty = Rows(torch.tensor([0]), 0)
+none = gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, ("relu",), 1.0, 1.0, NO_MASK)
 assert none.shape == (0, 1, 16)
 every, x = torch.tensor([0, 3, 5, 9, 12]), torch.randn(12, 1, 16)  # every second offset: pairs of rows as one
-merged = [gdpa(x, x, x, *2 * [o], 7, 7, ("relu",), 1.0, 1.0, (-1, -1)) for o in (every[::2], every[::2].clone())]
+rows = [Rows(offsets, 7) for offsets in (every[::2], every[::2].clone())]
+merged = [gdpa(x, x, x, own, own, ("relu",), 1.0, 1.0, NO_MASK) for own in rows]
 assert torch.equal(*merged)
 print("checked", len(cases.CASES))
 """

@@ -21,6 +21,7 @@ from kernels.mxfp8 import grouped, matmul, plain, reference  # noqa: F401  group
 from kernels.mxfp8.execution import (
     experts_execution,
     linear_execution,
+    linear_gains,
     multiplies_expert_codes,
     multiplies_linear_codes,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "grouped_mm",
     "linear",
     "linear_execution",
+    "linear_gains",
     "multiplies_expert_codes",
     "multiplies_linear_codes",
     "quantize",
@@ -85,8 +87,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str
     check_recipe(recipe)
     _check_features(x, weight)
     out_dtype = dispatch.autocast_dtype(x)
-    facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    facts: dict[str, Hashable] = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     if recipe in QUANTIZED:
+        facts |= {"group": QUANTIZED[recipe], "out_dtype": out_dtype}
         product = dispatch.choose("mxfp8_linear", backend, x, **facts)
         y = product(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype, QUANTIZED[recipe])
         return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -153,6 +156,27 @@ def _hopper(
     return None
 
 
+def _hopper_linear(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    in_features: int,
+    out_features: int,
+    group: int,
+    out_dtype: torch.dtype,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if group != 128:
+        return f"takes scales over 128 elements, not over {group}"
+    if in_features % 128 or out_features % 128:
+        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    if out_dtype is not torch.bfloat16:
+        return f"rounds to bfloat16, and the result is {out_dtype}: use autocast"
+    return None
+
+
 def _cutlass(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
 ) -> str | None:
@@ -183,7 +207,11 @@ dispatch.declare(
 )
 dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
 dispatch.declare("linear", Backend("reference", functional.linear))
-dispatch.declare("mxfp8_linear", Backend("reference", matmul.linear))
+dispatch.declare(
+    "mxfp8_linear",
+    Backend("hopper", "kernels.mxfp8.hopper.linear:linear", _hopper_linear),
+    Backend("reference", matmul.linear),
+)
 dispatch.declare(
     "grouped_mm",
     Backend("hopper", "kernels.mxfp8.hopper.operators:grouped_mm", _hopper),

@@ -1,8 +1,8 @@
 """Bias, activation and factor after a linear layer's product in Triton.
 
-A program has up to `_COLUMNS` columns of some rows: wider rows are in several parts. In the backward the gradient of the
-bias, a sum over all rows, is added up in the same pass: each program keeps the sums of its rows, and a short second step
-adds those of all programs.
+A program has up to `_COLUMNS` columns of some rows: wider rows are in several parts. In the backward the gradient of
+the bias, a sum over all rows, is added up in the same pass: each program keeps the sums of its rows, and a short second
+step adds those of all programs.
 """
 
 from __future__ import annotations

@@ -69,26 +69,24 @@ def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: 
     assert outcomes(1, 1) == ["replayed"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_optimizer_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "graphs"), [CPU, GPU])
+def test_an_optimizer_replays_its_steps(device: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "in_backward_optimizer_filter", dict)
-    plain, graphed = stepped(graphs=False), stepped(graphs=True)
+    plain, graphed = stepped(torch.device(device), graphs=False), stepped(torch.device(device), graphs)
     for a, b in zip(plain, graphed, strict=True):
         # A learning rate is rounded to float32 where a graph reads it.
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def stepped(graphs: bool) -> list[Tensor]:
+def stepped(device: torch.device, graphs: bool) -> list[Tensor]:
     """Parameters and their averages after eight steps; of the sixth a gradient is not finite."""
     torch.manual_seed(0)
-    model, device = nn.Linear(4, 3).cuda(), torch.device("cuda")
-    fused = SimpleNamespace(param_groups=[], step=lambda: None)
-    named = SimpleNamespace(named_parameters=model.named_parameters, fused_optimizer=fused)
+    model = nn.Linear(4, 3).to(device)
+    model.fused_optimizer = SimpleNamespace(param_groups=[], step=lambda: None)  # type: ignore[assignment]
     guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
     guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
     config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
-    optimizer = Optimizer(cast(Any, named), config, 8, cast(Any, guard), graphs=graphs)
+    optimizer = Optimizer(cast(Any, model), config, 8, cast(Any, guard), graphs=graphs)
     verdicts: list[Tensor] = []
     for step in range(8):
         optimizer.zero_grad()

@@ -30,8 +30,10 @@ CONFIGS: dict[str, ModelConfig] = {
 @pytest.fixture(scope="module")
 def sold(ranking: Rows, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Requests with several candidates, of sellers in two countries."""
+    folder = str(tmp_path_factory.mktemp("sold"))  # whose name tells its exports from those of `ranking`
+    files = [f"{ranking.config.root}/rows.parquet"]
     config = dataclasses.replace(
-        ranking.config, cache_dir=str(tmp_path_factory.mktemp("sold")), request_window=20_000,
+        ranking.config, root=folder, cache_dir=folder, files=files, request_window=20_000,
         request_categorical=["user"], vendor="country", vendor_categorical=["country"],
     )  # fmt: skip
     rows = Rows(ranking.rows, config, build_source(config))

@@ -16,7 +16,7 @@ from modules.pretrained import PretrainedModel
 from tests.serving.conftest import Rows
 from train.commands.score import latencies
 from train.data import build_source
-from train.serving.scorer import Scorer, _rounded_up
+from train.serving.scorer import Scorer, _given_to_last
 from train.serving.service import Service
 from train.speedup.graphs import _inputs_of_arch
 
@@ -85,13 +85,10 @@ def test_graphs_are_given_the_vendors(sold: Rows) -> None:
         torch.testing.assert_close(model.arch(*arguments), model.arch(tokens, batch))
 
 
-def test_padding_candidates_are_the_last_vendors() -> None:
+def test_candidates_that_fill_up_are_the_last_vendors() -> None:
     tokens, offsets, ends = torch.randn(2, 1, 4), torch.tensor([0, 2]), torch.tensor([0, 3, 5])
-    candidate, candidate_offsets, ((values, of_request, of_vendors),) = _rounded_up(
-        torch.randn(5, 2, 4), ((tokens, offsets, ends),), 100
-    )
-    assert candidate.shape[0] == 16
-    assert candidate_offsets.tolist() == [0, 16]
+    ((values, of_request, of_vendors),) = _given_to_last(16, ((tokens, offsets, ends),))
     assert values is tokens
     assert of_request is offsets
     assert of_vendors.tolist() == [0, 3, 16]
+    assert _given_to_last(16, ()) == ()

@@ -123,7 +123,8 @@ class Scorer:
         request, candidate, offsets, histories = scoring_inputs(tokens, candidate_offsets)
         count = candidate.shape[0]
         if self.device.type == "cuda":
-            candidate, offsets, vendors = _rounded_up(candidate, vendors, self.max_candidates)
+            candidate, offsets = _rounded_up(candidate, self.max_candidates)
+            vendors = _given_to_last(candidate.shape[0], vendors)
         return self._program(request, candidate, offsets, histories, *vendors)[:count]
 
     def _refuse_long(self, batch: RequestBatch) -> None:
@@ -238,15 +239,16 @@ def _load_compiled(folder: Path) -> AOTICompiledModel:
     return AOTICompiledModel(torch._C._aoti.AOTIModelPackageLoader(str(folder / "model.pt2"), "model", True, 1, -1))
 
 
-def _rounded_up(
-    candidate: Tensor, vendors: tuple[VendorInputs, ...], most: int
-) -> tuple[Tensor, Tensor, tuple[VendorInputs, ...]]:
-    """Candidates up to the next power of two, at most `most`, and the offsets that make them all the request's, and its
-    last vendor's."""
+def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Candidates up to the next power of two, at most `most`, and the offsets that make them all the request's."""
     size = min(most, max(SMALLEST, 1 << (candidate.shape[0] - 1).bit_length()))
     rest = candidate.new_zeros(size - candidate.shape[0], *candidate.shape[1:])
-    vendors = tuple((*parts, nn.functional.pad(ends[:-1], (0, 1), value=size)) for *parts, ends in vendors)
-    return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size, vendors
+    return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size
+
+
+def _given_to_last(size: int, vendors: tuple[VendorInputs, ...]) -> tuple[VendorInputs, ...]:
+    """The vendors of `size` candidates, of which the last ones are the last vendor's."""
+    return tuple((*parts, nn.functional.pad(ends[:-1], (0, 1), value=size)) for *parts, ends in vendors)
 
 
 class Replayed:

@@ -118,7 +118,7 @@ class Scorer:
         parts = [whole] if batch.num_requests == 1 else each_request(tokens, batch)
         return torch.cat([self._of_one(*part) for part in parts if part[0].candidate.shape[0]])
 
-    def _of_one(self, tokens: Tokens, candidate_offsets: Tensor, vendors: tuple[VendorInputs, ...]) -> Tensor:
+    def _of_one(self, tokens: Tokens, candidate_offsets: Tensor, vendors: tuple[VendorInputs, ...] = ()) -> Tensor:
         assert self._program is not None
         request, candidate, offsets, histories = scoring_inputs(tokens, candidate_offsets)
         count = candidate.shape[0]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.mxfp8 import QUANTIZED, linear, linear_execution, linear_gains, multiplies_linear_codes
+from kernels.mxfp8 import QUANTIZED, float32_linear, linear, linear_execution, linear_gains, multiplies_linear_codes
 
 AUTO = "auto"
 """In place of globs: the layers that a kernel of the device makes faster by multiplying their codes; where there is no
@@ -57,10 +57,7 @@ class FP32Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+        return float32_linear(input, self.weight, self.bias)
 
 
 class Quantizable(nn.Module, ABC):

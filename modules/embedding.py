@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
-from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -34,7 +34,7 @@ class JaggedSequence:
 
 @dataclass
 class Tokens:
-    """What a model mixes: tokens of width d of requests and of candidates, and one jagged sequence an event type.
+    """What a model mixes: tokens of width d of requests, candidates and vendors, and one jagged sequence an event type.
 
     A sequence's width is (number of fields) * d: the aligned fields of an event stand side by side.
     """
@@ -42,6 +42,7 @@ class Tokens:
     request: Tensor  # [R, n_request, d]
     candidate: Tensor  # [C, n_candidate, d]
     histories: dict[str, JaggedSequence]
+    vendor: Tensor | None = None  # [V, n_vendor, d], where the data has features of vendors
 
 
 class FeatureEmbedding(nn.Module):
@@ -158,14 +159,21 @@ class LocalEmbedding(nn.Module):
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     def forward(self, batch: RequestBatch) -> Tokens:
+        if self.spec.num_vendor_tokens:
+            _vendors(batch)
         collections = [self.collection, *cast("Iterable[_LocalTables]", self.further.values())]
         tables = {name: table for each in collections for name, table in each.embeddings.items()}
-        parts = (batch.request_sparse, batch.candidate_sparse, batch.histories)
-        ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
+        ids = [feature for part in batch.sparse for feature in part.values().split(part.length_per_key())]
         embedded = {
             name: _LookedUp(tables[table](rows)) for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
         }
         return self.assemble(embedded, batch)
+
+
+def _vendors(batch: RequestBatch) -> Vendors:
+    if batch.vendors is None:
+        raise ValueError("the model was built for data with vendors; the batch has none")
+    return batch.vendors
 
 
 class _LocalTables(nn.Module):
@@ -213,6 +221,7 @@ class TokenAssembly(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
+        self.vendor_dense = nn.Linear(len(spec.vendor_dense), dim) if spec.vendor_dense else None
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
@@ -229,7 +238,16 @@ class TokenAssembly(nn.Module):
             request.append(self.any_request.expand(batch.num_requests, -1))
         if self.candidate_dense is not None:
             candidate.append(self.candidate_dense(batch.candidate_dense))
-        return Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+        tokens = Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+        if self.spec.num_vendor_tokens:
+            tokens.vendor = self._vendor(embedded, _vendors(batch))
+        return tokens
+
+    def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
+        tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)
+        if self.vendor_dense is not None:
+            tokens.append(self.vendor_dense(vendors.dense))
+        return torch.stack(tokens, 1)
 
     def _side(
         self,

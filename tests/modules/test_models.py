@@ -19,6 +19,7 @@ import kernels.gdpa
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
+import modules.broadcast
 import modules.core.checks
 from kernels.core import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
@@ -31,7 +32,7 @@ from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.wukong import Wukong
 from modules.moe import MoE
-from tests.modules.factories import random_batch, random_spec
+from tests.modules.factories import random_batch, random_spec, vendor_spec
 
 SMALL: dict[str, Any] = {
     "dim": 8,
@@ -221,7 +222,8 @@ def _concatenated(a: RequestBatch, b: RequestBatch) -> RequestBatch:
             lengths=torch.cat([part.lengths() for pair in pairs for part in pair]),
         )
 
-    fields = {f.name: joined(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)}
+    names = [f.name for f in dataclasses.fields(a) if f.name != "vendors"]
+    fields = {name: joined(getattr(a, name), getattr(b, name)) for name in names}
     fields["candidate_offsets"] = torch.cat([a.candidate_offsets, b.candidate_offsets[1:] + a.num_candidates])
     return RequestBatch(**fields)
 
@@ -313,7 +315,10 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun"])
+@pytest.mark.parametrize(
+    "variant",
+    ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun", "interformer of vendors", "kunlun of vendors"],
+)
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
     packages = (
@@ -324,13 +329,15 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
         kernels.jagged.pointwise,
         kernels.ikbo.lce,
         kernels.ikbo.attention,
+        modules.broadcast,
         modules.core.checks,
     )
     for package in packages:
         for check in ("check_offsets", "check_lengths"):
             monkeypatch.setattr(package, check, lambda *args: None, raising=False)
-    spec = random_spec()
-    model, batch = Ranking(variant, spec), random_batch(spec)
+    name, _, vendors = variant.partition(" of ")
+    spec = vendor_spec() if vendors else random_spec()
+    model, batch = Ranking(name, spec), random_batch(spec)
     with NoHostSync():
         lookup = batch.lookup
     looked_up = model.embedding.collection(lookup)  # TorchRec's own on one process, which reads lengths

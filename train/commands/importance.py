@@ -43,16 +43,16 @@ def features_of(spec: FeatureSpec) -> list[str]:
 
     A number and its indicator are one as well.
     """
-    dense = (*spec.request_dense, *spec.candidate_dense)
+    dense = (*spec.request_dense, *spec.vendor_dense, *spec.candidate_dense)
     indicators = {name + INDICATOR for name in dense}
     numeric = [name for name in dense if name not in indicators]
-    sparse = [feature.name for feature in (*spec.request, *spec.candidate)]
+    sparse = [feature.name for feature in spec.of_rows]
     events = [event.name for event in spec.histories]
     return list(dict.fromkeys([*sparse, *numeric, *events]))
 
 
 def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch.Generator) -> RequestBatch:
-    """The batch with the values of one of `features_of` shuffled among its requests, or among its candidates."""
+    """The batch with the values of one of `features_of` shuffled among its requests, vendors or candidates."""
 
     def shuffled(count: int) -> Tensor:
         return torch.randperm(count, generator=generator).to(batch.row.device)
@@ -66,15 +66,29 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
         if name in [feature.name for feature in features]:
             changes[f"{side}_sparse"] = _with_rows(getattr(batch, f"{side}_sparse"), [name], rows)
         if name in dense:
-            columns = changes[f"{side}_dense"] = getattr(batch, f"{side}_dense").clone()
-            for index in [dense.index(each) for each in (name, name + INDICATOR) if each in dense]:
-                columns[:, index] = columns[rows, index]
+            changes[f"{side}_dense"] = _with_columns(getattr(batch, f"{side}_dense"), dense, name, rows)
+    vendors = batch.vendors
+    if vendors is not None and name in (*(feature.name for feature in spec.vendor), *spec.vendor_dense):
+        rows = shuffled(vendors.num_vendors)
+        changes["vendors"] = replace(
+            vendors,
+            sparse=_with_rows(vendors.sparse, [name], rows),
+            dense=_with_columns(vendors.dense, spec.vendor_dense, name, rows),
+        )
     for event in spec.histories:
         if event.name == name:
             rows = shuffled(batch.num_requests)
             changes["histories"] = _with_rows(batch.histories, event.keys, rows)
             changes["history_times"] = _with_rows(batch.history_times, [name], rows)
     return replace(batch, **changes)
+
+
+def _with_columns(numbers: Tensor, names: Sequence[str], name: str, rows: Tensor) -> Tensor:
+    """Numbers [N, names] with the given rows of one of them, and of its indicator."""
+    numbers = numbers.clone()
+    for index in [names.index(each) for each in (name, name + INDICATOR) if each in names]:
+        numbers[:, index] = numbers[rows, index]
+    return numbers
 
 
 def _with_rows(features: KeyedJaggedTensor, names: Sequence[str], rows: Tensor) -> KeyedJaggedTensor:

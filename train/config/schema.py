@@ -121,6 +121,11 @@ class EventsConfig(DataConfig):
     candidate_categorical: list[str] = field(default_factory=list)
     candidate_list: list[str] = field(default_factory=list)
     candidate_numeric: list[str] = field(default_factory=list)
+    # column that tells a request's vendors (advertisers, shops) apart: a level between the request and its candidates
+    vendor: str | None = None
+    vendor_categorical: list[str] = field(default_factory=list)  # features of vendors, equal for all their candidates
+    vendor_list: list[str] = field(default_factory=list)
+    vendor_numeric: list[str] = field(default_factory=list)
     log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
     missing_nan: list[str] = field(default_factory=list)  # globs of number, label, weight columns: NaN there is missing
     missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean

@@ -1,7 +1,8 @@
 """Requests in plain Python, as a server gets them, to batches: with the ids and the scales of a run's own data.
 
 A request is a mapping: `request` has the values of its columns, `candidates` one mapping of columns for each,
-`histories` the events of each event type, `time` when it is made. It is the same after JSON, and as a row of an Arrow
+`histories` the events of each event type, `time` when it is made. A candidate has the columns of its vendor, too, where
+the data has vendors. It is the same after JSON, and as a row of an Arrow
 table, see `train.serving.formats`.
 """
 
@@ -22,9 +23,10 @@ from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, Spar
 from modules.pretrained import read_description
 from train.config.schema import EventsConfig
 from train.data import mapping
-from train.data.batch import Events, Ids, pack
+from train.data.batch import Events, Ids, VendorColumns, pack
 from train.data.columns import Coded
 from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
+from train.data.requests import vendor_runs
 from train.data.source import Source
 from train.data.transforms import Transforms, texts_as_ids
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
@@ -58,7 +60,9 @@ class RequestReader:
         self.folder = run_dir
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
         self.transforms = Transforms(data.get("transforms", {}))
-        columns = [*data["request_numeric"], *data["candidate_numeric"], *self.transforms.number_inputs()]
+        self.vendor: str = data.get("vendor") or ""
+        columns = [*data["request_numeric"], *data["candidate_numeric"], *data.get("vendor_numeric", [])]
+        columns += self.transforms.number_inputs()
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
@@ -123,6 +127,9 @@ class RequestReader:
         times = [self._time(request["time"]) for request in requests]
         histories = [(request["histories"], time) for request, time in zip(requests, times, strict=True)]
         own = self._derived(own, spec.request, spec.request_dense, "the request")
+        vendors = None
+        if spec.num_vendor_tokens:
+            vendors = self._vendors(candidates, owners, [len(request["candidates"]) for request in requests])
         candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
         return pack(
             spec,
@@ -136,7 +143,37 @@ class RequestReader:
             labels=np.full((len(candidates), len(spec.tasks)), np.nan),
             group=np.zeros(len(candidates)),
             row=np.arange(len(candidates)),
+            vendor=vendors,
             torchrec=False,
+        )
+
+    def _vendors(
+        self, candidates: list[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], counts: Sequence[int]
+    ) -> VendorColumns:
+        """Neighbours among a request's candidates that have the same vendor; they must agree in its features."""
+        spec, whose = self.spec, "a candidate"
+        ids = texts_as_ids([_column(row, self.vendor, whose) for row in candidates])
+        if (ids.codes < 0).any():
+            raise ValueError(f"{whose} has {self.vendor}=None; it must have a vendor")
+        each, sizes = vendor_runs(ids.codes, np.array(counts, np.int64))
+        derived = self._derived(candidates, spec.vendor, spec.vendor_dense, whose, owners)
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes).tolist()
+        numbers = dict.fromkeys(self.indicated.get(name, name) for name in spec.vendor_dense)
+        for name in (*(feature.name for feature in spec.vendor), *numbers):
+            values = [_column(row, name, whose) for row in derived]
+            for place, value in enumerate(values):
+                if not _equal(value, values[first[place]]):
+                    raise ValueError(
+                        f"{whose} has {name}={value!r}, and another of the same {self.vendor}="
+                        f"{candidates[place][self.vendor]!r} has {values[first[place]]!r}; features of a vendor must "
+                        "be equal"
+                    )
+        firsts = [derived[place] for place in dict.fromkeys(first)]
+        return VendorColumns(
+            sparse=[self._ids(feature, firsts, whose) for feature in spec.vendor],
+            dense=self._numbers(spec.vendor_dense, firsts, whose),
+            counts=each,
+            candidates=sizes,
         )
 
     def _time(self, time: Any) -> int:
@@ -291,6 +328,12 @@ def _seconds(value: Any, whose: str) -> int:
     if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{whose} has time={value!r}; it must be in seconds since 1970, e.g. 1700000000")
     return math.floor(value)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Iterable) and isinstance(other, Iterable) and not isinstance(value, str):
+        return list(value) == list(other)
+    return value == other or (value != value and other != other)  # of missing numbers, too
 
 
 def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:

@@ -58,7 +58,10 @@ def _features(source: Source, batch: RequestBatch) -> Iterator[tuple[str, str, s
         ids = features[name]
         length = f"{ids.lengths().double().mean().item():.2f}"
         yield name, f"{spec.tables[table]:,}", length, _share(ids.values() > UNKNOWN_ID + source.oov_rows)
-    for names, values in ((spec.request_dense, batch.request_dense), (spec.candidate_dense, batch.candidate_dense)):
+    numbers = [(spec.request_dense, batch.request_dense), (spec.candidate_dense, batch.candidate_dense)]
+    if batch.vendors is not None:
+        numbers.insert(1, (spec.vendor_dense, batch.vendors.dense))
+    for names, values in numbers:
         for name, column in zip(names, values.unbind(1), strict=True):
             yield name, "", "", _share(column != 0)
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from modules.batch import RequestBatch
 from modules.embedding import Tokens
-from modules.models.scoring import arch_inputs, scoring_inputs
+from modules.models.scoring import arch_inputs, scoring_inputs, vendor_inputs
 from train.speedup.arguments import Apart, take_apart
 from train.speedup.regions import regions
 from train.speedup.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
@@ -175,14 +175,16 @@ def _inputs_of_arch(tokens: Tokens, batch: RequestBatch) -> Apart:
     request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
     names = list(histories)
     inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
+    inputs += (part for parts in vendor_inputs(tokens, batch) for part in parts)
     return Apart(inputs, tuple(names), lambda tensors: (_arguments(tensors, names), {}))
 
 
 def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, RequestBatch]:
-    """The architecture's arguments from a list of tensors, whose last ones are three for each event type in `names`."""
+    """The architecture's arguments from a list of tensors: the last ones are three for each event type in `names`, then
+    those of vendors if there are any."""
     request, candidate, offsets, *parts = inputs
     histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
-    return arch_inputs(request, candidate, offsets, histories)
+    return arch_inputs(request, candidate, offsets, histories, tuple(parts[3 * len(names) :]) or None)
 
 
 class _Plain(nn.Module):

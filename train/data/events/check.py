@@ -47,6 +47,19 @@ def check(config: EventsConfig) -> None:
             f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
             f"users, let each request be one, data.user={config.request}"
         )
+    own = [("categorical", config.vendor_categorical), ("list", config.vendor_list), ("numeric", config.vendor_numeric)]
+    named_of_vendors = {f"data.vendor_{kind}": names for kind, names in own if names}
+    if named_of_vendors and not config.vendor:
+        key, names = next(iter(named_of_vendors.items()))
+        raise ValueError(
+            f"{key}={names} are features of vendors: data.vendor must name the column that tells vendors apart, e.g. "
+            f"data.vendor={names[0]}"
+        )
+    if config.vendor and not named_of_vendors:
+        raise ValueError(
+            f"data.vendor={config.vendor} has no feature; name at least one, e.g. data.vendor_categorical="
+            f"[{config.vendor}]"
+        )
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:

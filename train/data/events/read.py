@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from train.config.schema import EventsConfig, HistoryConfig
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, numbers, numeric, wanted
+from train.data.events.names import categorical, lists, numbers, numeric, wanted
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.numeric import matching
@@ -31,6 +31,7 @@ class Columns:
     user: Coded
     time: np.ndarray  # [N] int64 milliseconds
     request: Coded | None
+    vendor: Coded | None
     part: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
     labels: np.ndarray  # [N, tasks] float64
     weights: np.ndarray | None  # [N] float64
@@ -89,11 +90,12 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
     user = rows.required_ids(config.user) if config.user else Coded(count.astype(np.int32), pa.array([], pa.string()))
     time = rows.milliseconds(config.time, config.time_format) if config.time else count * 1000
     request = rows.required_ids(config.request) if config.request else None
+    vendor = rows.required_ids(config.vendor) if config.vendor else None
     labels = np.stack([rows.labels(column, task in config.real_labels) for task, column in config.labels.items()], 1)
     weights = rows.weights(config.weight) if config.weight else None
     values = {name: rows.features(name, name in config.log_numeric) for name in numeric(config)}
     ids = {name: rows.ids(name) for name in categorical(config)}
-    lists = {name: rows.lists(name, config.list_separator) for name in (*config.request_list, *config.candidate_list)}
+    listed = {name: rows.lists(name, config.list_separator) for name in lists(config)}
     fields, times = {}, {}
     for name, history in config.histories.items():
         if history.lists:
@@ -110,12 +112,13 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         user=user,
         time=time,
         request=request,
+        vendor=vendor,
         part=_part(rows, counts),
         labels=labels,
         weights=weights,
         numeric=values,
         ids=ids,
-        lists=lists,
+        lists=listed,
         chosen=chosen,
         fields=fields,
         times=times,

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, numeric
+from train.data.events.names import categorical, lists, numeric
 from train.data.events.read import Columns, Log
 
 ListName = tuple[str, str]
@@ -102,11 +102,11 @@ class Fields:
     def __init__(self, config: EventsConfig) -> None:
         histories = config.histories.items()
         self.ids, self.numeric, self.config = categorical(config), numeric(config), config
-        self.lists: list[ListName] = [("", name) for name in (*config.request_list, *config.candidate_list)]
+        self.lists: list[ListName] = [("", name) for name in lists(config)]
         self.lists += [(name, field) for name, history in histories if history.lists for field in history.fields]
         self.timed = [(name, "") for name, history in histories if history.times]
         self.rows = [name for name, history in histories if not (history.lists or history.files)]
-        self.users, self.requests = Dictionary(), Dictionary()
+        self.users, self.requests, self.vendors = Dictionary(), Dictionary(), Dictionary()
         names: list[str | ListName] = [*self.ids, *self.lists]
         self.dictionaries = {name: Dictionary() for name in names}
         self.record = np.dtype(
@@ -114,6 +114,7 @@ class Fields:
                 ("number", "<i8"),
                 ("user", "<i4"),
                 ("request", "<i4"),
+                ("vendor", "<i4", (int(config.vendor is not None),)),
                 ("time", "<i8"),
                 ("part", "i1"),
                 ("labels", "<f8", (len(config.labels),)),
@@ -132,6 +133,8 @@ class Fields:
         records["number"], records["time"], records["part"] = columns.number, columns.time, columns.part
         records["user"] = self.users.codes(columns.user) if self.config.user else columns.user.codes
         records["request"] = self.requests.codes(columns.request) if columns.request else -1
+        if columns.vendor is not None:
+            records["vendor"][:, 0] = self.vendors.codes(columns.vendor)
         records["labels"] = columns.labels
         if columns.weights is not None:
             records["weight"][:, 0] = columns.weights
@@ -170,6 +173,7 @@ class Fields:
             user=Coded(_column(records, "user"), self.users.values),
             time=_column(records, "time"),
             request=Coded(_column(records, "request"), self.requests.values) if self.config.request else None,
+            vendor=Coded(_column(records, "vendor")[:, 0], self.vendors.values) if self.config.vendor else None,
             part=_column(records, "part"),
             labels=_column(records, "labels"),
             weights=_column(records, "weight")[:, 0] if self.config.weight else None,

@@ -78,8 +78,10 @@ def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Ten
     return dispatch.choose_in_eager("permute", backend, values)(values, order)
 
 
-def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-5) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
+def rms_norm(
+    x: Tensor, *, dtype: torch.dtype | None = None, epsilon: float = EPSILON, backend: str | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
     Statistics are at least float32. Zeros stay zeros with a finite gradient. ValueError for integers.
     """
@@ -87,7 +89,7 @@ def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
-    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
+    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype, epsilon)
 
 
 def rotate(

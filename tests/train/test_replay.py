@@ -13,7 +13,7 @@ from train.config.schema import OptimizerConfig
 from train.optim import dense
 from train.optim.dense import Optimizer
 from train.speedup import replay
-from train.speedup.replay import WARMUP_STEPS, Replay
+from train.speedup.replay import LARGE, PATIENCE, WARMUP_STEPS, Replay
 
 CPU = pytest.param("cpu", False)
 GPU = pytest.param(
@@ -44,11 +44,11 @@ def test_calls_of_each_kind_do_their_own(device: str, graphs: bool) -> None:
 class StandIn:
     """For a CUDA graph."""
 
-    def __init__(self, function: object, tensors: tuple[Tensor, ...]) -> None:
-        pass
+    def __init__(self, function: object, tensors: tuple[Tensor, ...], in_place: bool) -> None:
+        self.result = "replayed in place" if in_place else "replayed"
 
     def replay(self, tensors: tuple[Tensor, ...]) -> str:
-        return "replayed"
+        return self.result
 
 
 def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,43 @@ def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: 
     assert outcomes(2, WARMUP_STEPS + 1) == first
     assert outcomes(3, WARMUP_STEPS + 1) == ["called"] * (WARMUP_STEPS + 1)
     assert outcomes(1, 1) == ["replayed"]
+
+
+def test_large_tensors_are_read_where_they_recur(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_Graph", StandIn)
+    calls = Replay(lambda *_: "called", enabled=True, in_place=True)
+    one, other, small = torch.zeros(LARGE), torch.zeros(LARGE), torch.zeros(1)
+    first = ["called"] * WARMUP_STEPS + ["replayed in place"]
+    assert [calls(one, small) for _ in range(WARMUP_STEPS + 1)] == first
+    assert [calls(other, small.clone()) for _ in range(WARMUP_STEPS + 1)] == first
+    assert calls(one, small) == "replayed in place"
+    kept = [torch.zeros(LARGE) for _ in range(PATIENCE)]  # each in a place of its own
+    results = [calls(each, small) for each in kept]
+    assert results == ["called"] * (PATIENCE - 2 * WARMUP_STEPS) + ["replayed"] * 2 * WARMUP_STEPS
+    assert calls(other, small) == "replayed in place"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+def test_a_graph_changes_large_tensors_where_they_are() -> None:
+    total = torch.zeros((), device="cuda")
+
+    def scale(values: Tensor, factor: Tensor) -> Tensor:
+        values.mul_(factor)
+        total.add_(values.sum())
+        return total.clone()
+
+    scaled, expected = Replay(scale, True, in_place=True), 0.0
+    place, moving = torch.empty(LARGE, device="cuda"), []
+    for step in range(20):
+        moving.append(torch.empty(LARGE, device="cuda"))
+        for values in (place, moving[-1]):
+            values.fill_(step / LARGE)
+            result = scaled(values, torch.tensor(2.0, device="cuda"))
+            expected += 2 * step
+            assert result.item() == pytest.approx(expected, rel=1e-4)
+        assert torch.equal(place, torch.full_like(place, step / LARGE).mul_(2.0))
+    assert len(scaled._graphs) == 2
 
 
 @pytest.mark.parametrize(("device", "graphs"), [CPU, GPU])

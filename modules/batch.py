@@ -1,7 +1,8 @@
 """`RequestBatch`, the one structure that every model takes, and `FeatureSpec`, which says what is in it.
 
 R requests (a user at a moment) have C candidates (the things scored for them). The classical impression batch, one
-candidate a request, is C = R. `train.data.batch` packs rows into a batch.
+candidate a request, is C = R. Data may have a level between the two: V vendors (advertisers, shops, hotels), each with
+candidates of one request. `train.data.batch` packs rows into a batch.
 
 TorchRec is imported where a batch is looked up in its collections: scoring, which does not, needs no TorchRec.
 """
@@ -37,6 +38,19 @@ class SparseFeature:
 
 
 @dataclass(frozen=True)
+class VectorFeature:
+    """`width` numbers that are one feature, e.g. the embedding of a text, and become one token."""
+
+    name: str
+    width: int
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of its numbers, in their order."""
+        return tuple(f"{self.name}[{index}]" for index in range(self.width))
+
+
+@dataclass(frozen=True)
 class EventType:
     """A kind of behaviour (click, like, ...): position-aligned `fields`, of which the newest `max_length` are kept."""
 
@@ -66,13 +80,17 @@ class FeatureSpec:
     tasks: tuple[str, ...]
     max_candidates: int  # of one request, in any batch: a constant that attention over a request's candidates needs
     outputs: tuple[int, ...] = ()  # logits of a candidate for each task; none given: one each
+    vendor: tuple[SparseFeature, ...] = ()
+    vendor_dense: tuple[str, ...] = ()
+    request_vectors: tuple[VectorFeature, ...] = ()
+    candidate_vectors: tuple[VectorFeature, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.lookups()]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(
-                f"feature names must be unique over request, candidate and histories; repeated: {repeated}"
+                f"feature names must be unique over request, vendor, candidate and histories; repeated: {repeated}"
             )
         unknown = sorted({table for _, table in self.lookups()} - set(self.tables))
         if unknown:
@@ -101,15 +119,24 @@ class FeatureSpec:
             tasks=tuple(saved["tasks"]),
             max_candidates=saved["max_candidates"],
             outputs=tuple(saved.get("outputs", ())),
+            vendor=features(saved.get("vendor", ())),
+            vendor_dense=tuple(saved.get("vendor_dense", ())),
+            request_vectors=tuple(VectorFeature(**item) for item in saved.get("request_vectors", ())),
+            candidate_vectors=tuple(VectorFeature(**item) for item in saved.get("candidate_vectors", ())),
         )
 
     def lookups(self) -> Iterator[tuple[str, str]]:
         """(feature name, table) of every lookup, in the order of `RequestBatch.lookup`'s keys."""
-        for feature in (*self.request, *self.candidate):
+        for feature in self.of_rows:
             yield feature.name, feature.table
         for event in self.histories:
             for field in event.fields:
                 yield event.key(field), field.table
+
+    @property
+    def of_rows(self) -> tuple[SparseFeature, ...]:
+        """All but the fields of histories."""
+        return (*self.request, *self.vendor, *self.candidate)
 
     @property
     def num_outputs(self) -> int:
@@ -117,18 +144,52 @@ class FeatureSpec:
         return sum(self.outputs) if self.outputs else len(self.tasks)
 
     @property
+    def request_columns(self) -> tuple[str, ...]:
+        """Of `RequestBatch.request_dense`: the dense features, then the numbers of each vector."""
+        return (*self.request_dense, *(name for vector in self.request_vectors for name in vector.columns))
+
+    @property
+    def candidate_columns(self) -> tuple[str, ...]:
+        """Of `RequestBatch.candidate_dense`."""
+        return (*self.candidate_dense, *(name for vector in self.candidate_vectors for name in vector.columns))
+
+    @property
     def num_request_tokens(self) -> int:
         """One token a feature; all dense features of a side make one token together. Never 0, see TokenAssembly."""
-        return max(1, len(self.request) + bool(self.request_dense))
+        return max(1, len(self.request) + len(self.request_vectors) + bool(self.request_dense))
+
+    @property
+    def num_vendor_tokens(self) -> int:
+        """0: requests have candidates, and no vendors between."""
+        return len(self.vendor) + bool(self.vendor_dense)
 
     @property
     def num_candidate_tokens(self) -> int:
-        return len(self.candidate) + bool(self.candidate_dense)
+        return len(self.candidate) + len(self.candidate_vectors) + bool(self.candidate_dense)
 
     @property
     def max_events(self) -> int:
         """Longest history of a request, over all event types together."""
         return sum(event.max_length for event in self.histories)
+
+
+@dataclass
+class Vendors:
+    """V vendors between requests and candidates; a vendor of two requests is two of these.
+
+    Those of request r are `offsets[r]:offsets[r + 1]`, the candidates of vendor v `candidate_offsets[v]:
+    candidate_offsets[v + 1]`, so `candidate_offsets[offsets]` are the offsets of the requests' candidates. Requests
+    without vendors and vendors without candidates are allowed.
+    """
+
+    sparse: KeyedJaggedTensor  # keys: spec.vendor, stride V
+    dense: Tensor  # [V, m_v] float32
+    offsets: Tensor  # [R + 1] int64
+    candidate_offsets: Tensor  # [V + 1] int64
+
+    @property
+    def num_vendors(self) -> int:
+        return self.dense.shape[0]
 
 
 @dataclass
@@ -142,8 +203,8 @@ class RequestBatch:
 
     request_sparse: KeyedJaggedTensor  # keys: spec.request, stride R
     candidate_sparse: KeyedJaggedTensor  # keys: spec.candidate, stride C
-    request_dense: Tensor  # [R, m_u] float32
-    candidate_dense: Tensor  # [C, m_c] float32
+    request_dense: Tensor  # [R, m_u] float32, columns: spec.request_columns
+    candidate_dense: Tensor  # [C, m_c] float32, columns: spec.candidate_columns
     histories: KeyedJaggedTensor  # keys: event.field, stride R
     history_times: KeyedJaggedTensor  # keys: event, stride R; values int64 seconds
     request_time: Tensor  # [R] int64 seconds
@@ -152,6 +213,7 @@ class RequestBatch:
     weights: Tensor  # [C, tasks] float32
     group: Tensor  # [C] int64, the user that GAUC groups by
     row: Tensor  # [C] int64, the candidate's row in its source, for predictions and error messages
+    vendors: Vendors | None = None  # where the spec has features of vendors
 
     @property
     def num_requests(self) -> int:
@@ -164,25 +226,30 @@ class RequestBatch:
     @property
     def owner(self) -> Tensor:
         """[C] int64: the request of each candidate. Needs no host sync."""
-        counts = self.candidate_offsets.diff()
-        requests = torch.arange(self.num_requests, device=counts.device)
-        return torch.repeat_interleave(requests, counts, output_size=self.num_candidates)
+        return owners(self.candidate_offsets, self.num_candidates)
+
+    @property
+    def sparse(self) -> list[KeyedJaggedTensor]:
+        """The ids of all parts, in the order of `FeatureSpec.lookups`."""
+        vendors = [] if self.vendors is None else [self.vendors.sparse]
+        return [self.request_sparse, *vendors, self.candidate_sparse, self.histories]
 
     @cached_property
     def lookup(self) -> KeyedJaggedTensor:
         """Every id of the batch as one KeyedJaggedTensor over R, in the order of `FeatureSpec.lookups`.
 
-        A request's candidates are contiguous, so the ids of a candidate feature are also a jagged list per request. One
-        stride for all features means one embedding collection, one all-to-all, and tables that request, candidate and
-        history features share.
+        A request's candidates are contiguous, so the ids of a candidate feature are also a jagged list per request, and
+        so are those of vendors. One stride for all features means one embedding collection, one all-to-all, and tables
+        that request, candidate and history features share.
         """
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        requests, parts = self.num_requests, [self.request_sparse, self.candidate_sparse, self.histories]
-        per_candidate = self.candidate_sparse.lengths().view(len(self.candidate_sparse.keys()), self.num_candidates)
-        ends = torch.nn.functional.pad(per_candidate.cumsum(1), (1, 0))
-        per_request = ends[:, self.candidate_offsets].diff(dim=1).to(per_candidate.dtype)
-        lengths = [self.request_sparse.lengths(), per_request.flatten(), self.histories.lengths()]
+        requests, parts = self.num_requests, self.sparse
+        lengths = [self.request_sparse.lengths()]
+        if self.vendors is not None:
+            lengths.append(_per_request(self.vendors.sparse, self.vendors.num_vendors, self.vendors.offsets))
+        lengths.append(_per_request(self.candidate_sparse, self.num_candidates, self.candidate_offsets))
+        lengths.append(self.histories.lengths())
         counts = [part.length_per_key_or_none() for part in parts]
         return KeyedJaggedTensor(
             keys=[key for part in parts for key in part.keys()],
@@ -208,9 +275,9 @@ class RequestBatch:
             part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for part, tensor in zip(parts, tensors, strict=True)
         ]
-        for f in fields(self):
-            if not isinstance(features := getattr(self, f.name), Tensor):
-                features.length_per_key()  # remembered from now on: later it would have to be read from the device
+        for part in self._parts():
+            if not isinstance(part, Tensor):
+                part.length_per_key()  # remembered from now on: later it would have to be read from the device
         return _assemble(self._about(), views)
 
     def __reduce__(self) -> tuple[Callable[..., RequestBatch], tuple[object, ...]]:
@@ -228,26 +295,34 @@ class RequestBatch:
             return _assemble(self._about(), [move(tensor) for tensor in tensors])
         return _assemble(self._about(), [move(whole)], _places(tensors))
 
+    def _parts(self) -> list[Any]:
+        """The fields, those of the vendors last."""
+        parts = [getattr(self, f.name) for f in fields(self) if f.name != "vendors"]
+        return parts + [getattr(self.vendors, f.name) for f in fields(Vendors) if self.vendors is not None]
+
     def _tensors(self) -> list[Tensor]:
-        parts = [getattr(self, f.name) for f in fields(self)]
-        pairs = [(p,) if isinstance(p, Tensor) else (p.values(), p.lengths()) for p in parts]
+        pairs = [(p,) if isinstance(p, Tensor) else (p.values(), p.lengths()) for p in self._parts()]
         return [tensor for pair in pairs for tensor in pair]
 
     def _about(self) -> list[_Keyed | None]:
         """The parts of each field that are not tensors."""
-        parts = [getattr(self, f.name) for f in fields(self)]
         return [
             None if isinstance(p, Tensor) else (type(p), p.keys(), p.stride(), p.length_per_key_or_none())
-            for p in parts
+            for p in self._parts()
         ]
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for f in fields(self):
-            getattr(self, f.name).record_stream(stream)
+        for part in self._parts():
+            part.record_stream(stream)
 
     def expand(self) -> RequestBatch:
-        """The same candidates, each with a copy of its request: the batch that a broadcasting model would train on."""
-        owner = self.owner
+        """The same candidates, each with a copy of its request, and of its vendor: the batch that a broadcasting model
+        would train on."""
+        owner, vendors = self.owner, self.vendors
+        own = torch.arange(self.num_candidates + 1, device=owner.device)
+        if vendors is not None:
+            whose = owners(vendors.candidate_offsets, self.num_candidates)
+            vendors = Vendors(select_rows(vendors.sparse, whose), vendors.dense[whose], own, own)
         return RequestBatch(
             request_sparse=select_rows(self.request_sparse, owner),
             candidate_sparse=self.candidate_sparse,
@@ -256,12 +331,27 @@ class RequestBatch:
             histories=select_rows(self.histories, owner),
             history_times=select_rows(self.history_times, owner),
             request_time=self.request_time[owner],
-            candidate_offsets=torch.arange(self.num_candidates + 1, device=owner.device),
+            candidate_offsets=own,
             labels=self.labels,
             weights=self.weights,
             group=self.group,
             row=self.row,
+            vendors=vendors,
         )
+
+
+def owners(offsets: Tensor, total: int) -> Tensor:
+    """[total] int64: the row of each value, those of row r being `offsets[r]:offsets[r + 1]`. Needs no host sync."""
+    counts = offsets.diff()
+    rows = torch.arange(counts.shape[0], device=counts.device)
+    return torch.repeat_interleave(rows, counts, output_size=total)
+
+
+def _per_request(features: KeyedJaggedTensor, rows: int, offsets: Tensor) -> Tensor:
+    """Ids of each request for each key, [keys * R], where features have rows of which request r has a range."""
+    lengths = features.lengths().view(len(features.keys()), rows)
+    ends = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
+    return ends[:, offsets].diff(dim=1).to(lengths.dtype).flatten()
 
 
 def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -284,7 +374,7 @@ def _assemble(
         memory = tensors[0].untyped_storage()
         empty = partial(torch.empty, 0, device=memory.device)
         tensors = [empty(dtype=dtype).set_(memory, *place) for dtype, *place in places]
-    given, parts = iter(tensors), []
+    given, parts = iter(tensors), list[Any]()
     for keyed in about:
         if keyed is None:
             parts.append(next(given))
@@ -292,7 +382,11 @@ def _assemble(
             kind, keys, stride, counts = keyed
             values, lengths = next(given), next(given)
             parts.append(kind(keys, values, lengths=lengths, stride=stride, length_per_key=counts))
-    return RequestBatch(*parts)
+    own = len(fields(RequestBatch)) - 1
+    batch = RequestBatch(*parts[:own])
+    if parts[own:]:
+        batch.vendors = Vendors(*parts[own:])
+    return batch
 
 
 def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:
@@ -301,9 +395,23 @@ def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:
     names = ("candidate_dense", "labels", "weights", "group", "row")
     return replace(
         batch,
+        vendors=None if batch.vendors is None else _vendors_of(batch.vendors, rows, batch.num_candidates),
         candidate_sparse=select_rows(batch.candidate_sparse, rows),
         candidate_offsets=torch.tensor([0, count], device=rows.device),
         **{name: getattr(batch, name)[rows] for name in names},
+    )
+
+
+def _vendors_of(vendors: Vendors, rows: Tensor, num_candidates: int) -> Vendors:
+    """Those of the given candidates of one request; each run of them is a vendor, and so is each repetition."""
+    whose = owners(vendors.candidate_offsets, num_candidates)[rows]
+    begins = torch.nn.functional.pad((whose.diff() != 0) | (rows.diff() < 0), (1, 0), value=True).nonzero().squeeze(1)
+    chosen = whose[begins]
+    return Vendors(
+        sparse=select_rows(vendors.sparse, chosen),
+        dense=vendors.dense[chosen],
+        offsets=torch.tensor([0, len(chosen)], device=rows.device),
+        candidate_offsets=torch.nn.functional.pad(begins, (0, 1), value=len(rows)),
     )
 
 

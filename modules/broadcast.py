@@ -77,6 +77,46 @@ class CandidateRows:
         return jagged_dense_elementwise(x.to(dtype), self.offsets, request.to(dtype), op)
 
 
+@dataclass(frozen=True)
+class VendorTokens:
+    """The tokens of vendors and their places: the middle level of a tree such as user, vendor, ad."""
+
+    values: Tensor  # [V, n, d]
+    of_request: CandidateRows  # the request of each vendor
+    of_candidate: CandidateRows  # the vendor of each candidate
+
+    @classmethod
+    def of(cls, values: Tensor, batch: RequestBatch) -> VendorTokens:
+        assert batch.vendors is not None
+        of_request = _rows_of(batch.vendors.offsets, values.shape[0])
+        return cls(values, of_request, _rows_of(batch.vendors.candidate_offsets, batch.num_candidates))
+
+    def below(self, request: Tensor) -> Tensor:
+        """[V, m + n, d]: for each vendor a copy of its request's tokens [R, m, d], then its own.
+
+        To layers that know two levels, these are tokens of a request: nothing is copied to candidates.
+        """
+        return torch.cat([self.of_request.expand(request), self.values], dim=1)
+
+
+def _rows_of(offsets: Tensor, total: int) -> CandidateRows:
+    """`CandidateRows.of_offsets`, without the difference of offsets, by which an export would need two vendors."""
+    check_offsets(total, offsets)
+    places = torch.arange(total, device=offsets.device)
+    return CandidateRows(torch.searchsorted(offsets, places, right=True) - 1, offsets)
+
+
+def above_candidates(
+    request: Tensor, vendor: Tensor | None, batch: RequestBatch, rows: CandidateRows
+) -> tuple[Tensor, CandidateRows]:
+    """(tokens above the candidates, the row of each candidate): those of requests [R, m, d], or with vendors [V, n, d]
+    `VendorTokens.below`."""
+    if vendor is None:
+        return request, rows
+    tokens = VendorTokens.of(vendor, batch)
+    return tokens.below(request), tokens.of_candidate
+
+
 torch.export.register_dataclass(CandidateRows)  # a layer that takes them can be exported by itself
 
 

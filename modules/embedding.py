@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
-from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -34,7 +34,7 @@ class JaggedSequence:
 
 @dataclass
 class Tokens:
-    """What a model mixes: tokens of width d of requests and of candidates, and one jagged sequence an event type.
+    """What a model mixes: tokens of width d of requests, candidates and vendors, and one jagged sequence an event type.
 
     A sequence's width is (number of fields) * d: the aligned fields of an event stand side by side.
     """
@@ -42,6 +42,7 @@ class Tokens:
     request: Tensor  # [R, n_request, d]
     candidate: Tensor  # [C, n_candidate, d]
     histories: dict[str, JaggedSequence]
+    vendor: Tensor | None = None  # [V, n_vendor, d], where the data has features of vendors
 
 
 class FeatureEmbedding(nn.Module):
@@ -158,14 +159,21 @@ class LocalEmbedding(nn.Module):
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     def forward(self, batch: RequestBatch) -> Tokens:
+        if self.spec.num_vendor_tokens:
+            _vendors(batch)
         collections = [self.collection, *cast("Iterable[_LocalTables]", self.further.values())]
         tables = {name: table for each in collections for name, table in each.embeddings.items()}
-        parts = (batch.request_sparse, batch.candidate_sparse, batch.histories)
-        ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
+        ids = [feature for part in batch.sparse for feature in part.values().split(part.length_per_key())]
         embedded = {
             name: _LookedUp(tables[table](rows)) for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
         }
         return self.assemble(embedded, batch)
+
+
+def _vendors(batch: RequestBatch) -> Vendors:
+    if batch.vendors is None:
+        raise ValueError("the model was built for data with vendors; the batch has none")
+    return batch.vendors
 
 
 class _LocalTables(nn.Module):
@@ -198,6 +206,7 @@ class _Union(nn.Module):
 class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
+    A vector becomes a token by a linear layer of its own.
     Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table.
     InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
     Data without request features (Criteo) still has requests: they all look like one learned token.
@@ -213,23 +222,37 @@ class TokenAssembly(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
+        self.vendor_dense = nn.Linear(len(spec.vendor_dense), dim) if spec.vendor_dense else None
+        self.request_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.request_vectors)
+        self.candidate_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.candidate_vectors)
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
             nn.init.normal_(projection, std=1 / math.sqrt(dim))  # tokens are then as long as those of other tables
-        featureless = not (spec.request or spec.request_dense)
+        featureless = not (spec.request or spec.request_columns)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
     def forward(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
         candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
+        request += _vector_tokens(self.request_vectors, batch.request_dense)
+        candidate += _vector_tokens(self.candidate_vectors, batch.candidate_dense)
         if self.request_dense is not None:
-            request.append(self.request_dense(batch.request_dense))
+            request.append(self.request_dense(batch.request_dense[:, : len(self.spec.request_dense)]))
         if self.any_request is not None:
             request.append(self.any_request.expand(batch.num_requests, -1))
         if self.candidate_dense is not None:
-            candidate.append(self.candidate_dense(batch.candidate_dense))
-        return Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+            candidate.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
+        tokens = Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+        if self.spec.num_vendor_tokens:
+            tokens.vendor = self._vendor(embedded, _vendors(batch))
+        return tokens
+
+    def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
+        tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)
+        if self.vendor_dense is not None:
+            tokens.append(self.vendor_dense(vendors.dense))
+        return torch.stack(tokens, 1)
 
     def _side(
         self,
@@ -272,3 +295,10 @@ class TokenAssembly(nn.Module):
             event: JaggedSequence(values[event], offsets[event], time)
             for event, time in zip(values, times, strict=True)
         }
+
+
+def _vector_tokens(projections: nn.ModuleList, dense: Tensor) -> list[Tensor]:
+    """A token [N, dim] of each vector; together they are the last columns of `dense`."""
+    widths = [cast("nn.Linear", projection).in_features for projection in projections]
+    vectors = dense[:, dense.shape[1] - sum(widths) :].split(widths, 1) if widths else ()
+    return [projection(vector) for projection, vector in zip(projections, vectors, strict=True)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kernels.tokens import activate
 from modules.broadcast import CandidateRows, request_part
 from modules.core.vanilla import is_vanilla
-from modules.precision import FP32Linear
+from modules.precision import FP32Linear, MXLinear
 
 
 class MLP(nn.Sequential):
@@ -170,11 +170,11 @@ def _of_both(layer: nn.Linear, candidate: Tensor, request: Tensor, rows: Candida
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:
     """activation(layer(x)) * factor: bias, activation ("none" or "silu") and factor in one pass over the product.
 
-    The backward computes the gradient of the bias in its one pass, too. A layer that is not plain is called, and
-    adds its bias itself.
+    The backward computes the gradient of the bias in its one pass, too. A layer that is neither plain nor plainly
+    quantised is called, and adds its bias itself.
     """
-    if is_vanilla(layer, nn.Linear) and layer.bias is not None:
-        z = F.linear(x, layer.weight)
+    if (is_vanilla(layer, nn.Linear) or is_vanilla(layer, MXLinear)) and layer.bias is not None:
+        z = layer.product(x) if isinstance(layer, MXLinear) else F.linear(x, layer.weight)
         if factor is None or factor.dtype == z.dtype:
             return activate(z, layer.bias, activation, factor)
         return activate(z, layer.bias, activation) * factor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.tokens import EPSILON, add_rms_norm, rms_norm
+from kernels.tokens import add_rms_norm, rms_norm
 
 __all__ = ["add_rms_norm", "rms_norm", "row_norm"]
 
@@ -24,5 +24,4 @@ def row_norm(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     The row of a rare id is little more than its first, random value, which is small (`model.table_std`). RMSNorm would
     make this noise as loud as the row of any other id; here it stays quiet until the row has grown to `QUIET`.
     """
-    scaled = rows * (EPSILON**0.5 / QUIET)  # RMSNorm adds EPSILON to the mean square: the same after a scale
-    return rms_norm(scaled) if dtype is None else rms_norm(scaled, dtype=dtype)
+    return rms_norm(rows, dtype=dtype, epsilon=QUIET**2)

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.mxfp8 import QUANTIZED, linear, linear_execution, multiplies_linear_codes
+from kernels.mxfp8 import QUANTIZED, float32_linear, linear, linear_execution, linear_gains, multiplies_linear_codes
 
 AUTO = "auto"
-"""In place of globs: the layers whose codes a kernel of the device multiplies; where there is none, all of `EVERY`."""
+"""In place of globs: the layers that a kernel of the device makes faster by multiplying their codes; where there is no
+such layer, all of `EVERY`."""
 EVERY = "arch.*"
 
 BLOCK = 32
@@ -56,10 +57,7 @@ class FP32Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+        return float32_linear(input, self.weight, self.bias)
 
 
 class Quantizable(nn.Module, ABC):
@@ -82,11 +80,15 @@ class MXLinear(Quantizable, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, recipe=self.recipe)
 
+    def product(self, input: Tensor) -> Tensor:
+        """The layer without its bias, for a caller that adds it."""
+        return linear(input, self.weight, recipe=self.recipe)
+
     def multiplies_codes(self, recipe: str, device: torch.device) -> bool:
-        return multiplies_linear_codes(self.weight, device)
+        return multiplies_linear_codes(self.weight, QUANTIZED[recipe], device)
 
     def execution(self) -> str:
-        return linear_execution(self.weight)
+        return linear_execution(self.weight, QUANTIZED[self.recipe])
 
 
 def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: torch.device | None = None) -> list[Row]:
@@ -97,8 +99,9 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
 
     Args:
         recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
-        globs: over qualified names, or ["auto"]: what `device`, by default that of each layer's weights, multiplies as
-            codes; where that is nothing, as on a CPU, all layers of `arch`, so that the numbers can be studied.
+        globs: over qualified names, or ["auto"]: what `device`, by default that of each layer's weights, multiplies
+            faster as codes, so experts, and linear layers that are large enough; where that is nothing, as on a CPU,
+            all layers of `arch`, so that the numbers can be studied.
     Returns:
         One row for every module that holds parameters, in the model's order.
     Raises:
@@ -119,10 +122,10 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
     if AUTO in globs and list(globs) != [AUTO]:
         raise ValueError(f"quantize={list(globs)}: {AUTO!r} stands alone; use quantize=['{AUTO}'] or globs")
     matched = {name for glob in globs for name in _matches(EVERY if glob == AUTO else glob, obstacles)}
-    faster = {name for name in matched if not obstacles[name] and _multiplies_codes(holders[name], recipe, device)}
-    if AUTO in globs and faster:
-        slower = "its operands would be dequantised in memory first: BF16 is faster here"
-        obstacles |= {name: obstacles[name] or slower for name in matched - faster}
+    if AUTO in globs:
+        slower = {name: _slower(holders[name], recipe, device) for name in matched if not obstacles[name]}
+        if not all(slower.values()):
+            obstacles |= slower
     rows = []
     for name, module in holders.items():
         kind = type(module).__name__
@@ -153,11 +156,16 @@ def format_execution(model: nn.Module) -> str:
     return "\n".join(f"{recipe}, {count} x {kind}, by {how}" for (recipe, kind, how), count in counts.items())
 
 
-def _multiplies_codes(module: nn.Module, recipe: str, device: torch.device | None) -> bool:
+def _slower(module: nn.Module, recipe: str, device: torch.device | None) -> str:
+    """Why a module that can run on MXFP8 operands takes longer than in BF16; empty if it does not."""
     device = device or next(module.parameters(recurse=False)).device
-    if isinstance(module, Quantizable):
-        return module.multiplies_codes(recipe, device)
-    return isinstance(module, nn.Linear) and multiplies_linear_codes(module.weight, device)
+    if isinstance(module, nn.Linear):
+        if not multiplies_linear_codes(module.weight, QUANTIZED[recipe], device):
+            return "its operands would be dequantised in memory first: BF16 is faster here"
+        return "" if linear_gains(module.weight) else "it is too small to gain what quantising costs: BF16 is faster"
+    assert isinstance(module, Quantizable)
+    codes = module.multiplies_codes(recipe, device)
+    return "" if codes else "its operands would be dequantised in memory first: BF16 is faster here"
 
 
 def _obstacle(module: nn.Module) -> str:

@@ -38,6 +38,7 @@ OPTIONS: dict[str, Hashable] = {
     "short_rows": False,
     "angles_learn": False,
     "angles": torch.float32,
+    "weight": torch.float32,
     "operands": "bf16",
 }
 DTYPES = ("out_dtype", "bias")

@@ -10,6 +10,7 @@ recipes that are unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from torch.nn import functional
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.mxfp8 import grouped, matmul, plain, reference  # noqa: F401  grouped declares operators of its own
+from kernels.mxfp8 import grouped, matmul, plain, reference, split  # noqa: F401  grouped declares operators of its own
 from kernels.mxfp8.execution import (
     experts_execution,
     linear_execution,
+    linear_gains,
     multiplies_expert_codes,
     multiplies_linear_codes,
 )
@@ -39,9 +41,11 @@ __all__ = [
     "check_recipe",
     "dequantize",
     "experts_execution",
+    "float32_linear",
     "grouped_mm",
     "linear",
     "linear_execution",
+    "linear_gains",
     "multiplies_expert_codes",
     "multiplies_linear_codes",
     "quantize",
@@ -85,14 +89,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str
     check_recipe(recipe)
     _check_features(x, weight)
     out_dtype = dispatch.autocast_dtype(x)
-    facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    facts: dict[str, Hashable] = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     if recipe in QUANTIZED:
+        facts |= {"group": QUANTIZED[recipe], "out_dtype": out_dtype}
         product = dispatch.choose("mxfp8_linear", backend, x, **facts)
         y = product(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype, QUANTIZED[recipe])
         return y.reshape(*x.shape[:-1], weight.shape[0])
     if recipe == "bf16":
         x, weight, bias = x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
     return dispatch.choose("linear", backend, x, **facts)(x, weight, bias).to(out_dtype)
+
+
+def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """x [..., K] @ weight [N, K]^T + bias [N] in float32, or in the weight's dtype if that is wider, whatever autocast
+    says: -> [..., N]."""
+    _check_features(x, weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    chosen = dispatch.choose_in_eager("float32_linear", backend, x, in_features=weight.shape[1], weight=dtype)
+    return cast(Tensor, chosen(x, weight, bias))
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "bf16", backend: str | None = None) -> Tensor:
@@ -153,6 +168,37 @@ def _hopper(
     return None
 
 
+def _hopper_linear(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    in_features: int,
+    out_features: int,
+    group: int,
+    out_dtype: torch.dtype,
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if group != 128:
+        return f"takes scales over 128 elements, not over {group}"
+    if in_features % 128 or out_features % 128:
+        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    if out_dtype is not torch.bfloat16:
+        return f"rounds to bfloat16, and the result is {out_dtype}: use autocast"
+    return None
+
+
+def _split(
+    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, weight: torch.dtype
+) -> str | None:
+    if device != "cuda" or not isinstance(capability, tuple) or capability < (8, 0):
+        return "needs tensor cores that multiply bfloat16"
+    if dtype is not torch.bfloat16 or weight is not torch.float32:
+        return f"splits float32 weights for rows of bfloat16, got {weight} and {dtype}"
+    return None if in_features >= 256 else f"takes longer for rows of less than 256 features, got {in_features}"
+
+
 def _cutlass(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int, multiple: int = 1
 ) -> str | None:
@@ -183,7 +229,12 @@ dispatch.declare(
 )
 dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
 dispatch.declare("linear", Backend("reference", functional.linear))
-dispatch.declare("mxfp8_linear", Backend("reference", matmul.linear))
+dispatch.declare("float32_linear", Backend("split", split.linear, _split), Backend("reference", split.reference))
+dispatch.declare(
+    "mxfp8_linear",
+    Backend("hopper", "kernels.mxfp8.hopper.linear:linear", _hopper_linear),
+    Backend("reference", matmul.linear),
+)
 dispatch.declare(
     "grouped_mm",
     Backend("hopper", "kernels.mxfp8.hopper.operators:grouped_mm", _hopper),
@@ -203,6 +254,6 @@ dispatch.declare(
 )
 
 
-@dispatch.flops("linear", "mxfp8_linear", "grouped_mm", "mxfp8_grouped_mm")
+@dispatch.flops("linear", "float32_linear", "mxfp8_linear", "grouped_mm", "mxfp8_grouped_mm")
 def _flops(x: Tensor, weight: Tensor, *rest: object) -> float:
     return 2 * x.numel() * weight.shape[-2]

@@ -22,14 +22,30 @@ def _dequantised(device: torch.device) -> str:
     return f"operands dequantised exactly to {'bfloat16' if device.type == 'cuda' else 'float32'}, added in float32"
 
 
-def multiplies_linear_codes(weight: Tensor, device: torch.device) -> bool:
-    """Whether a kernel of `device` takes the codes of `kernels.mxfp8.linear` with this weight [N, K].
+LEAST_RATIO = 600
+"""N K / (N + K) of a weight [N, K] from which on a linear layer gains: for each row its three products take time in
+proportion to N K, and the quantisation of x and of dy in proportion to N + K."""
+
+
+def multiplies_linear_codes(weight: Tensor, group: int, device: torch.device) -> bool:
+    """Whether a kernel of `device` takes the codes of `kernels.mxfp8.linear` with this weight [N, K], under autocast to
+    bfloat16 and with the recipe of this `group`.
 
     Otherwise operands are dequantised in memory and multiplied, which takes longer than not to quantise them.
     """
+    return _serving_linear(weight, group, device) != "reference"
+
+
+def linear_gains(weight: Tensor) -> bool:
+    """Whether products of codes save a linear layer with this weight [N, K] more than it costs to quantise."""
+    out_features, in_features = weight.shape
+    return out_features * in_features >= LEAST_RATIO * (out_features + in_features)
+
+
+def _serving_linear(weight: Tensor, group: int, device: torch.device) -> str:
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
     facts = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
-    return dispatch.serving("mxfp8_linear", like, **facts) != "reference"
+    return dispatch.serving("mxfp8_linear", like, **facts, group=group, out_dtype=torch.bfloat16)
 
 
 def multiplies_expert_codes(gate_up: Tensor, recipe: str, device: torch.device) -> bool:
@@ -40,10 +56,10 @@ def multiplies_expert_codes(gate_up: Tensor, recipe: str, device: torch.device) 
     return dispatch.serving("moe_experts", like, operands=recipe, out_dtype=torch.bfloat16, **facts) != "reference"
 
 
-def linear_execution(weight: Tensor) -> str:
-    """How `kernels.mxfp8.linear` of this weight [N, K] multiplies with a quantising recipe."""
-    name = dispatch.serving("mxfp8_linear", weight, in_features=weight.shape[1], out_features=weight.shape[0])
-    return f"{name}: {_dequantised(weight.device)}"
+def linear_execution(weight: Tensor, group: int) -> str:
+    """How `kernels.mxfp8.linear` of this weight [N, K] under autocast to bfloat16 multiplies; `group` the recipe's."""
+    name = _serving_linear(weight, group, weight.device)
+    return f"{name}: {_dequantised(weight.device) if name == 'reference' else _GROUPED[name]}"
 
 
 def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:

@@ -19,9 +19,8 @@ from kernels.tokens.parts import Unbind
 
 __all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
 
-# Values of a row, or of a head, that a program keeps in registers; `activate` keeps several copies of them.
+# Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
 MAX_WIDTH = 8192
-MAX_ACTIVATED = 2048
 
 
 def activate(
@@ -79,8 +78,10 @@ def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Ten
     return dispatch.choose_in_eager("permute", backend, values)(values, order)
 
 
-def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-5) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
+def rms_norm(
+    x: Tensor, *, dtype: torch.dtype | None = None, epsilon: float = EPSILON, backend: str | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
     Statistics are at least float32. Zeros stay zeros with a finite gradient. ValueError for integers.
     """
@@ -88,7 +89,7 @@ def rms_norm(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
-    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype)
+    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype, epsilon)
 
 
 def rotate(
@@ -148,7 +149,7 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None,
 def _activated(*, device: str, capability: Hashable, dtype: torch.dtype, width: int, bias: torch.dtype) -> str | None:
     if reason := needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(bias, *FLOATS):
         return reason
-    return None if 0 < width <= MAX_ACTIVATED else f"needs rows of 1 to {MAX_ACTIVATED} values, got {width}"
+    return None if width else "needs rows of at least one value"
 
 
 def _added(*, width: int, dtype: torch.dtype, **facts: Hashable) -> str | None:

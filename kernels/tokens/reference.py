@@ -22,16 +22,16 @@ def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple
     total = x if change is None else x + change
     # A row of zeros after the last one is row -1.
     picked = total[:0] if rows is None else pad(total, (0, 0, 0, 1))[rows]
-    return total, rms_norm(total, total.dtype), picked
+    return total, rms_norm(total, total.dtype, EPSILON), picked
 
 
 def permute(values: Tensor, order: Tensor) -> Tensor:
     return values.index_select(0, order)
 
 
-def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
-    return F.rms_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
+    return F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:

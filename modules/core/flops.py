@@ -20,7 +20,7 @@ from torch.utils.module_tracker import ModuleTracker
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from kernels.core import dispatch
-from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 from modules.embedding import JaggedSequence, Tokens
 
 LONGEST = 2048
@@ -182,6 +182,14 @@ def small_batch(
     def tokens(rows: int, *shape: int) -> Tensor:
         return torch.randn(rows, *shape, device=device)
 
+    candidate_offsets = torch.tensor([0, *candidates], device=device).cumsum(0)
+    vendors, vendor = None, None
+    if spec.num_vendor_tokens:  # a request's one vendor: how many there are is not counted, so FLOPs are at least these
+        offsets = torch.arange(num_requests + 1, device=device)
+        dense = tokens(num_requests, len(spec.vendor_dense))
+        vendors = Vendors(ids(spec.vendor, num_requests), dense, offsets, candidate_offsets)
+        vendor = tokens(num_requests, spec.num_vendor_tokens, dim)
+
     events = list(zip(spec.histories, lengths, strict=True))
     fields = [(event.key(field), length) for event, length in events for field in event.fields]
     times = _jagged([event.name for event in spec.histories], lengths, num_requests, device)
@@ -190,14 +198,13 @@ def small_batch(
         offsets = torch.arange(num_requests + 1, device=device) * length
         values = tokens(num_requests * length, len(event.fields) * dim)
         histories[event.name] = JaggedSequence(values, offsets, times[event.name].values())
-    candidate_offsets = torch.tensor([0, *candidates], device=device).cumsum(0)
     labels = torch.zeros(num_candidates, len(spec.tasks), device=device)
     rows = torch.zeros(num_candidates, dtype=torch.int64, device=device)
     batch = RequestBatch(
         request_sparse=ids(spec.request, num_requests),
         candidate_sparse=ids(spec.candidate, num_candidates),
-        request_dense=tokens(num_requests, len(spec.request_dense)),
-        candidate_dense=tokens(num_candidates, len(spec.candidate_dense)),
+        request_dense=tokens(num_requests, len(spec.request_columns)),
+        candidate_dense=tokens(num_candidates, len(spec.candidate_columns)),
         histories=_jagged([key for key, _ in fields], [length for _, length in fields], num_requests, device),
         history_times=times,
         request_time=torch.ones(num_requests, dtype=torch.int64, device=device),
@@ -206,10 +213,11 @@ def small_batch(
         weights=torch.ones_like(labels),
         group=rows,
         row=rows,
+        vendors=vendors,
     )
     request = tokens(num_requests, spec.num_request_tokens, dim)
     candidate = tokens(num_candidates, spec.num_candidate_tokens, dim)
-    return Tokens(request, candidate, histories), batch
+    return Tokens(request, candidate, histories, vendor), batch
 
 
 def _jagged(keys: list[str], lengths: list[int], rows: int, device: torch.device) -> KeyedJaggedTensor:

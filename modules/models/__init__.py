@@ -63,6 +63,13 @@ def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
     _check(config)
+    if spec.num_vendor_tokens and not getattr(_class_of(config), "takes_vendors", False):
+        able = ", ".join(name for name, model in MODELS.items() if getattr(model, "takes_vendors", False))
+        raise ValueError(
+            f"model.name={config.name} reads no features of vendors; choose {able}, or name those columns among "
+            "data.candidate_categorical, data.candidate_list and data.candidate_numeric, without data.vendor (a model "
+            "of your own that reads `Tokens.vendor` says takes_vendors = True)"
+        )
     if config.name in MODELS:
         return MODELS[config.name](spec, config)
     assert isinstance(config, CustomConfig)
@@ -77,6 +84,10 @@ def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
             "has"
         )
     return model
+
+
+def _class_of(config: ModelConfig) -> Any:
+    return MODELS[config.name] if config.name in MODELS else import_object(config.name, "model.name")
 
 
 def _build_own(config: CustomConfig, spec: FeatureSpec) -> Any:

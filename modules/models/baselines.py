@@ -28,7 +28,7 @@ from kernels.jagged import (
     segment_sum,
 )
 from modules.batch import EventType, FeatureSpec, RequestBatch
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
@@ -146,6 +146,8 @@ class _Baseline(nn.Module):
 class DIN(_Baseline):
     """Deep Interest Network: an activation unit for each event type, then an MLP over all tokens."""
 
+    takes_vendors = True
+
     @dataclass(kw_only=True)
     class Config(ModelConfig):
         name: str = "din"
@@ -161,7 +163,7 @@ class DIN(_Baseline):
         self.events = spec.histories
         units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
-        of_request = spec.num_request_tokens * dim
+        of_request = (spec.num_request_tokens + spec.num_vendor_tokens) * dim
         of_candidate = _num_tokens(spec) * dim - of_request
         outputs, dropout = spec.num_outputs, config.dropout
         self.heads = TaskHeads(of_candidate, config.hidden, outputs, dropout, of_request, one_weight=True)
@@ -172,11 +174,14 @@ class DIN(_Baseline):
         features = [tokens.candidate.flatten(1)]
         for event, unit in zip(self.events, self.units, strict=True):
             features.append(unit(tokens.candidate, tokens.histories[event.name], rows))
-        return self.heads(torch.cat(features, dim=1), tokens.request.flatten(1), rows)
+        above, rows = above_candidates(tokens.request, tokens.vendor, batch, rows)
+        return self.heads(torch.cat(features, dim=1), above.flatten(1), rows)
 
 
 class DCNv2(_Baseline):
     """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
+
+    takes_vendors = True
 
     @dataclass(kw_only=True)
     class Config(ModelConfig):
@@ -194,7 +199,8 @@ class DCNv2(_Baseline):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
-        x, request, rows = tokens.candidate.flatten(1), _request_tokens(tokens).flatten(1), CandidateRows.of(batch)
+        above, rows = above_candidates(_request_tokens(tokens), tokens.vendor, batch, CandidateRows.of(batch))
+        x, request = tokens.candidate.flatten(1), above.flatten(1)
         crossed = self.cross(x, request, rows)
         return self.heads(torch.cat([crossed, self.deep(x, request=request, rows=rows)], dim=1))
 
@@ -289,7 +295,7 @@ def _dlrm_order(dim: int, dense: bool, request: Sequence[int], candidate: Sequen
 def _num_tokens(spec: FeatureSpec) -> int:
     """Tokens of a candidate when each history field counts as one."""
     fields = sum(len(event.fields) for event in spec.histories)
-    return spec.num_request_tokens + fields + spec.num_candidate_tokens
+    return spec.num_request_tokens + fields + spec.num_vendor_tokens + spec.num_candidate_tokens
 
 
 def _request_tokens(tokens: Tokens) -> Tensor:

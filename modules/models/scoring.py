@@ -12,8 +12,18 @@ from torch.export import Dim
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import JaggedSequence, Tokens
 
+VendorInputs = tuple[Tensor, ...]
+"""Tokens [V, n_v, d], offsets [R + 1] of the requests' vendors and [V + 1] of the vendors' candidates."""
 Sequences = dict[str, tuple[Tensor, Tensor, Tensor]]
 """Values [N, width], offsets [R + 1] and times [N] of each event type."""
+
+
+@dataclass(frozen=True)
+class _Vendors:
+    """What an architecture reads of `Vendors`."""
+
+    offsets: Tensor
+    candidate_offsets: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class _Rows:
     candidate_offsets: Tensor
     num_requests: int
     num_candidates: int
+    vendors: _Vendors | None
 
     owner = RequestBatch.owner
 
@@ -35,32 +46,54 @@ class ScoringArch(nn.Module):
         self.arch = arch
         self.dtype = dtype
 
-    def forward(self, request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences) -> Tensor:
+    def forward(
+        self,
+        request: Tensor,
+        candidate: Tensor,
+        candidate_offsets: Tensor,
+        histories: Sequences,
+        vendors: VendorInputs | None = None,
+    ) -> Tensor:
         """request [R, n_u, d], candidate [C, n_c, d], candidate_offsets [R + 1]."""
-        tokens, rows = arch_inputs(request, candidate, candidate_offsets, histories)
+        tokens, rows = arch_inputs(request, candidate, candidate_offsets, histories, vendors)
         with torch.autocast(request.device.type, self.dtype, enabled=self.dtype is not torch.float32):
             return self.arch(tokens, rows).float()
 
 
 def arch_inputs(
-    request: Tensor, candidate: Tensor, candidate_offsets: Tensor, histories: Sequences
+    request: Tensor,
+    candidate: Tensor,
+    candidate_offsets: Tensor,
+    histories: Sequences,
+    vendors: VendorInputs | None = None,
 ) -> tuple[Tokens, RequestBatch]:
-    """The arguments of an architecture, from the tensors that `scoring_inputs` made of them."""
+    """The arguments of an architecture, from the tensors that `scoring_inputs` and `vendor_inputs` made of them."""
     sequences = {name: JaggedSequence(*parts) for name, parts in histories.items()}
-    rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0])
-    return Tokens(request, candidate, sequences), cast(RequestBatch, rows)
+    vendor, *offsets = vendors or (None,)
+    rows = _Rows(candidate_offsets, request.shape[0], candidate.shape[0], _Vendors(*offsets) if offsets else None)
+    return Tokens(request, candidate, sequences, vendor), cast(RequestBatch, rows)
 
 
 def scoring_inputs(tokens: Tokens, candidate_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequences]:
-    """The arguments of `ScoringArch`."""
+    """The arguments of `ScoringArch` before those of `vendor_inputs`."""
     histories = {name: (s.values, s.offsets, s.times) for name, s in tokens.histories.items()}
     return tokens.request, tokens.candidate, candidate_offsets, histories
 
 
+def vendor_inputs(tokens: Tokens, batch: RequestBatch) -> tuple[VendorInputs, ...]:
+    """The last argument of `ScoringArch`, where there are vendors."""
+    if tokens.vendor is None or batch.vendors is None:
+        return ()
+    return ((tokens.vendor, batch.vendors.offsets, batch.vendors.candidate_offsets),)
+
+
 def scoring_shapes(spec: FeatureSpec, max_candidates: int) -> tuple[object, ...]:
-    """`dynamic_shapes` of `ScoringArch` for one request: candidates and events of each type are sizes of their own."""
+    """`dynamic_shapes` of `ScoringArch` for one request: candidates, vendors and events of each type are sizes of their
+    own."""
     histories = {}
     for index, event in enumerate(spec.histories):
         events = Dim(f"events_{index}", min=0, max=event.max_length)
         histories[event.name] = ({0: events}, None, {0: events})
-    return None, {0: Dim("candidates", min=1, max=max_candidates)}, None, histories
+    vendors = Dim("vendors", min=1, max=max_candidates)
+    of_vendors = (({0: vendors}, None, {0: vendors + 1}),) if spec.num_vendor_tokens else ()
+    return None, {0: Dim("candidates", min=1, max=max_candidates)}, None, histories, *of_vendors

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.embedding import Tokens
 from modules.mlp import TaskHeads
@@ -23,8 +23,11 @@ class Wukong(nn.Module):
     """Logits [C, tasks] from tokens.
 
     It does not model sequences: each history field is one more request token, the mean of its events. The first layer
-    takes the request's tokens at the request's rows, see `WukongLayer`.
+    takes the request's tokens at the request's rows, or all tokens above a candidate at those of vendors, see
+    `WukongLayer`.
     """
+
+    takes_vendors = True
 
     @dataclass(kw_only=True)
     class Config(ModelConfig):
@@ -42,6 +45,7 @@ class Wukong(nn.Module):
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
         num_request = spec.num_request_tokens + sum(len(event.fields) for event in spec.histories)
+        num_request += spec.num_vendor_tokens
         made = config.num_fmb + config.num_lcb
 
         def layer(num_candidate: int, num_request: int = 0) -> WukongLayer:
@@ -71,7 +75,8 @@ class Wukong(nn.Module):
         means = [segment_mean(history.values, history.offsets) for history in tokens.histories.values()]
         request = torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)
         first, *rest = self.layers
-        x = first(rms_norm(tokens.candidate), rms_norm(request), CandidateRows.of(batch))
+        above, rows = above_candidates(request, tokens.vendor, batch, CandidateRows.of(batch))
+        x = first(rms_norm(tokens.candidate), rms_norm(above), rows)
         for layer in rest:
             x = layer(x)
         return self.heads(x.flatten(1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import RequestBatch
-from tests.modules.factories import random_batch, random_spec
+from tests.modules.factories import random_batch, random_spec, vendor_spec
 from train.build import Job
 from train.commands import importance
 
@@ -43,6 +43,21 @@ def test_one_feature_is_dealt_out_anew_and_all_others_stay(name: str) -> None:
         assert sorted(before[name]) == sorted(after[name])
     else:
         assert sorted(before[name][0]) == sorted(after[name][0])
+
+
+def test_features_of_vendors_are_dealt_out_among_vendors() -> None:
+    spec = vendor_spec()
+    batch = random_batch(spec, (4, 4, 4))
+    assert {feature.name for feature in spec.vendor} | {*spec.vendor_dense} < {*importance.features_of(spec)}
+    shuffled = [importance.permuted(batch, spec, name, torch.Generator().manual_seed(0)) for name in ("shop", "fame")]
+    for name, other in zip(("shop", "fame"), shuffled, strict=True):
+        ids, numbers = other.vendors.sparse["shop"].values(), other.vendors.dense
+        assert ids.sort().values.equal(batch.vendors.sparse["shop"].values().sort().values)
+        assert numbers.sort(0).values.equal(batch.vendors.dense.sort(0).values)
+        assert ids.equal(batch.vendors.sparse["shop"].values()) is (name != "shop")
+        assert numbers.equal(batch.vendors.dense) is (name != "fame")
+        assert other.vendors.sparse["shop_tags"].values().equal(batch.vendors.sparse["shop_tags"].values())
+        assert other.candidate_sparse.values().equal(batch.candidate_sparse.values())
 
 
 def test_a_number_and_its_indicator_are_one_feature() -> None:

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from modules.batch import RequestBatch
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
 from train.data import build_source, events
 from train.data.source import PreparedSource
@@ -86,15 +85,6 @@ def config_of(folder, **changes) -> EventsConfig:
     return EventsConfig(**(settings | changes))
 
 
-def tensors(batch: RequestBatch) -> list[torch.Tensor]:
-    parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return [
-        tensor
-        for part in parts
-        for tensor in ((part,) if isinstance(part, torch.Tensor) else (part.values(), part.lengths()))
-    ]
-
-
 def prepared(config: EventsConfig, folder, rows_at_once: int) -> PreparedSource:
     folder.mkdir()
     events.prepare(dataclasses.replace(config, rows_at_once=rows_at_once), folder)
@@ -136,7 +126,7 @@ def test_batches_are_those_of_rows_in_memory(tmp_path, monkeypatch, changes, row
         assert pq.read_table(file) == pq.read_table(tmp_path / "streamed" / "vocabulary" / file.name)
     for split in ("train", "valid", "test"):
         numbers = np.arange(whole.num_requests(split))
-        pairs = zip(tensors(streamed.batch(split, numbers)), tensors(whole.batch(split, numbers)), strict=True)
+        pairs = zip(streamed.batch(split, numbers)._tensors(), whole.batch(split, numbers)._tensors(), strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert not (tmp_path / "streamed" / "work").exists()
@@ -189,7 +179,7 @@ def test_files_of_an_object_store(tmp_path, rows_at_once):
     local.rows_at_once = remote.rows_at_once = rows_at_once
     ours, theirs = build_source(remote), build_source(local)
     batches = [source.batch("train", np.arange(50)) for source in (ours, theirs)]
-    for one, other in zip(*map(tensors, batches), strict=True):
+    for one, other in zip(*(batch._tensors() for batch in batches), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     assert ours.locate(300) == f"{url.replace('://', ':///')}/b.parquet, row 51"
     before = events.cache_folder(remote)

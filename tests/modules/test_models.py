@@ -19,9 +19,10 @@ import kernels.gdpa
 import kernels.ikbo.attention
 import kernels.ikbo.lce
 import kernels.jagged
+import modules.broadcast
 import modules.core.checks
 from kernels.core import dispatch
-from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.core.flops import FlopCounter, count_flops
 from modules.embedding import FeatureEmbedding
 from modules.models import build
@@ -31,7 +32,7 @@ from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.wukong import Wukong
 from modules.moe import MoE
-from tests.modules.factories import random_batch, random_spec
+from tests.modules.factories import random_batch, random_spec, vendor_spec
 
 SMALL: dict[str, Any] = {
     "dim": 8,
@@ -175,6 +176,18 @@ def test_data_without_request_features_trains(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_vectors_of_requests_and_candidates_are_tokens_of_every_model(variant):
+    text, image = VectorFeature("text", 3), VectorFeature("image", 5)
+    spec = dataclasses.replace(random_spec(), request_vectors=(text,), candidate_vectors=(image, text))
+    model, batch = double_model(variant, spec), double(random_batch(spec, (2, 0, 3), [5] * 3))
+    logits = model(batch)
+    torch.testing.assert_close(logits, model(batch.expand()))
+    logits.square().sum().backward()
+    for projection in (*model.embedding.assemble.request_vectors, *model.embedding.assemble.candidate_vectors):
+        assert projection.weight.grad.any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("candidates", [(1,), (2, 0, 3, 4)], ids=["one", "several"])
 def test_every_parameter_gets_a_gradient(variant, candidates):
     # The last layer's arches are the ones at risk: the head must read their outputs, not their inputs.
@@ -221,7 +234,8 @@ def _concatenated(a: RequestBatch, b: RequestBatch) -> RequestBatch:
             lengths=torch.cat([part.lengths() for pair in pairs for part in pair]),
         )
 
-    fields = {f.name: joined(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)}
+    names = [f.name for f in dataclasses.fields(a) if f.name != "vendors"]
+    fields = {name: joined(getattr(a, name), getattr(b, name)) for name in names}
     fields["candidate_offsets"] = torch.cat([a.candidate_offsets, b.candidate_offsets[1:] + a.num_candidates])
     return RequestBatch(**fields)
 
@@ -313,7 +327,10 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun"])
+@pytest.mark.parametrize(
+    "variant",
+    ["interformer", "dcnv2", "dlrm", "wukong-attentive", "kunlun", "interformer of vendors", "kunlun of vendors"],
+)
 def test_step_reads_nothing_from_the_device(variant, monkeypatch):
     # On the CPU the operators look at offsets to give errors; on a GPU they don't, so that is taken out here.
     packages = (
@@ -324,13 +341,15 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
         kernels.jagged.pointwise,
         kernels.ikbo.lce,
         kernels.ikbo.attention,
+        modules.broadcast,
         modules.core.checks,
     )
     for package in packages:
         for check in ("check_offsets", "check_lengths"):
             monkeypatch.setattr(package, check, lambda *args: None, raising=False)
-    spec = random_spec()
-    model, batch = Ranking(variant, spec), random_batch(spec)
+    name, _, vendors = variant.partition(" of ")
+    spec = vendor_spec() if vendors else random_spec()
+    model, batch = Ranking(name, spec), random_batch(spec)
     with NoHostSync():
         lookup = batch.lookup
     looked_up = model.embedding.collection(lookup)  # TorchRec's own on one process, which reads lengths

@@ -26,7 +26,7 @@ from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
 from modules.wukong import MACHINES
-from tests.modules.factories import random_batch, random_spec
+from tests.modules.factories import random_batch, random_spec, vendor_spec
 from tests.modules.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
 from tests.modules.test_models import WUKONG as WUKONG_MODEL
 from tests.modules.test_sequential import SPEC
@@ -176,6 +176,9 @@ def test_copies_are_seen_where_a_model_makes_them() -> None:
     assert max(size for _, size in found(model, batch, embedding)) == sum(CANDIDATES) * 2 * dim  # two request tokens
 
 
+OTHERS = ("sasrec", "hstu", "interformer of vendors", "kunlun of vendors")
+
+
 class Sizes(TorchDispatchMode):
     """Remembers how many elements results have."""
 
@@ -192,13 +195,14 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize("variant", [*(name for name in VARIANTS if name != "interformer-candidate"), "sasrec", "hstu"])
+@pytest.mark.parametrize("variant", [*(name for name in VARIANTS if name != "interformer-candidate"), *OTHERS])
 def test_nothing_is_made_for_each_pair_of_candidate_and_event(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "LEAST_PAIRS", 0)
     torch.manual_seed(0)
     ratio, length, dim = 16, 192, 8
-    if variant in VARIANTS:
-        config, spec = VARIANTS[variant], random_spec(max_length=length)
+    name, _, vendors = variant.partition(" of ")
+    if name in VARIANTS:
+        config, spec = VARIANTS[name], (vendor_spec if vendors else random_spec)(max_length=length)
     else:
         (event,) = SPEC.histories
         config = (SASRec if variant == "sasrec" else HSTU).Config(dim=dim)

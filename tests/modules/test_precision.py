@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import mxfp8
+from kernels.core import dispatch
+from modules.mlp import MLP, activated
 from modules.moe import MoE, update_router_biases
 from modules.moe.experts import Experts
 from modules.precision import (
@@ -112,6 +114,24 @@ def test_auto_quantises_what_the_device_multiplies_as_codes(monkeypatch: pytest.
         apply_recipe(Model(), "mxfp8", ["auto", "*.experts"])
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8_g128", "mxfp8"])
+def test_auto_quantises_linear_layers_that_gain_by_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    chip = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
+    monkeypatch.setattr(dispatch, "facts_of", lambda tensor: chip)
+    arch = nn.ModuleDict({"large": nn.Linear(1024, 3072), "small": nn.Linear(512, 512), "odd": nn.Linear(96, 4096)})
+    arch["experts"] = Experts(128, 128, 4)
+    model = nn.ModuleDict({"arch": arch})
+    rows = {row.name: row for row in apply_recipe(model, recipe, ["auto"])}
+    assert rows["arch.experts"].recipe == recipe
+    assert rows["arch.large"].recipe == (recipe if recipe == "mxfp8_g128" else "bf16 autocast")
+    assert rows["arch.small"].recipe == rows["arch.odd"].recipe == "bf16 autocast"
+    assert "dequantised in memory" in rows["arch.odd"].note
+    if recipe == "mxfp8_g128":
+        assert "too small to gain" in rows["arch.small"].note
+        assert "1 x MXLinear, by hopper: FP8 products of codes" in format_execution(model)
+
+
 @pytest.mark.parametrize(
     ("recipe", "globs", "message"),
     [
@@ -206,6 +226,18 @@ def test_quantised_linear_multiplies_quantised_operands():
     # The same numbers multiplied in fp32; only the order of sums differs.
     torch.testing.assert_close(layer(x), operands[0] @ operands[1].t() + bias, rtol=1e-5, atol=1e-5)
     assert (layer(x) - nn.functional.linear(x, weight, bias)).abs().max() > 1e-3
+
+
+def test_a_quantised_layer_leaves_its_bias_to_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(64, [32], 32)
+    x = torch.randn(40, 64)
+    apply_recipe(mlp, "mxfp8_g128", ["*"])
+    expected = mlp[3](nn.functional.silu(mlp[0](x)))
+    monkeypatch.setattr(MXLinear, "forward", lambda self, x: mxfp8.linear(x, self.weight, self.bias, recipe="none"))
+    hidden = activated(mlp[0], x, "silu")
+    monkeypatch.undo()
+    torch.testing.assert_close(mlp[3](hidden), expected)
 
 
 def test_fp32_linear_ignores_autocast():

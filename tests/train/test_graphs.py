@@ -137,6 +137,64 @@ def test_a_layer_that_is_called_twice_before_its_backward(monkeypatch: pytest.Mo
     assert not graph.waits_for_backward()
 
 
+class Sines(nn.Module):
+    """Keeps much more for its backward than its input and its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = (x * 2).sin() * x
+        return x
+
+
+def stepped(layer: nn.Module, rows: int, device: str) -> Tensor:
+    """The gradient of a step, which is checked."""
+    x = torch.linspace(0, 1, rows * 1000, device=device).view(rows, 1000).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+    (expected,) = torch.autograd.grad(Sines()(x).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+    return gradient
+
+
+def test_a_larger_step_and_lack_of_memory_drop_graphs_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graphs", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    layer, memory = Sines(), graphs.StepMemory()
+    layer.forward = graphs._Graphed(layer, layer.forward, take_apart, memory, 4)
+
+    def captured(rows: int, steps: int = 1) -> list[int]:
+        for _ in range(steps):
+            stepped(layer, rows, "cpu")
+        return [graph.inputs[0].shape[0] for graph in layer.forward._graphs.values()]
+
+    assert captured(2, steps=3) == [2]
+    assert captured(3, steps=2) == [2]
+    assert captured(3) == [3]  # the larger one first
+    assert captured(2) == [3, 2]
+    monkeypatch.setattr(memory, "crowds", lambda inputs: True)
+    assert captured(1) == []
+    assert captured(2) == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_of_several_shapes_have_the_memory_of_the_largest() -> None:
+    def reserved(sizes: list[int]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        layer, memory = Sines(), graphs.StepMemory()
+        layer.forward = graphs._Graphed(layer, layer.forward, take_apart, memory, 16)
+        for rows in (each for each in sizes for _ in range(4)):
+            stepped(layer, rows, "cuda")
+        for rows in sizes:
+            stepped(layer, rows, "cuda")
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before
+
+    largest = reserved([8000])
+    # Of each other size there are besides: input, result, and their gradients.
+    assert reserved([6000, 7000, 8000]) < largest + 5 * 4000 * (6000 + 7000)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_replays_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from train.config.schema import OptimizerConfig
 from train.optim import dense
 from train.optim.dense import Optimizer
 from train.speedup import replay
-from train.speedup.replay import WARMUP_STEPS, Replay
+from train.speedup.replay import LARGE, PATIENCE, WARMUP_STEPS, Replay
 
 CPU = pytest.param("cpu", False)
 GPU = pytest.param(
@@ -44,11 +44,11 @@ def test_calls_of_each_kind_do_their_own(device: str, graphs: bool) -> None:
 class StandIn:
     """For a CUDA graph."""
 
-    def __init__(self, function: object, tensors: tuple[Tensor, ...]) -> None:
-        pass
+    def __init__(self, function: object, tensors: tuple[Tensor, ...], in_place: bool) -> None:
+        self.result = "replayed in place" if in_place else "replayed"
 
     def replay(self, tensors: tuple[Tensor, ...]) -> str:
-        return "replayed"
+        return self.result
 
 
 def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,26 +69,61 @@ def test_kinds_that_come_back_are_captured_but_not_more_than_a_few(monkeypatch: 
     assert outcomes(1, 1) == ["replayed"]
 
 
+def test_large_tensors_are_read_where_they_recur(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_Graph", StandIn)
+    calls = Replay(lambda *_: "called", enabled=True, in_place=True)
+    one, other, small = torch.zeros(LARGE), torch.zeros(LARGE), torch.zeros(1)
+    first = ["called"] * WARMUP_STEPS + ["replayed in place"]
+    assert [calls(one, small) for _ in range(WARMUP_STEPS + 1)] == first
+    assert [calls(other, small.clone()) for _ in range(WARMUP_STEPS + 1)] == first
+    assert calls(one, small) == "replayed in place"
+    kept = [torch.zeros(LARGE) for _ in range(PATIENCE)]  # each in a place of its own
+    results = [calls(each, small) for each in kept]
+    assert results == ["called"] * (PATIENCE - 2 * WARMUP_STEPS) + ["replayed"] * 2 * WARMUP_STEPS
+    assert calls(other, small) == "replayed in place"
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_optimizer_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+def test_a_graph_changes_large_tensors_where_they_are() -> None:
+    total = torch.zeros((), device="cuda")
+
+    def scale(values: Tensor, factor: Tensor) -> Tensor:
+        values.mul_(factor)
+        total.add_(values.sum())
+        return total.clone()
+
+    scaled, expected = Replay(scale, True, in_place=True), 0.0
+    place, moving = torch.empty(LARGE, device="cuda"), []
+    for step in range(20):
+        moving.append(torch.empty(LARGE, device="cuda"))
+        for values in (place, moving[-1]):
+            values.fill_(step / LARGE)
+            result = scaled(values, torch.tensor(2.0, device="cuda"))
+            expected += 2 * step
+            assert result.item() == pytest.approx(expected, rel=1e-4)
+        assert torch.equal(place, torch.full_like(place, step / LARGE).mul_(2.0))
+    assert len(scaled._graphs) == 2
+
+
+@pytest.mark.parametrize(("device", "graphs"), [CPU, GPU])
+def test_an_optimizer_replays_its_steps(device: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "in_backward_optimizer_filter", dict)
-    plain, graphed = stepped(graphs=False), stepped(graphs=True)
+    plain, graphed = stepped(torch.device(device), graphs=False), stepped(torch.device(device), graphs)
     for a, b in zip(plain, graphed, strict=True):
         # A learning rate is rounded to float32 where a graph reads it.
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def stepped(graphs: bool) -> list[Tensor]:
+def stepped(device: torch.device, graphs: bool) -> list[Tensor]:
     """Parameters and their averages after eight steps; of the sixth a gradient is not finite."""
     torch.manual_seed(0)
-    model, device = nn.Linear(4, 3).cuda(), torch.device("cuda")
-    fused = SimpleNamespace(param_groups=[], step=lambda: None)
-    named = SimpleNamespace(named_parameters=model.named_parameters, fused_optimizer=fused)
+    model = nn.Linear(4, 3).to(device)
+    model.fused_optimizer = SimpleNamespace(param_groups=[], step=lambda: None)  # type: ignore[assignment]
     guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
     guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
     config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
-    optimizer = Optimizer(cast(Any, named), config, 8, cast(Any, guard), graphs=graphs)
+    optimizer = Optimizer(cast(Any, model), config, 8, cast(Any, guard), graphs=graphs)
     verdicts: list[Tensor] = []
     for step in range(8):
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ from kernels import defined_in
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes
+from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes, vendor_inputs
 from modules.pretrained import PretrainedModel
 from train.build import load_model
 from train.checkpoint import load as checkpoint
@@ -66,7 +66,7 @@ def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, ma
     """
     arch = ScoringArch(model.arch, dtype).eval()
     spec = model.embedding.assemble.spec
-    inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+    inputs = _inputs(model, batch)
     return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
 
 
@@ -83,7 +83,7 @@ def traced(model: PretrainedModel, source: Source, dtype: torch.dtype) -> tuple[
         run, arch = program.module(), ScoringArch(model.arch, dtype).eval()
         for count in (1, request.num_candidates):
             batch = with_candidates(request, count)
-            inputs = scoring_inputs(model.embedding(batch), batch.candidate_offsets)
+            inputs = _inputs(model, batch)
             with torch.no_grad():
                 # The two run the same operators.
                 torch.testing.assert_close(run(*inputs), arch(*inputs), rtol=2e-2, atol=2e-2)
@@ -92,6 +92,11 @@ def traced(model: PretrainedModel, source: Source, dtype: torch.dtype) -> tuple[
         return f"its sizes depend on its data: {_first_line(error)}"
     except Exception as error:
         return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _inputs(model: RankingModel | PretrainedModel, batch: RequestBatch) -> tuple[Any, ...]:
+    tokens = model.embedding(batch)
+    return *scoring_inputs(tokens, batch.candidate_offsets), *vendor_inputs(tokens, batch)
 
 
 def _first_line(error: Exception) -> str:

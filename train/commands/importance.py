@@ -43,38 +43,54 @@ def features_of(spec: FeatureSpec) -> list[str]:
 
     A number and its indicator are one as well.
     """
-    dense = (*spec.request_dense, *spec.candidate_dense)
+    dense = (*spec.request_dense, *spec.vendor_dense, *spec.candidate_dense)
     indicators = {name + INDICATOR for name in dense}
     numeric = [name for name in dense if name not in indicators]
-    sparse = [feature.name for feature in (*spec.request, *spec.candidate)]
+    sparse = [feature.name for feature in spec.of_rows]
+    vectors = [vector.name for vector in (*spec.request_vectors, *spec.candidate_vectors)]
     events = [event.name for event in spec.histories]
-    return list(dict.fromkeys([*sparse, *numeric, *events]))
+    return list(dict.fromkeys([*sparse, *numeric, *vectors, *events]))
 
 
 def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch.Generator) -> RequestBatch:
-    """The batch with the values of one of `features_of` shuffled among its requests, or among its candidates."""
+    """The batch with the values of one of `features_of` shuffled among its requests, vendors or candidates."""
 
     def shuffled(count: int) -> Tensor:
         return torch.randperm(count, generator=generator).to(batch.row.device)
 
     changes: dict[str, Any] = {}
-    for side, features, dense, count in (
-        ("request", spec.request, spec.request_dense, batch.num_requests),
-        ("candidate", spec.candidate, spec.candidate_dense, batch.num_candidates),
+    for side, features, vectors, columns, count in (
+        ("request", spec.request, spec.request_vectors, spec.request_columns, batch.num_requests),
+        ("candidate", spec.candidate, spec.candidate_vectors, spec.candidate_columns, batch.num_candidates),
     ):
         rows = shuffled(count)
         if name in [feature.name for feature in features]:
             changes[f"{side}_sparse"] = _with_rows(getattr(batch, f"{side}_sparse"), [name], rows)
-        if name in dense:
-            columns = changes[f"{side}_dense"] = getattr(batch, f"{side}_dense").clone()
-            for index in [dense.index(each) for each in (name, name + INDICATOR) if each in dense]:
-                columns[:, index] = columns[rows, index]
+        own = next((vector.columns for vector in vectors if vector.name == name), (name, name + INDICATOR))
+        if chosen := [columns.index(each) for each in own if each in columns]:
+            changes[f"{side}_dense"] = _with_columns(getattr(batch, f"{side}_dense"), chosen, rows)
+    vendors = batch.vendors
+    if vendors is not None and name in (*(feature.name for feature in spec.vendor), *spec.vendor_dense):
+        rows = shuffled(vendors.num_vendors)
+        chosen = [spec.vendor_dense.index(each) for each in (name, name + INDICATOR) if each in spec.vendor_dense]
+        changes["vendors"] = replace(
+            vendors,
+            sparse=_with_rows(vendors.sparse, [name], rows),
+            dense=_with_columns(vendors.dense, chosen, rows),
+        )
     for event in spec.histories:
         if event.name == name:
             rows = shuffled(batch.num_requests)
             changes["histories"] = _with_rows(batch.histories, event.keys, rows)
             changes["history_times"] = _with_rows(batch.history_times, [name], rows)
     return replace(batch, **changes)
+
+
+def _with_columns(numbers: Tensor, columns: list[int], rows: Tensor) -> Tensor:
+    """Numbers [N, m] with the given rows of some columns."""
+    numbers = numbers.clone()
+    numbers[:, columns] = numbers[rows][:, columns]
+    return numbers
 
 
 def _with_rows(features: KeyedJaggedTensor, names: Sequence[str], rows: Tensor) -> KeyedJaggedTensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, scoring_inputs
+from modules.models.scoring import ScoringArch, scoring_inputs, vendor_inputs
 from modules.pretrained import read_description
 from train.build import load_model
 from train.checkpoint import load as checkpoint
@@ -78,7 +78,9 @@ def _eager(model: RankingModel, dtype: torch.dtype, scorer: Scorer) -> Callable[
 
     @torch.no_grad()
     def score(batch: RequestBatch) -> Tensor:
-        return scorer.losses.predict(arch(*scoring_inputs(model.embedding(batch), batch.candidate_offsets)))
+        tokens = model.embedding(batch)
+        inputs = (*scoring_inputs(tokens, batch.candidate_offsets), *vendor_inputs(tokens, batch))
+        return scorer.losses.predict(arch(*inputs))
 
     return score
 

@@ -30,6 +30,7 @@ from train.config.overrides import split_options
 from train.config.schema import Config, EventsConfig
 from train.data.columns import Coded
 from train.data.events import read_rows
+from train.data.events.names import numeric as numeric_columns
 from train.data.rows import Rows
 from train.loss import binary_only
 from train.metrics import MetricSet, paired_gaps
@@ -89,7 +90,7 @@ def segments(config: Config, columns: list[str], predictions: Columns, most: int
         raise ValueError(f"by={','.join(of_files)} reads columns of data=events; this run is of data={data.name}")
     rows = read_rows(data, set(of_files)) if of_files and isinstance(data, EventsConfig) else None
     at = _places(rows, predictions["row"]) if rows else np.zeros(0)
-    numeric = (*data.request_numeric, *data.candidate_numeric) if isinstance(data, EventsConfig) else ()
+    numeric = numeric_columns(data) if isinstance(data, EventsConfig) else []
     for column in columns:
         if rows is None or column == EVENTS:
             found = _lengths(predictions[EVENTS])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature, Vendors
 from modules.jagged_features import JaggedFeatures
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ class Events:
     lengths: np.ndarray  # [R]
 
 
+@dataclass
+class VendorColumns:
+    """Features of V vendors, request after request; the candidates of a vendor are neighbours."""
+
+    sparse: Sequence[Ids]
+    dense: np.ndarray  # [V, m_v]
+    counts: np.ndarray  # [R] vendors of each request
+    candidates: np.ndarray  # [V] candidates of each vendor
+
+
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[sum lengths] int64: starts[0], starts[0] + 1, ... (lengths[0] of them), then those of starts[1], and so on."""
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -56,10 +66,11 @@ def pack(
     weights: np.ndarray | None = None,
     group: np.ndarray,
     row: np.ndarray,
+    vendor: VendorColumns | None = None,
     torchrec: bool = True,
 ) -> RequestBatch:
     """Columns in the order of `spec`'s features, candidates of a request contiguous; ids in KeyedJaggedTensors, without
-    `torchrec` in `JaggedFeatures`, which scoring takes as well.
+    `torchrec` in `JaggedFeatures`, which scoring takes as well. `vendor`: where the spec has features of vendors.
 
     `weights` [C] (None: 1) are those of all tasks. Raises ValueError when an id is negative or not below the rows of
     its table: embedding kernels do not check.
@@ -73,8 +84,12 @@ def pack(
     def nth_request(index: int) -> str:
         return f"request {index} of the batch"
 
+    def nth_vendor(index: int) -> str:
+        return f"vendor {index} of the batch"
+
     for features, columns, name_row in (
         (spec.request, request, nth_request),
+        (spec.vendor, vendor.sparse if vendor else [], nth_vendor),
         (spec.candidate, candidate, nth_candidate),
     ):
         for feature, ids in zip(features, columns, strict=True):
@@ -100,11 +115,19 @@ def pack(
             num_requests,
         ),
         request_time=_tensor(request_time, torch.int64),
-        candidate_offsets=torch.nn.functional.pad(_tensor(candidate_counts, torch.int64).cumsum(0), (1, 0)),
+        candidate_offsets=_offsets(candidate_counts),
         labels=_tensor(labels, torch.float32),
         weights=weight[:, None].repeat(1, len(spec.tasks)),
         group=_tensor(group, torch.int64),
         row=_tensor(row, torch.int64),
+        vendors=Vendors(
+            sparse=_keyed(kind, [f.name for f in spec.vendor], vendor.sparse, len(vendor.candidates)),
+            dense=_tensor(vendor.dense, torch.float32),
+            offsets=_offsets(vendor.counts),
+            candidate_offsets=_offsets(vendor.candidates),
+        )
+        if vendor
+        else None,
     )
 
 
@@ -123,14 +146,17 @@ def empty_batch(spec: FeatureSpec) -> RequestBatch:
         spec,
         request=unknown(spec.request, 1),
         candidate=unknown(spec.candidate, 0),
-        request_dense=np.zeros((1, len(spec.request_dense))),
-        candidate_dense=np.zeros((0, len(spec.candidate_dense))),
+        request_dense=np.zeros((1, len(spec.request_columns))),
+        candidate_dense=np.zeros((0, len(spec.candidate_columns))),
         histories=[no_events(event) for event in spec.histories],
         request_time=np.zeros(1),
         candidate_counts=np.zeros(1),
         labels=np.zeros((0, len(spec.tasks))),
         group=none,
         row=none,
+        vendor=VendorColumns(unknown(spec.vendor, 0), np.zeros((0, len(spec.vendor_dense))), np.zeros(1), none)
+        if spec.num_vendor_tokens
+        else None,
     )
 
 
@@ -192,8 +218,10 @@ def pad_events(batch: RequestBatch, spec: FeatureSpec, multiple: int) -> Request
         missing.append((count - event.max_length * torch.arange(added)).clamp(0, event.max_length))
     ids = [torch.full((added,), 0 if feature.is_list else 1) for feature in spec.request]
     fields = [counts for event, counts in zip(spec.histories, missing, strict=True) for _ in event.fields]
+    vendors = batch.vendors
     return replace(
         batch,
+        vendors=vendors and replace(vendors, offsets=rows(vendors.offsets, vendors.offsets[-1])),
         request_sparse=_with_rows(batch.request_sparse, ids, added),
         request_dense=rows(batch.request_dense),
         histories=_with_rows(batch.histories, fields, added),
@@ -259,6 +287,10 @@ def _concatenate(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     if parts:
         np.concatenate(parts, out=result.numpy(), casting="unsafe")
     return result
+
+
+def _offsets(counts: np.ndarray) -> Tensor:
+    return nn.functional.pad(_tensor(counts, torch.int64).cumsum(0), (1, 0))
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -32,10 +32,11 @@ def drop_ids(
     batch: RequestBatch, spec: FeatureSpec, shares: Mapping[str, float], seed: int, epoch: int
 ) -> RequestBatch:
     """The batch with shares of the ids of tables unknown, drawn by (seed, epoch, row, feature, position)."""
-    first = _first_rows(batch)
+    first, vendors = _first_rows(batch, batch.candidate_offsets), batch.vendors
     fields = [(event.key(field), field.table) for event in spec.histories for field in event.fields]
     request = [(feature.name, feature.table) for feature in spec.request]
     candidate = [(feature.name, feature.table) for feature in spec.candidate]
+    vendor = [(feature.name, feature.table) for feature in spec.vendor]
 
     def without(
         features: KeyedJaggedTensor, tables: Sequence[tuple[str, str]], rows: Tensor, salt: int
@@ -54,8 +55,12 @@ def drop_ids(
             stride=features.stride(),
         )
 
+    if vendors is not None:
+        rows, salt = _first_rows(batch, vendors.candidate_offsets), len(request) + len(candidate) + len(fields)
+        vendors = replace(vendors, sparse=without(vendors.sparse, vendor, rows, salt))
     return replace(
         batch,
+        vendors=vendors,
         request_sparse=without(batch.request_sparse, request, first, 0),
         candidate_sparse=without(batch.candidate_sparse, candidate, batch.row, len(request)),
         histories=without(batch.histories, fields, first, len(request) + len(candidate)),
@@ -64,7 +69,7 @@ def drop_ids(
 
 def drop_histories(batch: RequestBatch, share: float, seed: int, epoch: int) -> RequestBatch:
     """The batch with all histories of a share of its requests empty, drawn by (seed, epoch, row)."""
-    kept = uniform(_first_rows(batch), seed, epoch, 0) >= share
+    kept = uniform(_first_rows(batch, batch.candidate_offsets), seed, epoch, 0) >= share
 
     def only(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if not features.keys():
@@ -81,7 +86,7 @@ def drop_histories(batch: RequestBatch, share: float, seed: int, epoch: int) -> 
     return replace(batch, histories=only(batch.histories), history_times=only(batch.history_times))
 
 
-def _first_rows(batch: RequestBatch) -> Tensor:
-    """[R] int64: the row of each request's first candidate, 0 without one."""
-    starts = batch.candidate_offsets[:-1].clamp(max=max(batch.num_candidates - 1, 0))
-    return batch.row[starts] if batch.num_candidates else torch.zeros(batch.num_requests, dtype=torch.int64)
+def _first_rows(batch: RequestBatch, offsets: Tensor) -> Tensor:
+    """[N] int64: the row of the first candidate of each request or vendor, by offsets [N + 1]; 0 without one."""
+    starts = offsets[:-1].clamp(max=max(batch.num_candidates - 1, 0))
+    return batch.row[starts] if batch.num_candidates else torch.zeros(len(starts), dtype=torch.int64)

@@ -27,7 +27,7 @@ from train.data.histories import History
 from train.data.numeric import scaled
 from train.data.requests import Requests
 from train.data.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
-from train.data.writer import Block, Writer
+from train.data.writer import Block, VendorBlock, Writer
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Dense:
     request: np.ndarray  # [R, m_u] float32
     candidate: np.ndarray  # [C, m_c] float32
     statistics: dict[str, dict[str, float]]
+    vendor: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [V, m_v] float32
     missing: dict[str, float] = field(default_factory=dict)  # share of the training rows without a number, by column
 
 
@@ -132,6 +133,7 @@ def write(
     weights: np.ndarray | None = None,
     dense: Dense,
     histories: Mapping[str, History],
+    vendors: tuple[np.ndarray, np.ndarray] | None = None,
     earlier: mapping.Mapping | None = None,
     new_ids: bool = True,
     real_labels: Sequence[str] = (),
@@ -139,8 +141,9 @@ def write(
     """Write the prepared form.
 
     user (codes), time (milliseconds), weights [N] (None: 1) and labels [N, tasks] belong to rows; `columns` has every
-    sparse feature and every field of events that are rows, by name. The sizes in `spec.tables` are set here, from
-    training ids. Ids of an `earlier` run keep their rows; without `new_ids` no others get one.
+    sparse feature and every field of events that are rows, by name; `vendors` are the `vendor_runs` of the candidates,
+    if there are any. The sizes in `spec.tables` are set here, from training ids. Ids of an `earlier` run keep their
+    rows; without `new_ids` no others get one.
     """
     training = np.zeros(len(table.number), bool)
     training[requests.rows("train")] = True
@@ -153,6 +156,11 @@ def write(
     known.train(labels[training], None if weights is None else weights[training])
     known.see(labels[np.append(requests.order, requests.earlier)])
     first, order = requests.first, requests.order
+    vendor = None
+    if vendors is not None:
+        begins = order[np.cumsum(vendors[1]) - vendors[1]]
+        sparse = {feature.name: columns[feature.name].take(begins) for feature in spec.vendor}
+        vendor = VendorBlock(*vendors, sparse=sparse, dense=dense.vendor)
     writer = Writer(folder, spec, ids)
     writer.add(
         Block(
@@ -167,6 +175,7 @@ def write(
             request_dense=dense.request,
             candidate_dense=dense.candidate,
             events={name: (history.starts, history.ends) for name, history in histories.items()},
+            vendor=vendor,
         )
     )
     for event in spec.histories:
@@ -247,7 +256,7 @@ def _training_ids(
     """Ids of training rows, and those of other events that training requests see. No row is counted twice."""
     counted = set()
     row_fields = [f for e in spec.histories if histories[e.name].rows is not None for f in e.fields]
-    for feature in (*spec.request, *spec.candidate, *row_fields):
+    for feature in (*spec.of_rows, *row_fields):
         if (feature.table, feature.name) not in counted:
             counted.add((feature.table, feature.name))
             column = columns[feature.name]

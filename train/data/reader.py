@@ -1,7 +1,8 @@
 """Requests in plain Python, as a server gets them, to batches: with the ids and the scales of a run's own data.
 
 A request is a mapping: `request` has the values of its columns, `candidates` one mapping of columns for each,
-`histories` the events of each event type, `time` when it is made. It is the same after JSON, and as a row of an Arrow
+`histories` the events of each event type, `time` when it is made. A candidate has the columns of its vendor, too, where
+the data has vendors. It is the same after JSON, and as a row of an Arrow
 table, see `train.serving.formats`.
 """
 
@@ -18,13 +19,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.pretrained import read_description
 from train.config.schema import EventsConfig
 from train.data import mapping
-from train.data.batch import Events, Ids, pack
+from train.data.batch import Events, Ids, VendorColumns, pack
 from train.data.columns import Coded
-from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
+from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled, scaled_vectors
+from train.data.requests import vendor_runs
 from train.data.source import Source
 from train.data.transforms import Transforms, texts_as_ids
 from train.data.vocabulary import Hashing, first_row, rows_of_unknown
@@ -58,7 +60,9 @@ class RequestReader:
         self.folder = run_dir
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
         self.transforms = Transforms(data.get("transforms", {}))
-        columns = [*data["request_numeric"], *data["candidate_numeric"], *self.transforms.number_inputs()]
+        self.vendor: str = data.get("vendor") or ""
+        columns = [*data["request_numeric"], *data["candidate_numeric"], *data.get("vendor_numeric", [])]
+        columns += self.transforms.number_inputs()
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
@@ -123,20 +127,53 @@ class RequestReader:
         times = [self._time(request["time"]) for request in requests]
         histories = [(request["histories"], time) for request, time in zip(requests, times, strict=True)]
         own = self._derived(own, spec.request, spec.request_dense, "the request")
+        vendors = None
+        if spec.num_vendor_tokens:
+            vendors = self._vendors(candidates, owners, [len(request["candidates"]) for request in requests])
         candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
         return pack(
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
-            request_dense=self._numbers(spec.request_dense, own, "the request"),
-            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate"),
+            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors),
+            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors),
             histories=[self._events(event, histories) for event in spec.histories],
             request_time=np.array(times, np.int64),
             candidate_counts=np.array([len(request["candidates"]) for request in requests], np.int64),
             labels=np.full((len(candidates), len(spec.tasks)), np.nan),
             group=np.zeros(len(candidates)),
             row=np.arange(len(candidates)),
+            vendor=vendors,
             torchrec=False,
+        )
+
+    def _vendors(
+        self, candidates: list[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], counts: Sequence[int]
+    ) -> VendorColumns:
+        """Neighbours among a request's candidates that have the same vendor; they must agree in its features."""
+        spec, whose = self.spec, "a candidate"
+        ids = texts_as_ids([_column(row, self.vendor, whose) for row in candidates])
+        if (ids.codes < 0).any():
+            raise ValueError(f"{whose} has {self.vendor}=None; it must have a vendor")
+        each, sizes = vendor_runs(ids.codes, np.array(counts, np.int64))
+        derived = self._derived(candidates, spec.vendor, spec.vendor_dense, whose, owners)
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes).tolist()
+        numbers = dict.fromkeys(self.indicated.get(name, name) for name in spec.vendor_dense)
+        for name in (*(feature.name for feature in spec.vendor), *numbers):
+            values = [_column(row, name, whose) for row in derived]
+            for place, value in enumerate(values):
+                if not _equal(value, values[first[place]]):
+                    raise ValueError(
+                        f"{whose} has {name}={value!r}, and another of the same {self.vendor}="
+                        f"{candidates[place][self.vendor]!r} has {values[first[place]]!r}; features of a vendor must "
+                        "be equal"
+                    )
+        firsts = [derived[place] for place in dict.fromkeys(first)]
+        return VendorColumns(
+            sparse=[self._ids(feature, firsts, whose) for feature in spec.vendor],
+            dense=self._numbers(spec.vendor_dense, firsts, whose),
+            counts=each,
+            candidates=sizes,
         )
 
     def _time(self, time: Any) -> int:
@@ -182,7 +219,13 @@ class RequestReader:
         rows = [self._rows[table].get(text, row) for text, row in zip(ids.values.to_pylist(), unknown, strict=True)]
         return np.array([*rows, UNKNOWN_ID], np.int32)[ids.codes]
 
-    def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+    def _numbers(
+        self,
+        names: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        whose: str,
+        vectors: Sequence[VectorFeature] = (),
+    ) -> np.ndarray:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
@@ -193,7 +236,25 @@ class RequestReader:
                 statistics = self.numeric[name]
                 numbers = before_scaling(values, statistics.get("fill"), name in self.logarithmic)
                 columns[:, index] = scaled(numbers, statistics)
-        return columns
+        of_vectors = [scaled_vectors(self._vectors_of(each, rows, whose), each, self.numeric) for each in vectors]
+        return np.concatenate([columns, *of_vectors], 1)
+
+    def _vectors_of(self, vector: VectorFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+        """[N, width] float64, NaN in all of a missing one, which is None."""
+        values = np.full((len(rows), vector.width), np.nan)
+        for index, row in enumerate(rows):
+            given = _column(row, vector.name, whose)
+            if given is None:
+                continue
+            wanted = f"{whose} has {vector.name}={str(given)[:100]}; it must be {vector.width} finite numbers"
+            try:
+                numbers = np.asarray(given, np.float64)
+            except (TypeError, ValueError):
+                raise ValueError(wanted) from None
+            if numbers.shape != (vector.width,) or not np.isfinite(numbers).all() or np.abs(numbers).max() > LARGEST:
+                raise ValueError(wanted)
+            values[index] = numbers
+        return values
 
     def number(self, value: Any, name: str, whose: str) -> float:
         """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""
@@ -291,6 +352,12 @@ def _seconds(value: Any, whose: str) -> int:
     if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{whose} has time={value!r}; it must be in seconds since 1970, e.g. 1700000000")
     return math.floor(value)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Iterable) and isinstance(other, Iterable) and not isinstance(value, str):
+        return list(value) == list(other)
+    return value == other or (value != value and other != other)  # of missing numbers, too
 
 
 def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:

@@ -19,7 +19,8 @@ SPLITS = ("train", "valid", "test")
 class Requests:
     """R requests holding C candidates, sorted by time within a split."""
 
-    order: np.ndarray  # [C] int64: row of each candidate; a request's candidates are contiguous, oldest first
+    # [C] int64: row of each candidate; a request's are contiguous, oldest first, and so are a vendor's if there are any
+    order: np.ndarray
     offsets: np.ndarray  # [R + 1] int64: candidates of request r are order[offsets[r]:offsets[r + 1]]
     bounds: dict[str, tuple[int, int]]  # split -> its first request and the one after its last
     earlier: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # training rows in histories only
@@ -133,6 +134,29 @@ def form_requests(
     order = order[ranges(starts[by_time], lengths[by_time])]
     offsets = np.append(0, np.cumsum(lengths[by_time]))
     return Formed(order, offsets, parts[by_time], in_histories, np.zeros(0, np.int64) if request is None else sizes)
+
+
+def sorted_by_vendor(order: np.ndarray, offsets: np.ndarray, vendor: np.ndarray) -> np.ndarray:
+    """Rows `order` [C] of requests at offsets [R + 1], those of a request and vendor next to each other.
+
+    vendor [N]: codes. Vendors stand in the order of their first candidates, so that a request's first row stays first.
+    """
+    request = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    key = request * (np.int64(vendor.max(initial=0)) + 1) + vendor[order]
+    _, first, group = np.unique(key, return_index=True, return_inverse=True)
+    return order[np.argsort(first[group], kind="stable")]
+
+
+def vendor_runs(vendor: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(vendors of each request [R], candidates of each vendor [V]): runs of equal `vendor` [C] codes in a request.
+
+    counts [R]: candidates of each request.
+    """
+    request = np.repeat(np.arange(len(counts)), counts)
+    begins = np.ones(len(vendor), bool)
+    begins[1:] = (vendor[1:] != vendor[:-1]) | (request[1:] != request[:-1])
+    candidates = np.diff(np.append(np.flatnonzero(begins), len(vendor)))
+    return np.bincount(request[begins], minlength=len(counts)), candidates
 
 
 def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modules.batch import FeatureSpec, RequestBatch, select_rows
+from modules.batch import FeatureSpec, RequestBatch, Vendors, owners, select_rows
 from train.data.vocabulary import GOLDEN, splitmix64
 
 
@@ -21,12 +21,24 @@ def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) ->
     """The batch with a share `rate` of the candidates that are positive in no task, and all others.
 
     Weights of kept negatives are divided by the rate. Whether a candidate is kept depends only on (seed, epoch,
-    its row), and not on batches, ranks or workers. Requests without a candidate left are left out.
+    its row), and not on batches, ranks or workers. Requests and vendors without a candidate left are left out.
     """
     positive = (batch.labels == 1).any(1)
     kept = positive | (uniform(batch.row, seed, epoch) < rate)
     counts = torch.bincount(batch.owner[kept], minlength=batch.num_requests)
     requests, candidates = counts.nonzero().squeeze(1), kept.nonzero().squeeze(1)
+    vendors = batch.vendors
+    if vendors is not None:
+        whose = owners(vendors.candidate_offsets, batch.num_candidates)
+        left = torch.bincount(whose[kept], minlength=vendors.num_vendors)
+        of_request = torch.bincount(owners(vendors.offsets, vendors.num_vendors)[left > 0], minlength=len(counts))
+        chosen = left.nonzero().squeeze(1)
+        vendors = Vendors(
+            sparse=select_rows(vendors.sparse, chosen),
+            dense=vendors.dense[chosen],
+            offsets=_offsets(of_request[requests]),
+            candidate_offsets=_offsets(left[chosen]),
+        )
     weights = torch.where(positive[:, None], batch.weights, batch.weights / rate)
     return RequestBatch(
         request_sparse=select_rows(batch.request_sparse, requests),
@@ -36,12 +48,17 @@ def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) ->
         histories=select_rows(batch.histories, requests),
         history_times=select_rows(batch.history_times, requests),
         request_time=batch.request_time[requests],
-        candidate_offsets=torch.nn.functional.pad(counts[requests].cumsum(0), (1, 0)),
+        candidate_offsets=_offsets(counts[requests]),
         labels=batch.labels[candidates],
         weights=weights[candidates],
         group=batch.group[candidates],
         row=batch.row[candidates],
+        vendors=vendors,
     )
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def uniform(row: Tensor, *key: int) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from train.data import mapping, store
-from train.data.batch import Events, Ids, pack, ranges
+from train.data.batch import Events, Ids, VendorColumns, pack, ranges
 from train.data.files import locate
 
 
@@ -121,6 +121,15 @@ class PreparedSource:
         starts = arrays["candidate_offsets"][rows]
         counts = arrays["candidate_offsets"][rows + 1] - starts
         candidates = ranges(starts, counts)
+        vendor = None
+        if self.spec.num_vendor_tokens:
+            first = arrays["vendor_offsets"][rows]
+            each = arrays["vendor_offsets"][rows + 1] - first
+            vendors = ranges(first, each)
+            of_vendors = arrays["vendor_candidate_offsets"]
+            sparse = self._features("vendor", self.spec.vendor, vendors)
+            sizes = of_vendors[vendors + 1] - of_vendors[vendors]
+            vendor = VendorColumns(sparse, arrays["vendor_dense"][vendors], each, sizes)
         return pack(
             self.spec,
             request=self._features("request", self.spec.request, rows),
@@ -134,6 +143,7 @@ class PreparedSource:
             weights=arrays["weights"][candidates] if "weights" in arrays else None,
             group=arrays["user"][np.repeat(rows, counts)],
             row=arrays["row"][candidates],
+            vendor=vendor,
         )
 
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:

@@ -24,6 +24,16 @@ class RowsOfIds(Protocol):
 
 
 @dataclass
+class VendorBlock:
+    """The vendors of a block's requests."""
+
+    counts: np.ndarray  # [R] vendors of each request
+    candidates: np.ndarray  # [V] candidates of each vendor
+    sparse: Sparse  # by feature
+    dense: np.ndarray  # [V, m_v]
+
+
+@dataclass
 class Block:
     """R consecutive requests with their C candidates, in the order that they are numbered in."""
 
@@ -38,6 +48,7 @@ class Block:
     request_dense: np.ndarray  # [R, m_u]
     candidate_dense: np.ndarray  # [C, m_c]
     events: Mapping[str, tuple[np.ndarray, np.ndarray]]  # event type -> (starts, ends) [R] among its events
+    vendor: VendorBlock | None = None
 
 
 class Writer:
@@ -50,9 +61,15 @@ class Writer:
         self._rows: dict[tuple[str, int], tuple[pa.StringArray, np.ndarray]] = {}
         self._append("candidate_offsets", np.zeros(1, np.int64))
         self._candidates = 0
+        self._vendors = 0
+        if spec.num_vendor_tokens:
+            self._append("vendor_offsets", np.zeros(1, np.int64))
+            self._append("vendor_candidate_offsets", np.zeros(1, np.int64))
         self._items: dict[str, int] = {}
 
     def add(self, block: Block) -> None:
+        if block.vendor is not None:
+            self._add_vendors(block.vendor)
         self._append("request_time", block.time // 1000)
         self._append("user", block.user.astype(np.int64))
         self._append("candidate_offsets", self._candidates + np.cumsum(block.counts))
@@ -68,6 +85,14 @@ class Writer:
         for name, (starts, ends) in block.events.items():
             self._append(f"history.{name}.starts", starts)
             self._append(f"history.{name}.ends", ends)
+
+    def _add_vendors(self, block: VendorBlock) -> None:
+        """Before the block's candidates are counted."""
+        self._append("vendor_offsets", self._vendors + np.cumsum(block.counts))
+        self._append("vendor_candidate_offsets", self._candidates + np.cumsum(block.candidates))
+        self._append("vendor_dense", block.dense.astype(np.float32))
+        self._features("vendor", self._spec.vendor, block.sparse, len(block.candidates))
+        self._vendors += len(block.candidates)
 
     def events(self, event: EventType, fields: Sequence[Coded], times: np.ndarray) -> None:
         """Events of a type, behind those that it has. times [E]: seconds."""

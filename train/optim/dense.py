@@ -61,7 +61,7 @@ class Optimizer:
         device = guard.world.device
         self.average = Average(self._parts, config.ema_decay, device) if config.ema_decay else None
         self._graphs = graphs
-        self._update = Replay(self._conclude_and_step, graphs)
+        self._update = Replay(self._conclude_and_step, graphs, in_place=True)
         self._stepped: list[str] = []  # parameters with a gradient
         self.micro_step = 0
         self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export.pt2_archive._package import AOTICompiledModel
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import Tokens
-from modules.models.scoring import Sequences, scoring_inputs
+from modules.models.scoring import Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.loss import TaskLosses
 from train.process.places import name_here
@@ -100,7 +100,7 @@ class Scorer:
         if batch.num_candidates == 0:
             return torch.zeros(0, self.spec.num_outputs, device=self.device)
         if batch.row.device.type != self.device.type:
-            for features in (batch.request_sparse, batch.candidate_sparse, batch.histories):
+            for features in batch.sparse:
                 features.length_per_key()  # remembered: after the move, it would be read from the device
             batch = batch.to(self.device)
         with self._alone():
@@ -114,16 +114,18 @@ class Scorer:
         if self._model is not None and (self._program is None or batch.num_requests > 1):
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
                 return self._model.arch(tokens, batch).float()
-        parts = [(tokens, batch.candidate_offsets)] if batch.num_requests == 1 else each_request(tokens, batch)
-        return torch.cat([self._of_one(part, offsets) for part, offsets in parts if part.candidate.shape[0]])
+        whole = (tokens, batch.candidate_offsets, vendor_inputs(tokens, batch))
+        parts = [whole] if batch.num_requests == 1 else each_request(tokens, batch)
+        return torch.cat([self._of_one(*part) for part in parts if part[0].candidate.shape[0]])
 
-    def _of_one(self, tokens: Tokens, candidate_offsets: Tensor) -> Tensor:
+    def _of_one(self, tokens: Tokens, candidate_offsets: Tensor, vendors: tuple[VendorInputs, ...] = ()) -> Tensor:
         assert self._program is not None
         request, candidate, offsets, histories = scoring_inputs(tokens, candidate_offsets)
         count = candidate.shape[0]
         if self.device.type == "cuda":
             candidate, offsets = _rounded_up(candidate, self.max_candidates)
-        return self._program(request, candidate, offsets, histories)[:count]
+            vendors = _given_to_last(candidate.shape[0], vendors)
+        return self._program(request, candidate, offsets, histories, *vendors)[:count]
 
     def _refuse_long(self, batch: RequestBatch) -> None:
         # The events of one request are counted on the host; lengths that lie on a GPU would have to be read.
@@ -151,9 +153,10 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def each_request(tokens: Tokens, batch: RequestBatch) -> list[tuple[Tokens, Tensor]]:
-    """The tokens of each request of a batch and the offsets of its candidates."""
+def each_request(tokens: Tokens, batch: RequestBatch) -> list[tuple[Tokens, Tensor, tuple[VendorInputs, ...]]]:
+    """The tokens of each request of a batch, the offsets of its candidates, and what there is of its vendors."""
     ends = batch.candidate_offsets.tolist()
+    vendor_ends = [] if batch.vendors is None else batch.vendors.offsets.tolist()
     event_ends = {name: sequence.offsets.tolist() for name, sequence in tokens.histories.items()}
     parts = []
     for index, (first, end) in enumerate(pairwise(ends)):
@@ -162,7 +165,12 @@ def each_request(tokens: Tokens, batch: RequestBatch) -> list[tuple[Tokens, Tens
             for name, sequence in tokens.histories.items()
         }
         one = Tokens(tokens.request[index : index + 1], tokens.candidate[first:end], histories)
-        parts.append((one, batch.candidate_offsets.new_tensor([0, end - first])))
+        vendors: tuple[VendorInputs, ...] = ()
+        if batch.vendors is not None and tokens.vendor is not None:
+            begin, stop = vendor_ends[index : index + 2]
+            of_vendors = batch.vendors.candidate_offsets[begin : stop + 1] - first
+            vendors = ((tokens.vendor[begin:stop], of_vendors.new_tensor([0, stop - begin]), of_vendors),)
+        parts.append((one, batch.candidate_offsets.new_tensor([0, end - first]), vendors))
     return parts
 
 
@@ -187,10 +195,12 @@ def _import_operators(modules: list[str]) -> None:
 
 
 def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
-    sides = (
-        ("request", spec.request_dense, batch.request_dense),
-        ("candidate", spec.candidate_dense, batch.candidate_dense),
-    )
+    sides = [
+        ("request", spec.request_columns, batch.request_dense),
+        ("candidate", spec.candidate_columns, batch.candidate_dense),
+    ]
+    if batch.vendors is not None:
+        sides.append(("vendor", spec.vendor_dense, batch.vendors.dense))
     for whose, names, values in sides:
         finite = values.isfinite()
         if not finite.all():
@@ -236,6 +246,11 @@ def _rounded_up(candidate: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return torch.cat([candidate, rest]), torch.arange(2, device=candidate.device) * size
 
 
+def _given_to_last(size: int, vendors: tuple[VendorInputs, ...]) -> tuple[VendorInputs, ...]:
+    """The vendors of `size` candidates, of which the last ones are the last vendor's."""
+    return tuple((*parts, nn.functional.pad(ends[:-1], (0, 1), value=size)) for *parts, ends in vendors)
+
+
 class Replayed:
     """`arch` on `scoring_inputs`; on a GPU with a graph for each shape that recurs, see `Replay`."""
 
@@ -244,10 +259,13 @@ class Replayed:
         self._names = [event.name for event in spec.histories]
         self._replay = Replay(self._flat, device.type == "cuda")
 
-    def __call__(self, request: Tensor, candidate: Tensor, offsets: Tensor, histories: Sequences) -> Tensor:
+    def __call__(
+        self, request: Tensor, candidate: Tensor, offsets: Tensor, histories: Sequences, vendors: VendorInputs = ()
+    ) -> Tensor:
         parts = (part for name in self._names for part in histories[name])
-        return self._replay(request, candidate, offsets, *parts)
+        return self._replay(request, candidate, offsets, *parts, *vendors)
 
     def _flat(self, request: Tensor, candidate: Tensor, offsets: Tensor, *parts: Tensor) -> Tensor:
         histories = {name: parts[3 * i : 3 * i + 3] for i, name in enumerate(self._names)}
-        return self._arch(request, candidate, offsets, histories)
+        vendors = parts[3 * len(self._names) :]
+        return self._arch(request, candidate, offsets, histories, *([vendors] if vendors else []))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from modules.batch import RequestBatch
 from modules.embedding import Tokens
-from modules.models.scoring import arch_inputs, scoring_inputs
+from modules.models.scoring import arch_inputs, scoring_inputs, vendor_inputs
 from train.speedup.arguments import Apart, take_apart
 from train.speedup.regions import regions
 from train.speedup.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
@@ -40,8 +40,52 @@ def use_graphs(arch: nn.Module) -> None:
     candidates, and parts of the other layers. Evaluation, and shapes that do not recur, run as before. A capture
     records only the device's work: the architecture must not wait for the device, and its `aux_loss` has no gradient.
     """
-    # A step uses one of these graphs, so they can share the memory of a step.
-    arch.forward = _Graphed(arch, arch.forward, _inputs_of_arch, cache(torch.cuda.graph_pool_handle), MAX_GRAPHS)
+    arch.forward = _Graphed(arch, arch.forward, _inputs_of_arch, StepMemory(), MAX_GRAPHS)
+
+
+class StepMemory:
+    """Called for the memory of a new graph, it gives all of them the same: a step uses one graph.
+
+    Steps without a graph cannot use it. So a new kind of shapes, whose first steps have none, would need the memory of
+    a step twice.
+    """
+
+    _handle: Any = None
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def __call__(self) -> Any:
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def renew(self) -> None:
+        """Give new graphs memory of their own; those of before have been dropped."""
+        self._handle = None
+        self.size = 0
+        """Input elements of the largest graph."""
+        self._bytes = 0
+
+    @contextmanager
+    def grows(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which a graph of these inputs is captured."""
+        torch.cuda.empty_cache()  # as a capture does, which therefore frees nothing more
+        before = torch.cuda.memory_reserved()
+        yield
+        self._bytes += torch.cuda.memory_reserved() - before
+        self.size = max(self.size, _elements(inputs))
+
+    def crowds(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether a step of these inputs may lack memory because graphs hold theirs."""
+        if not self._bytes:
+            return False
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free - self._bytes < self._bytes * _elements(inputs) / self.size
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 class _Graphed:
@@ -76,8 +120,10 @@ class _Graphed:
                 self._seen.clear()
             self._seen[key] += 1
             if len(self._graphs) == self._most:
+                self._make_room(inputs)
                 return self._forward(*arguments, **named)
             if self._seen[key] <= WARMUP_STEPS:
+                self._make_room(inputs)
                 # On copies, as in the capture: compiled layers tell tensors apart by how they lie in memory.
                 arguments, named = together([x.clone() for x in inputs])
                 result = self._forward(*arguments, **named)
@@ -86,10 +132,32 @@ class _Graphed:
                     self._leave_to_parts()
                 return result
             log.info("captured: %s of %s", type(self._module).__name__, [list(x.shape) for x in inputs])
-            graphs = self._graphs[key] = _Graphs(self._module, self._forward, inputs, together, self._pool())
+            graphs = self._graphs[key] = self._capture(inputs, together)
         if graphs.waits_for_backward():
             return self._forward(*arguments, **named)
         return cast(Tensor, _Replay.apply(graphs, *inputs, *graphs.parameters))
+
+    def _capture(self, inputs: list[Tensor], together: Callable[[Sequence[Tensor]], Any]) -> _Graphs:
+        memory = self._pool
+        if not isinstance(memory, StepMemory):
+            return _Graphs(self._module, self._forward, inputs, together, memory())
+        if _elements(inputs) > memory.size:
+            # Tensors of a larger step do not fit where those of a smaller one were, and would be put beside them. The
+            # graphs of smaller steps are captured again when these come, into the memory of this one.
+            self._drop(memory)
+        with memory.grows(inputs):
+            return _Graphs(self._module, self._forward, inputs, together, memory())
+
+    def _make_room(self, inputs: Sequence[Tensor]) -> None:
+        """For a step without a graph: drop graphs whose memory it needs. They are captured again when needed."""
+        if isinstance(self._pool, StepMemory) and self._pool.crowds(inputs):
+            self._drop(self._pool)
+
+    def _drop(self, memory: StepMemory) -> None:
+        if self._graphs:
+            log.info("%d graphs make room for a step of other shapes", len(self._graphs))
+        self._graphs.clear()
+        memory.renew()
 
     def _leave_to_parts(self) -> None:
         self._module.forward = self._forward
@@ -107,14 +175,16 @@ def _inputs_of_arch(tokens: Tokens, batch: RequestBatch) -> Apart:
     request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
     names = list(histories)
     inputs = [request, candidate, offsets, *(part for parts in histories.values() for part in parts)]
+    inputs += (part for parts in vendor_inputs(tokens, batch) for part in parts)
     return Apart(inputs, tuple(names), lambda tensors: (_arguments(tensors, names), {}))
 
 
 def _arguments(inputs: Sequence[Tensor], names: Sequence[str]) -> tuple[Tokens, RequestBatch]:
-    """The architecture's arguments from a list of tensors, whose last ones are three for each event type in `names`."""
+    """The architecture's arguments from a list of tensors: the last ones are three for each event type in `names`, then
+    those of vendors if there are any."""
     request, candidate, offsets, *parts = inputs
     histories = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
-    return arch_inputs(request, candidate, offsets, histories)
+    return arch_inputs(request, candidate, offsets, histories, tuple(parts[3 * len(names) :]) or None)
 
 
 class _Plain(nn.Module):

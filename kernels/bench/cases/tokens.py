@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.bench import Case, Problem, Runner, check_relative_error, runner_of
-from kernels.tokens import reference, rms_norm, rotate
+from kernels.tokens import EPSILON, reference, rms_norm, rotate
 
 # Tokens, heads and their features.
 GPU_SHAPE, CPU_SHAPE = (2**19, 2, 64), (64, 2, 8)
@@ -31,7 +31,7 @@ def _norm(backward: bool, device: torch.device) -> Problem:
     tokens, heads, width = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     x = _random(tokens, heads * width, device=device)
     moved = (3 if backward else 2) * x.numel() * x.itemsize
-    return _problem(rms_norm, lambda x: reference.rms_norm(x, x.dtype), x, backward, moved)
+    return _problem(rms_norm, lambda x: reference.rms_norm(x, x.dtype, EPSILON), x, backward, moved)
 
 
 def _rotation(backward: bool, device: torch.device) -> Problem:

@@ -1,7 +1,8 @@
 """Bias, activation and factor after a linear layer's product in Triton.
 
-In the backward the gradient of the bias, a sum over all rows, is added up in the same pass: each program keeps the sums
-of its rows, and a short second step adds those of all programs.
+A program has up to `_COLUMNS` columns of some rows: wider rows are in several parts. In the backward the gradient of
+the bias, a sum over all rows, is added up in the same pass: each program keeps the sums of its rows, and a short second
+step adds those of all programs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from torch import Tensor
 
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.triton import cdiv
-from kernels.tokens.triton.tokens import tile, tiling
+from kernels.tokens.triton.tokens import tiling
 
+_COLUMNS = 2048
 _PROGRAMS = 4  # for each multiprocessor
+
+
+@triton.jit
+def _tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(columns of this part, int64 indices of its elements of rows [first, first + ROWS), whether they exist)."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    return column, (row.to(tl.int64) * WIDTH)[:, None] + column[None, :], inside
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -23,8 +34,7 @@ def activate_kernel(
     z, bias, factor, out, num_rows, SILU: tl.constexpr, HAS_FACTOR: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
-    column = tl.arange(0, BLOCK)
+    column, places, inside = _tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     u = tl.load(z + places, inside, 0.0).to(tl.float32) + tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)
     y = u * tl.sigmoid(u) if SILU else u
     if HAS_FACTOR:
@@ -38,11 +48,11 @@ def activate_backward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`sums` [programs, WIDTH] float32: of dz, over the rows of each program."""
-    column = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        places, inside = tile(first, num_rows, WIDTH, ROWS, BLOCK)
+        _, places, inside = _tile(first, num_rows, WIDTH, ROWS, BLOCK)
         g = tl.load(grad + places, inside, 0.0).to(tl.float32)
         u = tl.load(z + places, inside, 0.0).to(tl.float32) + b
         s = tl.sigmoid(u)
@@ -67,8 +77,7 @@ def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) ->
     out = torch.empty_like(z)
     tensors = (z, bias, z if factor is None else factor.contiguous(), out)
     if z.numel():
-        width = z.shape[-1]
-        _launch(_launch_forward, cdiv(z.numel() // width, tiling(width)["ROWS"]), z, tensors, activation, factor)
+        _launch(_launch_forward, _tiles_of_rows(z), z, tensors, activation, factor)
     return out
 
 
@@ -81,23 +90,35 @@ def activate_backward(
     dfactor = z.new_empty(0 if factor is None else z.shape, dtype=(z if factor is None else factor).dtype)
     if not z.numel():
         return dz, torch.zeros_like(bias), dfactor
-    width = z.shape[-1]
-    programs = min(cdiv(z.numel() // width, tiling(width)["ROWS"]), _PROGRAMS * processors(z.device))
-    sums = z.new_empty(programs, width, dtype=torch.float32)
+    programs = min(_tiles_of_rows(z), cdiv(_PROGRAMS * processors(z.device), _parts(z)))
+    sums = z.new_empty(programs, z.shape[-1], dtype=torch.float32)
     tensors = (grad, z, bias, z if factor is None else factor.contiguous(), dz, dfactor, sums)
     _launch(_launch_backward, programs, z, tensors, activation, factor)
     return dz, sums.sum(0).to(bias.dtype), dfactor
+
+
+def _parts(z: Tensor) -> int:
+    """Of each row."""
+    return cdiv(z.shape[-1], _COLUMNS)
+
+
+def _tiling(z: Tensor) -> dict[str, int]:
+    return tiling(z.shape[-1]) if _parts(z) == 1 else tiling(_COLUMNS) | {"WIDTH": z.shape[-1]}
+
+
+def _tiles_of_rows(z: Tensor) -> int:
+    return cdiv(z.numel() // z.shape[-1], _tiling(z)["ROWS"])
 
 
 def _launch(
     launch: Launcher, programs: int, z: Tensor, tensors: tuple[Tensor, ...], activation: str, factor: Tensor | None
 ) -> None:
     num_rows = z.numel() // z.shape[-1]
-    constants = tiling(z.shape[-1])
+    constants = _tiling(z)
     warps = constants.pop("num_warps")
     options = (activation == "silu", factor is not None, *constants.values())
     dtypes = tuple([tensor.dtype for tensor in tensors])
     launch(
-        (programs, 1, 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
+        (programs, _parts(z), 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
         *tensors, num_rows, *options, num_warps=warps,
     )  # fmt: skip

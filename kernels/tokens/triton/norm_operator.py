@@ -12,27 +12,32 @@ from kernels.tokens.triton import tokens
 
 
 @custom_op("gemsmith::rms_norm")
-def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return tokens.rms_norm(x, dtype)
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
+    return tokens.rms_norm(x, dtype, epsilon)
 
 
 @rms_norm.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
 @custom_op("gemsmith::rms_norm_backward")
-def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return tokens.rms_norm_backward(grad, x)
+def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float) -> Tensor:
+    return tokens.rms_norm_backward(grad, x, epsilon)
 
 
 @rms_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
+def _(grad: Tensor, x: Tensor, epsilon: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
+    x, _, ctx.epsilon = inputs
+    ctx.save_for_backward(x)
 
 
-rms_norm.register_autograd(lambda ctx, grad: (rms_norm_backward(grad, *ctx.saved_tensors), None), setup_context=_save)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return rms_norm_backward(grad, *ctx.saved_tensors, ctx.epsilon), None, None
+
+
+rms_norm.register_autograd(_backward, setup_context=_save)

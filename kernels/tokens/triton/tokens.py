@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.core.constants import EPSILON
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv, flat, next_power_of_2, tile_shape
 
-_EPSILON = tl.constexpr(EPSILON)
 _VALUES = 4096  # of a program; how many heads these are depends on their width
 
 
@@ -36,21 +34,21 @@ def tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_kernel(
-    x, out, x_token, x_head, num_heads,
+    x, out, x_token, x_head, num_heads, EPSILON: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
-    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
     tl.store(out + places, (values * s[:, None]).to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_backward_kernel(
-    grad, x, dx, x_token, x_head, num_heads,
+    grad, x, dx, x_token, x_head, num_heads, EPSILON: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
@@ -59,7 +57,7 @@ def rms_norm_backward_kernel(
     values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
     dn = tl.load(grad + places, inside, 0.0).to(tl.float32)
-    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
+    s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     n = values * s[:, None]
     result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
     tl.store(dx + places, result.to(dx.dtype.element_ty), inside)
@@ -128,17 +126,17 @@ _launch_copy = Launcher(copy_heads_kernel)
 _launch_permute = Launcher(permute_kernel)
 
 
-def rms_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     """n like x [..., D], contiguous, in `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _over_heads(_launch_norm, x.shape[-1], x, (out,))
+    _over_heads(_launch_norm, x.shape[-1], x, (out,), options=(epsilon,))
     return out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor) -> Tensor:
+def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float) -> Tensor:
     """dx like x, contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad.contiguous())
+    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad.contiguous(), options=(epsilon,))
     return dx
 
 
@@ -187,7 +185,7 @@ def _over_heads(
     others: tuple[Tensor, ...],
     *before: Tensor,
     strides: tuple[int, ...] = (),
-    options: tuple[bool, ...] = (),
+    options: tuple[bool | float, ...] = (),
 ) -> None:
     """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import ModelConfig, option
 from modules.core.side_stream import SideStream
 from modules.cross_layer import CrossLayerAttention
@@ -97,11 +97,12 @@ class GEMLayer(nn.Module):
         super().__init__()
         num_request = spec.num_request_tokens
         num_summaries, of_request = num_levels * config.num_tokens, num_request * first
+        of_vendor = spec.num_vendor_tokens * first
         self.context: LCE | None = None
         levels: list[PyramidLevel] = []
         if num_levels:
             self.context = LCE(num_request + num_summaries * (not first), config.num_context)
-            self.queries = LCE(num_candidate, config.num_target, of_request)
+            self.queries = LCE(num_candidate, config.num_target, of_request, of_vendor)
             self.seeds = nn.Parameter(torch.empty(config.num_target, config.dim))
             limits: dict[str, Any] = {"max_candidates": spec.max_candidates, "max_length": spec.max_events}
             self.target = TargetAttention(config.dim, config.num_heads, config.num_target, **limits)
@@ -115,7 +116,7 @@ class GEMLayer(nn.Module):
             rank=config.rank,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
-            num_request=of_request + num_summaries,
+            num_request=of_request + num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
             machine=config.machine,
             num_compressed=config.num_compressed,
@@ -138,20 +139,24 @@ class GEMLayer(nn.Module):
         summaries: Sequence[Tensor],
         earlier: Sequence[Tensor],
         rows: CandidateRows,
+        vendor: VendorTokens | None = None,
     ) -> tuple[Tensor, list[LevelTokens], list[Tensor]]:
         """X [C, n, d], request tokens [R, n_u, d], the levels with their summaries of the layer before, and X of all
-        earlier layers, which the first one has none of -> the same three of this layer."""
+        earlier layers, which the first one has none of -> the same three of this layer. The first one also takes the
+        tokens of vendors."""
         of_request = None if earlier else request
         own, shared = [x], [] if of_request is None else [of_request]
         levels = list(levels)
         made: list[Tensor] = []
         if self.context is not None:
             context = rms_norm(self.context(torch.cat([request, *summaries], dim=1)))
-            queries = self.seeds + rms_norm(self.queries(x, of_request, rows))
+            queries = self.seeds + rms_norm(self.queries(x, of_request, rows, vendor))
             levels, made, target = self._sequences(levels, context, queries, rows)
             own.append(target)
             shared += made
         given = torch.cat(shared, dim=1) if shared else None
+        if given is not None and vendor is not None:
+            given, rows = vendor.below(given), vendor.of_candidate
         x = self.wukong(torch.cat(own, dim=1), given, None if given is None else rows)
         if self.cross is not None:
             x = self.cross(x, torch.cat(list(earlier), dim=1))
@@ -193,6 +198,7 @@ class GEM(nn.Module):
     """Logits [C, tasks] from tokens. Histories, of all event types merged by time, stay at the R rows of requests."""
 
     Config = GEMConfig
+    takes_vendors = True
 
     def __init__(self, spec: FeatureSpec, config: GEMConfig) -> None:
         super().__init__()
@@ -212,11 +218,12 @@ class GEM(nn.Module):
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
         x, request = rms_norm(tokens.candidate), rms_norm(tokens.request)
+        vendor = None if tokens.vendor is None else VendorTokens.of(rms_norm(tokens.vendor), batch)
         levels = self._levels(tokens)
         summaries: list[Tensor] = []
         earlier: list[Tensor] = []
         for layer in self.layers:
-            x, levels, summaries = layer(x, request, levels, summaries, earlier, rows)
+            x, levels, summaries = layer(x, request, levels, summaries, earlier, rows, None if earlier else vendor)
             earlier.append(x)
         return self.heads(x.flatten(1), rows, batch)
 

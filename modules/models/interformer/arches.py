@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.jagged import jagged_dense_bmm
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import TokenConfig, option
 from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
@@ -106,14 +106,21 @@ class SequenceSummary(nn.Module):
         num_recent: int = option(2, least=1)
 
     def __init__(
-        self, num_candidate: int, num_request: int, config: Config, *, max_candidates: int, max_length: int
+        self,
+        num_candidate: int,
+        num_request: int,
+        config: Config,
+        *,
+        max_candidates: int,
+        max_length: int,
+        num_vendor: int = 0,
     ) -> None:
         super().__init__()
         self.dim = config.dim
         self.num_cls = config.num_cls
         self.num_pma = config.num_pma
         self.num_recent = config.num_recent
-        self.condition = LCE(num_candidate, config.num_pma, num_request)
+        self.condition = LCE(num_candidate, config.num_pma, num_request, num_vendor)
         self.pma = PMA(
             config.dim, config.num_heads, config.num_pma, max_candidates=max_candidates, max_length=max_length
         )
@@ -126,14 +133,16 @@ class SequenceSummary(nn.Module):
         tokens: SequenceTokens,
         offsets: Tensor,
         rows: CandidateRows,
+        vendor: VendorTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """([rows, num_cls + num_recent, d], [C, num_pma, d]).
 
-        `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d]; the sequence is at `rows` rows."""
+        `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d] and vendors, normalised; the sequence
+        is at `rows` rows."""
         if request is None:
             condition = self.condition(rms_norm(candidate), None, rows)
         else:
-            condition = self.condition(row_norm(candidate), row_norm(request), rows)
+            condition = self.condition(row_norm(candidate), row_norm(request), rows, vendor)
         pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
         return self.gating(tokens.ends), self.gating(pooled)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import ModelConfig, changed, check_options, option
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
@@ -34,7 +34,7 @@ from modules.models.interformer.arches import (
     places_of_ends,
 )
 from modules.moe import MoE
-from modules.norms import add_rms_norm
+from modules.norms import add_rms_norm, row_norm
 from modules.rotary import rotation
 
 SHARED = {
@@ -82,7 +82,13 @@ class InterFormer(nn.Module):
 
     Both are one code path: which rows the sequences belong to is chosen at the start, and in the second form each
     candidate has its own.
+
+    Vendors, if there are any, inform candidates and not the sequence. In the first layer their part of the linear
+    compression is computed once a vendor; the Interaction Arch, whose layers know two levels, runs over the vendors,
+    each with a copy of its request's tokens. In the second form candidates have copies of theirs, as of the request's.
     """
+
+    takes_vendors = True
 
     @dataclass(kw_only=True)
     class Config(ModelConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
@@ -160,26 +166,35 @@ class InterFormer(nn.Module):
         self.num_cls, self.num_recent = config.num_cls, config.num_recent
         self.per_candidate = config.sequence_context == "candidate"
         num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
-        num_tokens = num_request + num_candidate
+        num_vendor = spec.num_vendor_tokens
+        num_tokens = num_request + num_vendor + num_candidate
+        if self.per_candidate:
+            num_request, num_vendor = num_request + num_vendor, 0
         of_request = config.num_cls + config.num_recent
         max_candidates = 1 if self.per_candidate else spec.max_candidates
         max_length = config.num_cls + spec.max_events
         self.num_positions = spec.max_events + 1  # those of events count from 1
 
-        def cross(config: SequenceSummary.Config, num_candidate: int, num_request: int = 0) -> SequenceSummary:
+        def cross(
+            config: SequenceSummary.Config, num_candidate: int, num_request: int = 0, num_vendor: int = 0
+        ) -> SequenceSummary:
             limits = {"max_candidates": max_candidates, "max_length": max_length}
-            return SequenceSummary(num_candidate, num_request, config, **limits)
+            return SequenceSummary(num_candidate, num_request, config, num_vendor=num_vendor, **limits)
 
         def layer(
-            config: InterFormer.Config, num_summarised: int, num_candidate: int, num_request: int = 0
+            config: InterFormer.Config,
+            num_summarised: int,
+            num_candidate: int,
+            num_request: int = 0,
+            num_vendor: int = 0,
         ) -> InterFormerLayer:
             summary = Summary(num_summarised, config)
             return InterFormerLayer(
                 summary,
-                cross(config, num_candidate, num_request),
+                cross(config, num_candidate, num_request, num_vendor),
                 InteractionArch(
                     num_candidate,
-                    num_request,
+                    num_request + num_vendor,
                     of_request + config.num_pma,
                     of_request,
                     config,
@@ -190,7 +205,7 @@ class InterFormer(nn.Module):
 
         # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
         summarised = num_tokens if self.per_candidate else num_request
-        layers = [layer(of_layers[0], summarised, num_candidate, num_request)]
+        layers = [layer(of_layers[0], summarised, num_candidate, num_request, num_vendor)]
         later = num_tokens if self.per_candidate else num_request + config.num_cls
         layers += [layer(each, later, num_tokens) for each in of_layers[1:]]
 
@@ -207,8 +222,11 @@ class InterFormer(nn.Module):
         rows = CandidateRows.of(batch)
         request, candidate = tokens.request, tokens.candidate
         values, offsets = self.history(tokens)
+        vendor = None if tokens.vendor is None else VendorTokens.of(tokens.vendor, batch)
         if self.per_candidate:
             request = rows.expand(request)
+            if vendor is not None:
+                request, vendor = torch.cat([request, vendor.of_candidate.expand(vendor.values)], dim=1), None
             values, offsets = jagged_index_select(values, offsets, rows.owner)
             rows = CandidateRows.identity(batch.num_candidates, values.device)
 
@@ -219,9 +237,14 @@ class InterFormer(nn.Module):
         angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends))
-        crossed = first.cross(candidate, request, sequence, offsets, rows)
-        with SideStream(candidate, request, *crossed) as work:
-            x = first.interaction(candidate, request, crossed, rows)
+        normed = None if vendor is None else dataclasses.replace(vendor, values=row_norm(vendor.values))
+        crossed = first.cross(candidate, request, sequence, offsets, rows, normed)
+        above, places = request, rows
+        if vendor is not None:
+            above, places = vendor.below(request), vendor.of_candidate
+            crossed = vendor.of_request.expand(crossed[0]), crossed[1]
+        with SideStream(candidate, above, *crossed) as work:
+            x = first.interaction(candidate, above, crossed, places)
         sequence = first.sequence(summary, sequence, offsets, angles[self.head_dims[0]], ends)
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import EventType, FeatureSpec, RequestBatch
-from modules.broadcast import CandidateRows
+from modules.broadcast import CandidateRows, VendorTokens
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
 from modules.lce import LCE
@@ -41,6 +41,7 @@ class KunlunLayer(nn.Module):
         num_candidate: int,
         num_request: int,
         *,
+        num_vendor: int,
         num_context_tokens: int,
         num_queries: int,
         num_targets: int,
@@ -49,8 +50,8 @@ class KunlunLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.context = LCE(num_context_tokens, config.num_context) if num_context_tokens else None
-        self.queries = LCE(num_candidate, num_queries, num_request) if num_queries else None
-        self.summary = LCE(num_candidate, config.num_summary, num_request)
+        self.queries = LCE(num_candidate, num_queries, num_request, num_vendor) if num_queries else None
+        self.summary = LCE(num_candidate, config.num_summary, num_request, num_vendor)
         self.experts = WukongExperts(
             config.num_summary + num_targets,
             config.dim,
@@ -70,10 +71,16 @@ class KunlunLayer(nn.Module):
         self.dim = config.dim
 
     def forward(
-        self, candidate: Tensor, request: Tensor | None, events: Sequence[EventTokens], rows: CandidateRows
+        self,
+        candidate: Tensor,
+        request: Tensor | None,
+        vendor: VendorTokens | None,
+        events: Sequence[EventTokens],
+        rows: CandidateRows,
     ) -> Tensor:
-        """candidate [C, n, d] and, in the first layer, request [R, n_u, d], normalised -> X [C, num_tokens, d]."""
-        summary = rms_norm(self.summary(candidate, request, rows))
+        """candidate [C, n, d] and, in the first layer, request [R, n_u, d] and tokens of vendors, all normalised
+        -> X [C, num_tokens, d]."""
+        summary = rms_norm(self.summary(candidate, request, rows, vendor))
         own = torch.cat([summary, *(each.target for each in events if each.target is not None)], dim=1)
         summaries = [each.summary for each in events if each.summary is not None]
         return self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows)
@@ -88,6 +95,7 @@ class Kunlun(nn.Module):
     """
 
     Config = KunlunConfig
+    takes_vendors = True
 
     def __init__(self, spec: FeatureSpec, config: KunlunConfig) -> None:
         super().__init__()
@@ -113,6 +121,7 @@ class Kunlun(nn.Module):
                     config,
                     layers[-1].experts.num_tokens if layers else num_candidate,
                     0 if layers else num_request,
+                    num_vendor=0 if layers else spec.num_vendor_tokens,
                     num_context_tokens=needs_context * (num_request + bool(layers) * num_summaries),
                     num_queries=sum(layer.num_target for layer in running),
                     num_targets=sum(targets) * config.num_target,
@@ -129,16 +138,17 @@ class Kunlun(nn.Module):
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
         x, request = rms_norm(tokens.candidate), rms_norm(tokens.request)
+        vendor = None if tokens.vendor is None else VendorTokens.of(rms_norm(tokens.vendor), batch)
         events: list[EventTokens | None] = [None] * len(self.stacks)
         for index, layer in enumerate(self.layers):
-            of_request = None if index else request
+            of_request, of_vendor = (None, None) if index else (request, vendor)
             context = None
             if layer.context is not None:
                 known = [each.summary for each in events if each is not None and each.summary is not None]
                 context = rms_norm(layer.context(torch.cat([request, *known], dim=1)))
-            queries = [] if layer.queries is None else self._shares(layer.queries(x, of_request, rows))
+            queries = [] if layer.queries is None else self._shares(layer.queries(x, of_request, rows, of_vendor))
             events = self._run(index, events, context, queries, rows, tokens)
-            x = layer(x, of_request, [each for each in events if each is not None], rows)
+            x = layer(x, of_request, of_vendor, [each for each in events if each is not None], rows)
         return self.heads(x.flatten(1))
 
     def _shares(self, queries: Tensor) -> list[Tensor]:

@@ -201,8 +201,8 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         x = torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 1] if view else torch.zeros(shape, dtype=dtype)
         x = shifted(x) if elsewhere else x
         for values in (x, x[:, 0]):
-            triton_tokens.rms_norm(values, torch.float32)
-            triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values)
+            triton_tokens.rms_norm(values, torch.float32, 1e-5)
+            triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values, 1e-5)
             triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):

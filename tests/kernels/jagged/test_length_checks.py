@@ -22,7 +22,7 @@ from tests.kernels.core.interpreting import interpret
 
 TOO_LONG = """
 import torch
-from kernels import jagged
+from kernels.attention import jagged_attention
 from kernels.gdpa import gdpa
 from kernels.ikbo import joint_attention, tree_attention
 from kernels.core.checks import check_lengths

@@ -179,7 +179,14 @@ def test_kernels_compile_within_their_registers() -> None:
         (
             quantize_tiles.quantize_tiles_kernel,
             quantize | {"row_scales": "*i16"},
-            {"ROWS": False, "COLUMNS": True, "SQUARE": True, "FORM": VALUES},
+            {"ROWS": False, "COLUMNS": True, "SQUARE": True, "ROW_FORM": VALUES, "COLUMN_FORM": VALUES},
+            REGISTERS,
+            3,
+        ),
+        (
+            quantize_tiles.quantize_tiles_kernel,
+            quantize | {"column_scales": "*i16"},
+            {"ROWS": True, "COLUMNS": True, "SQUARE": False, "ROW_FORM": BYTES, "COLUMN_FORM": VALUES},
             REGISTERS,
             3,
         ),

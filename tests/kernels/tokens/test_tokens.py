@@ -40,8 +40,8 @@ ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
 PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
 
 
-def normalised(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + EPSILON).sqrt()
+def normalised(x: Tensor, epsilon: float = EPSILON) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + epsilon).sqrt()
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def test_autocast_leaves_the_dtype_alone() -> None:
         x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert reference.rms_norm(x, torch.bfloat16).dtype is torch.bfloat16
+            assert reference.rms_norm(x, torch.bfloat16, EPSILON).dtype is torch.bfloat16
         finally:
             torch.set_autocast_enabled("cuda", False)
 
@@ -217,9 +217,13 @@ def test_norm_in_the_interpreter(
 ) -> None:
     interpreted(monkeypatch)
     with poisoned_empty():
-        check_gradients(
-            lambda x: norm_operator.rms_norm(x, out_dtype), normalised, {"x": view_of_wider(shape).float()}, ROUNDED
-        )
+        for epsilon in (EPSILON, 0.5):
+            check_gradients(
+                lambda x, epsilon=epsilon: norm_operator.rms_norm(x, out_dtype, epsilon),
+                lambda x, epsilon=epsilon: normalised(x, epsilon),
+                {"x": view_of_wider(shape).float()},
+                ROUNDED,
+            )
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -270,7 +274,7 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(shape, requires_grad=True)
     for served, formula in (
         (rotary_operator._rotate(x, cos, sin, None, False), turned(x, cos, sin)),
-        (norm_operator.rms_norm(x, x.dtype), normalised(x)),
+        (norm_operator.rms_norm(x, x.dtype, EPSILON), normalised(x)),
     ):
         ours, expected = (torch.autograd.grad(out.sum(), x)[0] for out in (served, formula))
         torch.testing.assert_close(ours, expected)
@@ -328,7 +332,7 @@ def test_kernels_compile_without_spills(module: str, name: str, target: str) -> 
     flags = ("INVERSE", "TABLE", "HAS_CHANGE", "HAS_TOTAL", "GIVE_BACK", "SILU", "HAS_FACTOR")
     constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
-    constants |= {"HEADS": 4} | dict.fromkeys(flags, True)
+    constants |= {"HEADS": 4, "EPSILON": 1e-5} | dict.fromkeys(flags, True)
     constants = {option: value for option, value in constants.items() if option in kernel.arg_names}
     strides = [argument for argument in kernel.arg_names if argument.endswith(("_token", "_head"))]
     types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "rows": "*i64", "bias": "*fp32", "sums": "*fp32"}
@@ -398,7 +402,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
-    torch.library.opcheck(norm_operator.rms_norm.definition, (x, torch.bfloat16))
+    torch.library.opcheck(norm_operator.rms_norm.definition, (x, torch.bfloat16, EPSILON))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary_operator._rotate.definition, (x, cos, sin, None, False))
     torch.library.opcheck(

@@ -57,6 +57,7 @@ def test_activation_in_the_interpreter(
 
     interpreted(monkeypatch)
     monkeypatch.setattr(triton_activation, "processors", lambda device: 1)  # each program has several tiles of rows
+    monkeypatch.setattr(triton_activation, "_COLUMNS", 128)  # rows of 300 are split
     check_activation(activation_operator.activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
 
 
@@ -65,7 +66,7 @@ def test_activation_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("factor", [True, False])
 @pytest.mark.parametrize("name", ["none", "silu"])
-@pytest.mark.parametrize("shape", [*ACTIVATED_SHAPES, (30000, 512), (3, 2048)], ids=str)
+@pytest.mark.parametrize("shape", [*ACTIVATED_SHAPES, (30000, 512), (3, 2048), (3, 4100), (20000, 4096)], ids=str)
 def test_activation(shape: tuple[int, ...], name: str, factor: bool, dtype: torch.dtype) -> None:
     check_activation(partial(activate, backend="triton"), shape, name, factor, dtype, "cuda", SUMMED)
 

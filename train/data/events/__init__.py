@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,9 +26,10 @@ from train.data.events.read import (
     read_log,
     row_files,
 )
-from train.data.files import find_files
+from train.data.events.vendors import order_by_vendor
+from train.data.files import find_files, locate
 from train.data.prepare import Dense, write
-from train.data.requests import Requests, group_requests
+from train.data.requests import Requests, group_requests, vendor_runs
 from train.data.rows import Rows
 
 __all__ = ["cache_folder", "feature_spec", "prepare", "read_rows"]
@@ -86,6 +89,10 @@ def _prepare_whole(
         split_by=config.split_by,
         train_requests=config.train_requests,
     )
+    order = order_by_vendor(config, columns, requests.order, requests.offsets, partial(_locate, rows))
+    requests, vendors = replace(requests, order=order), None
+    if columns.vendor is not None:
+        vendors = vendor_runs(columns.vendor.codes[order], np.diff(requests.offsets))
     write(
         folder,
         config,
@@ -97,8 +104,9 @@ def _prepare_whole(
         columns=columns.sparse,
         labels=columns.labels,
         weights=columns.weights,
-        dense=_dense(config, spec, columns.numeric, requests, earlier.numeric if earlier else {}),
+        dense=_dense(config, spec, columns.dense, requests, vendors, earlier.numeric if earlier else {}),
         histories=histories(config, columns, logs, requests),
+        vendors=vendors,
         earlier=earlier,
         new_ids=config.new_ids,
         real_labels=config.real_labels,
@@ -110,6 +118,7 @@ def _dense(
     spec: FeatureSpec,
     columns: Mapping[str, np.ndarray],
     requests: Requests,
+    vendors: tuple[np.ndarray, np.ndarray] | None,
     earlier: Mapping[str, dict[str, float]],
 ) -> Dense:
     def of(chosen: np.ndarray) -> dict[str, np.ndarray]:
@@ -119,6 +128,14 @@ def _dense(
     numbers.train(of(requests.rows("train")))
     statistics = numbers.statistics(earlier)
     first, order = requests.first, requests.order
-    request = dense(config, spec.request_dense, of(first), len(first), statistics)
-    candidate = dense(config, spec.candidate_dense, of(order), len(order), statistics)
-    return Dense(request, candidate, statistics, numbers.missing())
+    request = dense(config, spec.request_dense, of(first), len(first), statistics, spec.request_vectors)
+    candidate = dense(config, spec.candidate_dense, of(order), len(order), statistics, spec.candidate_vectors)
+    vendor = np.zeros((0, 0), np.float32)
+    if vendors is not None:
+        begins = order[np.cumsum(vendors[1]) - vendors[1]]
+        vendor = dense(config, spec.vendor_dense, of(begins), len(begins), statistics)
+    return Dense(request, candidate, statistics, vendor, numbers.missing())
+
+
+def _locate(rows: Rows, number: int) -> str:
+    return locate(rows.table.files, rows.table.first_row, number)

@@ -11,7 +11,7 @@ from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.columns import NUMBER
-from train.data.events.names import features, numbers, numeric, wanted
+from train.data.events.names import features, numbers, numeric, vectors, wanted
 from train.data.numeric import INDICATOR, matching
 from train.data.remote import DataFile
 from train.data.rows import comparison
@@ -46,6 +46,19 @@ def check(config: EventsConfig) -> None:
         raise ValueError(
             f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
             f"users, let each request be one, data.user={config.request}"
+        )
+    own = [("categorical", config.vendor_categorical), ("list", config.vendor_list), ("numeric", config.vendor_numeric)]
+    named_of_vendors = {f"data.vendor_{kind}": names for kind, names in own if names}
+    if named_of_vendors and not config.vendor:
+        key, names = next(iter(named_of_vendors.items()))
+        raise ValueError(
+            f"{key}={names} are features of vendors: data.vendor must name the column that tells vendors apart, e.g. "
+            f"data.vendor={names[0]}"
+        )
+    if config.vendor and not named_of_vendors:
+        raise ValueError(
+            f"data.vendor={config.vendor} has no feature; name at least one, e.g. data.vendor_categorical="
+            f"[{config.vendor}]"
         )
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
@@ -86,6 +99,12 @@ def check(config: EventsConfig) -> None:
                 f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
                 f"{sorted(there)}"
             )
+    if twice := sorted(set(vectors(config)) & {*features(config), *numeric(config)}):
+        raise ValueError(
+            f"column {twice[0]!r} is a vector (data.request_vectors, data.candidate_vectors); name it once"
+        )
+    if both := sorted(set(config.request_vectors) & set(config.candidate_vectors)):
+        raise ValueError(f"data.request_vectors and data.candidate_vectors both name {both[0]!r}; name it once")
     for name, fill in config.missing_fill.items():
         if not math.isfinite(fill):
             raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")

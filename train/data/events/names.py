@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from modules.batch import EventType, FeatureSpec, SparseFeature
-from train.config.schema import EventsConfig
+from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
+from train.config.schema import EventsConfig, VectorConfig
 from train.data.numeric import numeric_features
 from train.data.rows import comparison
 from train.data.transforms import Transforms
@@ -15,10 +15,15 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
     def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
         return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
 
+    def vectors_of(columns: dict[str, VectorConfig]) -> tuple[VectorFeature, ...]:
+        return tuple(VectorFeature(name, each.width) for name, each in columns.items())
+
     request = sparse(config.request_categorical) + sparse(config.request_list, True)
     candidate = sparse(config.candidate_categorical) + sparse(config.candidate_list, True)
+    vendor = sparse(config.vendor_categorical) + sparse(config.vendor_list, True)
     histories = tuple(EventType(name, sparse(h.fields), config.max_history) for name, h in config.histories.items())
-    used = [feature.table for feature in (*request, *candidate, *(f for event in histories for f in event.fields))]
+    events = [field for event in histories for field in event.fields]
+    used = [feature.table for feature in (*request, *candidate, *events, *vendor)]
     return FeatureSpec(
         tables=dict.fromkeys(used, 0),
         request=request,
@@ -28,6 +33,10 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         candidate_dense=numeric_features(config.candidate_numeric, config.missing_indicator),
         tasks=tuple(config.labels),
         max_candidates=max_candidates(config),
+        vendor=vendor,
+        vendor_dense=numeric_features(config.vendor_numeric, config.missing_indicator),
+        request_vectors=vectors_of(config.request_vectors),
+        candidate_vectors=vectors_of(config.candidate_vectors),
     )
 
 
@@ -37,7 +46,11 @@ def max_candidates(config: EventsConfig) -> int:
 
 
 def numeric(config: EventsConfig) -> list[str]:
-    return [*config.request_numeric, *config.candidate_numeric]
+    return [*config.request_numeric, *config.candidate_numeric, *config.vendor_numeric]
+
+
+def vectors(config: EventsConfig) -> dict[str, VectorConfig]:
+    return {**config.request_vectors, **config.candidate_vectors}
 
 
 def numbers(config: EventsConfig) -> list[str]:
@@ -53,20 +66,28 @@ def numbers(config: EventsConfig) -> list[str]:
 
 def features(config: EventsConfig) -> list[str]:
     """Columns of ids that are features themselves."""
-    return [*config.request_categorical, *config.request_list, *config.candidate_categorical, *config.candidate_list]
+    vendor = (*config.vendor_categorical, *config.vendor_list)
+    request, candidate = config.request_categorical, config.candidate_categorical
+    return [*request, *config.request_list, *candidate, *config.candidate_list, *vendor]
+
+
+def lists(config: EventsConfig) -> list[str]:
+    """Features that are list columns."""
+    return [*config.request_list, *config.candidate_list, *config.vendor_list]
 
 
 def categorical(config: EventsConfig) -> list[str]:
     own = [history for history in config.histories.values() if not (history.lists or history.files)]
     fields = [name for history in own for name in history.fields]
-    return list(dict.fromkeys([*config.request_categorical, *config.candidate_categorical, *fields]))
+    single = (*config.request_categorical, *config.candidate_categorical, *config.vendor_categorical)
+    return list(dict.fromkeys([*single, *fields]))
 
 
 def wanted(config: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
-    names = {*categorical(config), *config.request_list, *config.candidate_list, *numeric(config)}
+    names = {*categorical(config), *lists(config), *numeric(config), *vectors(config)}
     names |= {comparison(text)[0] for text in config.labels.values()}
-    names |= {name for name in (config.weight, config.user, config.time, config.request) if name}
+    names |= {name for name in (config.weight, config.user, config.time, config.request, config.vendor) if name}
     for history in config.histories.values():
         if history.lists:
             names |= {*history.fields, *([history.times] if history.times else [])}

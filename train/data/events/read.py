@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from train.config.schema import EventsConfig, HistoryConfig
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, numbers, numeric, wanted
+from train.data.events.names import categorical, lists, numbers, numeric, vectors, wanted
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.numeric import matching
@@ -31,10 +31,12 @@ class Columns:
     user: Coded
     time: np.ndarray  # [N] int64 milliseconds
     request: Coded | None
+    vendor: Coded | None
     part: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
     labels: np.ndarray  # [N, tasks] float64
     weights: np.ndarray | None  # [N] float64
     numeric: dict[str, np.ndarray]  # [N] float64, NaN for missing
+    vectors: dict[str, np.ndarray]  # [N, width] float32, NaN in all of a missing one
     ids: dict[str, Coded]
     lists: dict[str, CodedLists]
     chosen: dict[str, np.ndarray]  # event type -> [N] bool: rows that are its events
@@ -46,6 +48,11 @@ class Columns:
     def sparse(self) -> dict[str, Coded | CodedLists]:
         """Every feature, and every field of events that are rows."""
         return {**self.ids, **self.lists}
+
+    @property
+    def dense(self) -> dict[str, np.ndarray]:
+        """Numbers [N] and vectors [N, width] by column."""
+        return {**self.numeric, **self.vectors}
 
 
 @dataclass
@@ -89,11 +96,13 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
     user = rows.required_ids(config.user) if config.user else Coded(count.astype(np.int32), pa.array([], pa.string()))
     time = rows.milliseconds(config.time, config.time_format) if config.time else count * 1000
     request = rows.required_ids(config.request) if config.request else None
+    vendor = rows.required_ids(config.vendor) if config.vendor else None
     labels = np.stack([rows.labels(column, task in config.real_labels) for task, column in config.labels.items()], 1)
     weights = rows.weights(config.weight) if config.weight else None
     values = {name: rows.features(name, name in config.log_numeric) for name in numeric(config)}
+    vectors_of = {name: rows.vectors(name, each.width, config.list_separator) for name, each in vectors(config).items()}
     ids = {name: rows.ids(name) for name in categorical(config)}
-    lists = {name: rows.lists(name, config.list_separator) for name in (*config.request_list, *config.candidate_list)}
+    listed = {name: rows.lists(name, config.list_separator) for name in lists(config)}
     fields, times = {}, {}
     for name, history in config.histories.items():
         if history.lists:
@@ -110,12 +119,14 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         user=user,
         time=time,
         request=request,
+        vendor=vendor,
         part=_part(rows, counts),
         labels=labels,
         weights=weights,
         numeric=values,
+        vectors=vectors_of,
         ids=ids,
-        lists=lists,
+        lists=listed,
         chosen=chosen,
         fields=fields,
         times=times,

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, numeric
+from train.data.events.names import categorical, lists, numeric, vectors
 from train.data.events.read import Columns, Log
 
 ListName = tuple[str, str]
@@ -102,11 +102,12 @@ class Fields:
     def __init__(self, config: EventsConfig) -> None:
         histories = config.histories.items()
         self.ids, self.numeric, self.config = categorical(config), numeric(config), config
-        self.lists: list[ListName] = [("", name) for name in (*config.request_list, *config.candidate_list)]
+        self.vectors = {name: each.width for name, each in vectors(config).items()}
+        self.lists: list[ListName] = [("", name) for name in lists(config)]
         self.lists += [(name, field) for name, history in histories if history.lists for field in history.fields]
         self.timed = [(name, "") for name, history in histories if history.times]
         self.rows = [name for name, history in histories if not (history.lists or history.files)]
-        self.users, self.requests = Dictionary(), Dictionary()
+        self.users, self.requests, self.vendors = Dictionary(), Dictionary(), Dictionary()
         names: list[str | ListName] = [*self.ids, *self.lists]
         self.dictionaries = {name: Dictionary() for name in names}
         self.record = np.dtype(
@@ -114,12 +115,14 @@ class Fields:
                 ("number", "<i8"),
                 ("user", "<i4"),
                 ("request", "<i4"),
+                ("vendor", "<i4", (int(config.vendor is not None),)),
                 ("time", "<i8"),
                 ("part", "i1"),
                 ("labels", "<f8", (len(config.labels),)),
                 ("weight", "<f8", (int(config.weight is not None),)),
                 ("ids", "<i4", (len(self.ids),)),
                 ("numeric", "<f8", (len(self.numeric),)),
+                ("vectors", "<f4", (sum(self.vectors.values()),)),
                 ("chosen", "?", (len(self.rows),)),
                 ("lengths", "<i4", (len(self.lists) + len(self.timed),)),
             ]
@@ -132,6 +135,8 @@ class Fields:
         records["number"], records["time"], records["part"] = columns.number, columns.time, columns.part
         records["user"] = self.users.codes(columns.user) if self.config.user else columns.user.codes
         records["request"] = self.requests.codes(columns.request) if columns.request else -1
+        if columns.vendor is not None:
+            records["vendor"][:, 0] = self.vendors.codes(columns.vendor)
         records["labels"] = columns.labels
         if columns.weights is not None:
             records["weight"][:, 0] = columns.weights
@@ -139,6 +144,8 @@ class Fields:
             records["ids"][:, index] = self.dictionaries[name].codes(columns.ids[name])
         for index, name in enumerate(self.numeric):
             records["numeric"][:, index] = columns.numeric[name]
+        if self.vectors:
+            records["vectors"] = np.concatenate([columns.vectors[name] for name in self.vectors], 1)
         for index, name in enumerate(self.rows):
             records["chosen"][:, index] = columns.chosen[name]
         items = []
@@ -170,10 +177,12 @@ class Fields:
             user=Coded(_column(records, "user"), self.users.values),
             time=_column(records, "time"),
             request=Coded(_column(records, "request"), self.requests.values) if self.config.request else None,
+            vendor=Coded(_column(records, "vendor")[:, 0], self.vendors.values) if self.config.vendor else None,
             part=_column(records, "part"),
             labels=_column(records, "labels"),
             weights=_column(records, "weight")[:, 0] if self.config.weight else None,
             numeric={name: records["numeric"][:, index].copy() for index, name in enumerate(self.numeric)},
+            vectors=self._vectors(records),
             ids={
                 name: Coded(records["ids"][:, index].copy(), self.dictionaries[name].values)
                 for index, name in enumerate(self.ids)
@@ -184,6 +193,11 @@ class Fields:
             times=times,
             good=np.ones(len(records), bool),
         )
+
+    def _vectors(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        ends = np.cumsum(list(self.vectors.values()), dtype=np.int64)[:-1]
+        parts = np.split(records["vectors"], ends, 1) if self.vectors else []
+        return {name: part.copy() for name, part in zip(self.vectors, parts, strict=True)}
 
 
 class LogFields:

@@ -13,7 +13,9 @@ is read once, and written and read twice more as a record, before it is written 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +30,14 @@ from train.data.events.names import max_candidates
 from train.data.events.read import histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
 from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
+from train.data.events.vendors import order_by_vendor
+from train.data.files import locate
 from train.data.histories import History
 from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
-from train.data.requests import Requests, form_requests, held_out, split_bounds, warn_of_long
+from train.data.requests import Requests, form_requests, held_out, split_bounds, vendor_runs, warn_of_long
 from train.data.rows import Rows
 from train.data.vocabulary import Occurrences
-from train.data.writer import Block, Writer
+from train.data.writer import Block, VendorBlock, Writer
 
 MOST_PARTS = 1024
 
@@ -63,7 +67,7 @@ def prepare(
         name: _deal_log(config, name, fields, number, work) for name, each in config.histories.items() if each.files
     }
     shards = Shards(work / "shards", number, fields, list(config.histories))
-    _form(config, fields, dealt, logs, shards)
+    _form(config, fields, dealt, logs, shards, partial(locate, last.table.files, last.table.first_row))
     fractions = config.split if config.split_by == "time" else None
     bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
     counts = _Counts(config, spec, fields, logs)
@@ -85,7 +89,7 @@ def prepare(
             writer.events(event, columns, times)
     writer.close()
     none = np.zeros((0, 0), np.float32)
-    known = Dense(none, none, statistics, counts.numbers.missing())
+    known = Dense(none, none, statistics, missing=counts.numbers.missing())
     save_meta(folder, config, spec, last.table, bounds, ids, counts.labels, known, earlier, config.new_ids)
     shutil.rmtree(work)
 
@@ -123,6 +127,7 @@ def _form(
     dealt: PartFiles,
     logs: Mapping[str, tuple[LogFields, PartFiles]],
     shards: Shards,
+    locate: Callable[[int], str],
 ) -> None:
     """Requests and histories of each part."""
     sizes = []
@@ -142,6 +147,7 @@ def _form(
             train_requests=config.train_requests,
         )
         sizes.append(np.bincount(formed.sizes))
+        formed = replace(formed, order=order_by_vendor(config, columns, formed.order, formed.offsets, locate))
         requests = Requests(formed.order, formed.offsets, {}, formed.earlier)
         entries = {name: log_fields.unpack(files.read(shard)) for name, (log_fields, files) in logs.items()}
         made = histories(config, columns, entries, requests)
@@ -189,7 +195,7 @@ class _Counts:
         taken = np.arange(begins[first], begins[end])
         training = rows.take(taken)
         columns = self._fields.unpack(training)
-        self.numbers.train(columns.numeric)
+        self.numbers.train(columns.dense)
         earlier = self._fields.unpack(shards.earlier(shard))
         self.labels.see(earlier.labels)
         for each in (columns, earlier):
@@ -208,7 +214,7 @@ class _Counts:
                 self._add(event.name, field.name, codes[seen, index], size)
 
     def occurrences(self) -> Iterator[Occurrences]:
-        tables = {("", feature.name): feature.table for feature in (*self._spec.request, *self._spec.candidate)}
+        tables = {("", feature.name): feature.table for feature in self._spec.of_rows}
         for event in self._spec.histories:
             whose = "" if event.name in self._fields.rows else event.name
             tables |= {(whose, field.name): field.table for field in event.fields}
@@ -241,7 +247,17 @@ def _block(
     columns = fields.unpack(part.take(ranges(starts[order], counts[order])))
     requests, counts = requests[order], counts[order]
     first = np.cumsum(counts) - counts
-    firsts = {name: values[first] for name, values in columns.numeric.items()}
+    firsts = {name: values[first] for name, values in columns.dense.items()}
+    vendor = None
+    if columns.vendor is not None:
+        runs = vendor_runs(columns.vendor.codes, counts)
+        begins = np.cumsum(runs[1]) - runs[1]
+        numbers = {name: values[begins] for name, values in columns.dense.items()}
+        vendor = VendorBlock(
+            *runs,
+            sparse={feature.name: columns.sparse[feature.name].take(begins) for feature in spec.vendor},
+            dense=dense(config, spec.vendor_dense, numbers, len(begins), statistics),
+        )
     return Block(
         time=requests["time"],
         user=requests["user"],
@@ -251,10 +267,13 @@ def _block(
         weights=columns.weights,
         request={feature.name: columns.sparse[feature.name].take(first) for feature in spec.request},
         candidate={feature.name: columns.sparse[feature.name] for feature in spec.candidate},
-        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics),
-        candidate_dense=dense(config, spec.candidate_dense, columns.numeric, len(columns.number), statistics),
+        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics, spec.request_vectors),
+        candidate_dense=dense(
+            config, spec.candidate_dense, columns.dense, len(columns.number), statistics, spec.candidate_vectors
+        ),
         events={
             event.name: (requests["ranges"][:, index, 0], requests["ranges"][:, index, 1])
             for index, event in enumerate(spec.histories)
         },
+        vendor=vendor,
     )

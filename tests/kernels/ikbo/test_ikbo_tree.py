@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.core.mask import NO_MASK, Mask
+from kernels.core.rows import Rows
 from kernels.ikbo import joint_attention, tree_attention
 from kernels.ikbo.hopper import attention as hopper_attention
 from kernels.ikbo.hopper import tree as hopper_tree
@@ -142,21 +144,26 @@ def kernels_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interpret(monkeypatch, triton_groups, levels)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> Any:
-        _, _, scale, _, _, schedule = (*rest, None)[:6]
-        assert schedule or all(offsets.is_contiguous() for offsets in (q_offsets, k_offsets))
-        queries, keys = schedule or (q_offsets, k_offsets)
-        return row_by_row(q, k, v, queries, list(zip(keys[:-1].tolist(), keys[1:].tolist(), strict=True)), scale)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, schedule: Any = None
+    ) -> Any:
+        assert mask == NO_MASK
+        assert schedule or all(rows.offsets.is_contiguous() for rows in (queries, keys))
+        q_offsets, k_offsets = schedule or (queries.offsets, keys.offsets)
+        ends = zip(k_offsets[:-1].tolist(), k_offsets[1:].tolist(), strict=True)
+        return row_by_row(q, k, v, q_offsets, list(ends), scale)
 
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, k_offsets: Tensor,
-        max_q: int, max_k: int, scale: float, causal: bool, window: tuple[int, int],
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Rows, keys: Rows,
+        scale: float, mask: Mask,
     ) -> Any:  # fmt: skip
+        assert mask == NO_MASK
+        q_offsets, k_offsets = queries.offsets, keys.offsets
         assert all(offsets.is_contiguous() for offsets in (q_offsets, k_offsets))
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         delta = (out * grad).sum(-1)
         groups = q_offsets.view(-1, len(k_offsets))
-        assert int(sum(group.diff() for group in groups).max()) <= max_q
+        assert int(sum(group.diff() for group in groups).max()) <= queries.max_length
         for group, row in itertools.product(groups, range(len(k_offsets) - 1)):
             i, j = (slice(int(x[row]), int(x[row + 1])) for x in (group, k_offsets))
             weights = (torch.einsum("ihd,jhd->hij", q[i], k[j]) * scale - lse[:, i, None]).exp()

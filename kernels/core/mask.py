@@ -26,7 +26,9 @@ class Mask(NamedTuple):
     @property
     def window(self) -> tuple[int, int]:
         """(left, right), -1 for no limit, with the causal one: at most WIDEST."""
-        return min(self.left, WIDEST), 0 if self.causal else min(self.right, WIDEST)
+        causal, left, right, _ = self  # compared, not min(): every launch asks
+        right = 0 if causal else right
+        return left if left < WIDEST else WIDEST, right if right < WIDEST else WIDEST
 
     @property
     def windowed(self) -> bool:
@@ -52,12 +54,14 @@ def checked_mask(
 
     ValueError for other negative numbers and for empty blocks.
     """
+    if not causal and window is None and block_size is None:
+        return NO_MASK
     sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2 or any(side is not None and side < -1 for side in sides):
+    limits = [-1 if side is None else side for side in sides]
+    if len(limits) != 2 or min(limits) < -1:
         raise ValueError(
             f"window={window} must be w or (left, right), each at least 0 or None (also -1) for no limit, e.g. 128"
         )
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size={block_size} must be positive, or None for no blocks")
-    left, right = (-1 if side is None else side for side in sides)
-    return Mask(causal, left, right, block_size)
+    return Mask(causal, *limits, block_size)

@@ -38,6 +38,19 @@ class SparseFeature:
 
 
 @dataclass(frozen=True)
+class VectorFeature:
+    """`width` numbers that are one feature, e.g. the embedding of a text, and become one token."""
+
+    name: str
+    width: int
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of its numbers, in their order."""
+        return tuple(f"{self.name}[{index}]" for index in range(self.width))
+
+
+@dataclass(frozen=True)
 class EventType:
     """A kind of behaviour (click, like, ...): position-aligned `fields`, of which the newest `max_length` are kept."""
 
@@ -69,6 +82,8 @@ class FeatureSpec:
     outputs: tuple[int, ...] = ()  # logits of a candidate for each task; none given: one each
     vendor: tuple[SparseFeature, ...] = ()
     vendor_dense: tuple[str, ...] = ()
+    request_vectors: tuple[VectorFeature, ...] = ()
+    candidate_vectors: tuple[VectorFeature, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.lookups()]
@@ -106,6 +121,8 @@ class FeatureSpec:
             outputs=tuple(saved.get("outputs", ())),
             vendor=features(saved.get("vendor", ())),
             vendor_dense=tuple(saved.get("vendor_dense", ())),
+            request_vectors=tuple(VectorFeature(**item) for item in saved.get("request_vectors", ())),
+            candidate_vectors=tuple(VectorFeature(**item) for item in saved.get("candidate_vectors", ())),
         )
 
     def lookups(self) -> Iterator[tuple[str, str]]:
@@ -127,9 +144,19 @@ class FeatureSpec:
         return sum(self.outputs) if self.outputs else len(self.tasks)
 
     @property
+    def request_columns(self) -> tuple[str, ...]:
+        """Of `RequestBatch.request_dense`: the dense features, then the numbers of each vector."""
+        return (*self.request_dense, *(name for vector in self.request_vectors for name in vector.columns))
+
+    @property
+    def candidate_columns(self) -> tuple[str, ...]:
+        """Of `RequestBatch.candidate_dense`."""
+        return (*self.candidate_dense, *(name for vector in self.candidate_vectors for name in vector.columns))
+
+    @property
     def num_request_tokens(self) -> int:
         """One token a feature; all dense features of a side make one token together. Never 0, see TokenAssembly."""
-        return max(1, len(self.request) + bool(self.request_dense))
+        return max(1, len(self.request) + len(self.request_vectors) + bool(self.request_dense))
 
     @property
     def num_vendor_tokens(self) -> int:
@@ -138,7 +165,7 @@ class FeatureSpec:
 
     @property
     def num_candidate_tokens(self) -> int:
-        return len(self.candidate) + bool(self.candidate_dense)
+        return len(self.candidate) + len(self.candidate_vectors) + bool(self.candidate_dense)
 
     @property
     def max_events(self) -> int:
@@ -176,8 +203,8 @@ class RequestBatch:
 
     request_sparse: KeyedJaggedTensor  # keys: spec.request, stride R
     candidate_sparse: KeyedJaggedTensor  # keys: spec.candidate, stride C
-    request_dense: Tensor  # [R, m_u] float32
-    candidate_dense: Tensor  # [C, m_c] float32
+    request_dense: Tensor  # [R, m_u] float32, columns: spec.request_columns
+    candidate_dense: Tensor  # [C, m_c] float32, columns: spec.candidate_columns
     histories: KeyedJaggedTensor  # keys: event.field, stride R
     history_times: KeyedJaggedTensor  # keys: event, stride R; values int64 seconds
     request_time: Tensor  # [R] int64 seconds

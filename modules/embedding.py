@@ -206,6 +206,7 @@ class _Union(nn.Module):
 class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
+    A vector becomes a token by a linear layer of its own.
     Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table.
     InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
     Data without request features (Criteo) still has requests: they all look like one learned token.
@@ -222,22 +223,26 @@ class TokenAssembly(nn.Module):
         self.request_dense = nn.Linear(len(spec.request_dense), dim) if spec.request_dense else None
         self.candidate_dense = nn.Linear(len(spec.candidate_dense), dim) if spec.candidate_dense else None
         self.vendor_dense = nn.Linear(len(spec.vendor_dense), dim) if spec.vendor_dense else None
+        self.request_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.request_vectors)
+        self.candidate_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.candidate_vectors)
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
             nn.init.normal_(projection, std=1 / math.sqrt(dim))  # tokens are then as long as those of other tables
-        featureless = not (spec.request or spec.request_dense)
+        featureless = not (spec.request or spec.request_columns)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
     def forward(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
         candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
+        request += _vector_tokens(self.request_vectors, batch.request_dense)
+        candidate += _vector_tokens(self.candidate_vectors, batch.candidate_dense)
         if self.request_dense is not None:
-            request.append(self.request_dense(batch.request_dense))
+            request.append(self.request_dense(batch.request_dense[:, : len(self.spec.request_dense)]))
         if self.any_request is not None:
             request.append(self.any_request.expand(batch.num_requests, -1))
         if self.candidate_dense is not None:
-            candidate.append(self.candidate_dense(batch.candidate_dense))
+            candidate.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
         tokens = Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
         if self.spec.num_vendor_tokens:
             tokens.vendor = self._vendor(embedded, _vendors(batch))
@@ -290,3 +295,10 @@ class TokenAssembly(nn.Module):
             event: JaggedSequence(values[event], offsets[event], time)
             for event, time in zip(values, times, strict=True)
         }
+
+
+def _vector_tokens(projections: nn.ModuleList, dense: Tensor) -> list[Tensor]:
+    """A token [N, dim] of each vector; together they are the last columns of `dense`."""
+    widths = [cast("nn.Linear", projection).in_features for projection in projections]
+    vectors = dense[:, dense.shape[1] - sum(widths) :].split(widths, 1) if widths else ()
+    return [projection(vector) for projection, vector in zip(projections, vectors, strict=True)]

@@ -203,8 +203,8 @@ def small_batch(
     batch = RequestBatch(
         request_sparse=ids(spec.request, num_requests),
         candidate_sparse=ids(spec.candidate, num_candidates),
-        request_dense=tokens(num_requests, len(spec.request_dense)),
-        candidate_dense=tokens(num_candidates, len(spec.candidate_dense)),
+        request_dense=tokens(num_requests, len(spec.request_columns)),
+        candidate_dense=tokens(num_candidates, len(spec.candidate_columns)),
         histories=_jagged([key for key, _ in fields], [length for _, length in fields], num_requests, device),
         history_times=times,
         request_time=torch.ones(num_requests, dtype=torch.int64, device=device),

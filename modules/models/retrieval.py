@@ -108,7 +108,7 @@ def positive_weights(batch: RequestBatch) -> Tensor:
 def check_items(spec: FeatureSpec) -> None:
     """ValueError unless candidates are items that one history has as its first field."""
     ids = [feature for feature in spec.candidate if not feature.is_list]
-    if len(spec.candidate) != 1 or not ids or spec.candidate_dense or spec.num_vendor_tokens:
+    if len(spec.candidate) != 1 or not ids or spec.candidate_columns or spec.num_vendor_tokens:
         raise ValueError(
             "a next-item model scores items by their id alone: candidates must have one feature, e.g. "
             "data.candidate_categorical=[item_id], with no lists, no numbers and no vendors"

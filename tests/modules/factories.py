@@ -92,8 +92,8 @@ def random_batch(
     return RequestBatch(
         request_sparse=side(spec.request, num_requests),
         candidate_sparse=side(spec.candidate, num_candidates),
-        request_dense=torch.randn(num_requests, len(spec.request_dense), generator=generator),
-        candidate_dense=torch.randn(num_candidates, len(spec.candidate_dense), generator=generator),
+        request_dense=torch.randn(num_requests, len(spec.request_columns), generator=generator),
+        candidate_dense=torch.randn(num_candidates, len(spec.candidate_columns), generator=generator),
         histories=jagged(fields, field_lengths, num_requests),
         history_times=KeyedJaggedTensor(
             keys=[event.name for event in spec.histories],

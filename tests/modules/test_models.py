@@ -22,7 +22,7 @@ import kernels.jagged
 import modules.broadcast
 import modules.core.checks
 from kernels.core import dispatch
-from modules.batch import FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.core.flops import FlopCounter, count_flops
 from modules.embedding import FeatureEmbedding
 from modules.models import build
@@ -173,6 +173,18 @@ def test_data_without_request_features_trains(variant):
     torch.testing.assert_close(logits, model(batch.expand()))
     logits.square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vectors_of_requests_and_candidates_are_tokens_of_every_model(variant):
+    text, image = VectorFeature("text", 3), VectorFeature("image", 5)
+    spec = dataclasses.replace(random_spec(), request_vectors=(text,), candidate_vectors=(image, text))
+    model, batch = double_model(variant, spec), double(random_batch(spec, (2, 0, 3), [5] * 3))
+    logits = model(batch)
+    torch.testing.assert_close(logits, model(batch.expand()))
+    logits.square().sum().backward()
+    for projection in (*model.embedding.assemble.request_vectors, *model.embedding.assemble.candidate_vectors):
+        assert projection.weight.grad.any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

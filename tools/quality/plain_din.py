@@ -34,7 +34,7 @@ class PlainDIN(nn.Module):
             nn.Sequential(nn.Linear(4 * dim * n, 64), nn.SiLU(), nn.Linear(64, 1)) for n in fields
         )
         width = dim * (len(spec.request) + len(spec.candidate) + sum(fields))
-        width += len(spec.request_dense) + len(spec.candidate_dense)
+        width += len(spec.request_columns) + len(spec.candidate_columns)
         self.mlp = nn.Sequential(
             nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU(), nn.Linear(64, len(spec.tasks))
         )

@@ -47,8 +47,9 @@ def features_of(spec: FeatureSpec) -> list[str]:
     indicators = {name + INDICATOR for name in dense}
     numeric = [name for name in dense if name not in indicators]
     sparse = [feature.name for feature in spec.of_rows]
+    vectors = [vector.name for vector in (*spec.request_vectors, *spec.candidate_vectors)]
     events = [event.name for event in spec.histories]
-    return list(dict.fromkeys([*sparse, *numeric, *events]))
+    return list(dict.fromkeys([*sparse, *numeric, *vectors, *events]))
 
 
 def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch.Generator) -> RequestBatch:
@@ -58,22 +59,24 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
         return torch.randperm(count, generator=generator).to(batch.row.device)
 
     changes: dict[str, Any] = {}
-    for side, features, dense, count in (
-        ("request", spec.request, spec.request_dense, batch.num_requests),
-        ("candidate", spec.candidate, spec.candidate_dense, batch.num_candidates),
+    for side, features, vectors, columns, count in (
+        ("request", spec.request, spec.request_vectors, spec.request_columns, batch.num_requests),
+        ("candidate", spec.candidate, spec.candidate_vectors, spec.candidate_columns, batch.num_candidates),
     ):
         rows = shuffled(count)
         if name in [feature.name for feature in features]:
             changes[f"{side}_sparse"] = _with_rows(getattr(batch, f"{side}_sparse"), [name], rows)
-        if name in dense:
-            changes[f"{side}_dense"] = _with_columns(getattr(batch, f"{side}_dense"), dense, name, rows)
+        own = next((vector.columns for vector in vectors if vector.name == name), (name, name + INDICATOR))
+        if chosen := [columns.index(each) for each in own if each in columns]:
+            changes[f"{side}_dense"] = _with_columns(getattr(batch, f"{side}_dense"), chosen, rows)
     vendors = batch.vendors
     if vendors is not None and name in (*(feature.name for feature in spec.vendor), *spec.vendor_dense):
         rows = shuffled(vendors.num_vendors)
+        chosen = [spec.vendor_dense.index(each) for each in (name, name + INDICATOR) if each in spec.vendor_dense]
         changes["vendors"] = replace(
             vendors,
             sparse=_with_rows(vendors.sparse, [name], rows),
-            dense=_with_columns(vendors.dense, spec.vendor_dense, name, rows),
+            dense=_with_columns(vendors.dense, chosen, rows),
         )
     for event in spec.histories:
         if event.name == name:
@@ -83,11 +86,10 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
     return replace(batch, **changes)
 
 
-def _with_columns(numbers: Tensor, names: Sequence[str], name: str, rows: Tensor) -> Tensor:
-    """Numbers [N, names] with the given rows of one of them, and of its indicator."""
+def _with_columns(numbers: Tensor, columns: list[int], rows: Tensor) -> Tensor:
+    """Numbers [N, m] with the given rows of some columns."""
     numbers = numbers.clone()
-    for index in [names.index(each) for each in (name, name + INDICATOR) if each in names]:
-        numbers[:, index] = numbers[rows, index]
+    numbers[:, columns] = numbers[rows][:, columns]
     return numbers
 
 

@@ -95,6 +95,14 @@ class TransformConfig:
 
 
 @dataclass
+class VectorConfig:
+    """A column of vectors, one a row: a list column of numbers, or text such as [0.5, -1]."""
+
+    width: int = option(MISSING, least=1)  # numbers of each vector
+    scale: str = option("standard", choices=["standard", "none"])  # standard: each number by its mean and deviation
+
+
+@dataclass
 class EventsConfig(DataConfig):
     name: str = "events"
     root: str = "."  # folder that relative file names start from
@@ -121,6 +129,8 @@ class EventsConfig(DataConfig):
     candidate_categorical: list[str] = field(default_factory=list)
     candidate_list: list[str] = field(default_factory=list)
     candidate_numeric: list[str] = field(default_factory=list)
+    request_vectors: dict[str, VectorConfig] = field(default_factory=dict)  # column of vectors -> how it is read
+    candidate_vectors: dict[str, VectorConfig] = field(default_factory=dict)
     # column that tells a request's vendors (advertisers, shops) apart: a level between the request and its candidates
     vendor: str | None = None
     vendor_categorical: list[str] = field(default_factory=list)  # features of vendors, equal for all their candidates

@@ -129,6 +129,26 @@ def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarra
     return items, np.append(0, np.cumsum(lengths)), rows
 
 
+def read_vectors(column: pa.ChunkedArray, separator: str) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 of all rows one after another, NaN for what is no number; offsets [N + 1]) of a column of vectors.
+
+    Text is a list as JSON writes it, [0.5, -1], or numbers joined by `separator`. Null and empty text are of length 0.
+    """
+    if is_text(column.type):
+        texts = column.cast(pa.string())
+        bracketed = pc.match_substring_regex(texts, LIST).fill_null(False)
+        separated = pc.replace_substring(pc.replace_substring_regex(texts, r"[\[\]]", ""), ",", separator)
+        texts = pc.if_else(bracketed, separated, texts)
+        texts = pc.if_else(pc.equal(pc.utf8_trim_whitespace(texts), ""), pa.scalar(None, pa.string()), texts)
+        column = pc.split_pattern(texts, separator)
+    elif not _is_list(column.type):
+        raise ValueError(f"it is {column.type}, expected a list of numbers, or text such as [0.5, -1]")
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    numbers, bad = read_numbers(pc.list_flatten(column))
+    bad |= np.abs(numbers) > np.finfo(np.float32).max
+    return np.where(bad, np.nan, numbers).astype(np.float32), np.append(0, np.cumsum(lengths))
+
+
 def read_numbers(column: pa.ChunkedArray, nan_is_missing: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(numbers [N] float64 with NaN for missing, bad [N] bool: no number, infinity, or a NaN that is not missing)."""
     if is_text(column.type):

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from modules.batch import VectorFeature
+
 INDICATOR = ".missing"
 """Behind the name of a column: the feature that is 1 where its number is missing, else 0."""
 AS_IT_IS = {"mean": 0.0, "std": 1.0}
@@ -49,3 +51,13 @@ def scaled(values: np.ndarray, statistics: Mapping[str, float]) -> np.ndarray:
     """float32 (values - mean) / std, or std 1 where nothing varied; a missing value (NaN) becomes 0, the mean."""
     std = statistics["std"] if statistics["std"] > 0 else 1.0
     return np.nan_to_num((values - statistics["mean"]) / std, nan=0.0).astype(np.float32)
+
+
+def scaled_vectors(
+    values: np.ndarray, vector: VectorFeature, statistics: Mapping[str, Mapping[str, float]]
+) -> np.ndarray:
+    """float32 [N, width], each number by the statistics of its column, or as it is; a missing one (NaN) becomes 0."""
+    if vector.name in statistics:
+        return np.nan_to_num(values.astype(np.float32), nan=0.0)
+    columns = [scaled(numbers, statistics[name]) for name, numbers in zip(vector.columns, values.T, strict=True)]
+    return np.stack(columns, 1)

@@ -19,13 +19,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature
+from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.pretrained import read_description
 from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.batch import Events, Ids, VendorColumns, pack
 from train.data.columns import Coded
-from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled
+from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled, scaled_vectors
 from train.data.requests import vendor_runs
 from train.data.source import Source
 from train.data.transforms import Transforms, texts_as_ids
@@ -135,8 +135,8 @@ class RequestReader:
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
-            request_dense=self._numbers(spec.request_dense, own, "the request"),
-            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate"),
+            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors),
+            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors),
             histories=[self._events(event, histories) for event in spec.histories],
             request_time=np.array(times, np.int64),
             candidate_counts=np.array([len(request["candidates"]) for request in requests], np.int64),
@@ -219,7 +219,13 @@ class RequestReader:
         rows = [self._rows[table].get(text, row) for text, row in zip(ids.values.to_pylist(), unknown, strict=True)]
         return np.array([*rows, UNKNOWN_ID], np.int32)[ids.codes]
 
-    def _numbers(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+    def _numbers(
+        self,
+        names: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        whose: str,
+        vectors: Sequence[VectorFeature] = (),
+    ) -> np.ndarray:
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
@@ -230,7 +236,25 @@ class RequestReader:
                 statistics = self.numeric[name]
                 numbers = before_scaling(values, statistics.get("fill"), name in self.logarithmic)
                 columns[:, index] = scaled(numbers, statistics)
-        return columns
+        of_vectors = [scaled_vectors(self._vectors_of(each, rows, whose), each, self.numeric) for each in vectors]
+        return np.concatenate([columns, *of_vectors], 1)
+
+    def _vectors_of(self, vector: VectorFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+        """[N, width] float64, NaN in all of a missing one, which is None."""
+        values = np.full((len(rows), vector.width), np.nan)
+        for index, row in enumerate(rows):
+            given = _column(row, vector.name, whose)
+            if given is None:
+                continue
+            wanted = f"{whose} has {vector.name}={str(given)[:100]}; it must be {vector.width} finite numbers"
+            try:
+                numbers = np.asarray(given, np.float64)
+            except (TypeError, ValueError):
+                raise ValueError(wanted) from None
+            if numbers.shape != (vector.width,) or not np.isfinite(numbers).all() or np.abs(numbers).max() > LARGEST:
+                raise ValueError(wanted)
+            values[index] = numbers
+        return values
 
     def number(self, value: Any, name: str, whose: str) -> float:
         """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""

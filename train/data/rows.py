@@ -173,6 +173,25 @@ class Rows:
             return side[0].once("lists", name, separator).take(side[1])
         return self._read(name, lambda column: columns.read_lists(column, separator))
 
+    def vectors(self, name: str, width: int, separator: str) -> np.ndarray:
+        """[N, width] float32, NaN in all of a missing vector; one of another length or with a gap is malformed."""
+        if name in self.transforms:
+            raise ValueError(f"data.transforms.{name} makes one value a row, and vectors are needed")
+        side = self._side(name)
+        if side:
+            theirs = side[0].once("vectors", name, width, separator)
+            return np.append(theirs, np.full((1, width), np.nan, np.float32), 0)[side[1]]
+        values, offsets = self._read(name, lambda column: columns.read_vectors(column, separator))
+        lengths = np.diff(offsets)
+        self.flag((lengths != width) & (lengths != 0), name, f"expected {width} numbers or nothing")
+        expected = "expected finite numbers that float32 can hold"
+        self.flag(self.owners(np.isnan(values), offsets), name, expected)
+        vectors = np.full((len(self), width), np.nan, np.float32)
+        whole = np.flatnonzero(lengths == width)
+        vectors[whole] = values[offsets[whole][:, None] + np.arange(width)]
+        vectors[np.isnan(vectors).any(1)] = np.nan
+        return vectors
+
     def numbers(self, name: str) -> np.ndarray:
         """[N] float64 with NaN for missing; text that is no number, infinity and NaN are malformed.
 
@@ -239,7 +258,7 @@ class Rows:
         self.flag(self.owners(bad, offsets), name, _expected_time(time_format))
         return times, offsets
 
-    def once(self, method: str, *arguments: str) -> Any:
+    def once(self, method: str, *arguments: str | int) -> Any:
         """What a method returns, which is called a single time: rows of several chunks join the same side table."""
         key = (method, *arguments)
         if key not in self._read_before:

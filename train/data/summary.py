@@ -62,8 +62,14 @@ def _features(source: Source, batch: RequestBatch) -> Iterator[tuple[str, str, s
     if batch.vendors is not None:
         numbers.insert(1, (spec.vendor_dense, batch.vendors.dense))
     for names, values in numbers:
-        for name, column in zip(names, values.unbind(1), strict=True):
+        for name, column in zip(names, values.unbind(1), strict=False):  # vectors are behind the numbers
             yield name, "", "", _share(column != 0)
+    of_candidates = (spec.candidate_vectors, batch.candidate_dense)
+    for vectors, values in ((spec.request_vectors, batch.request_dense), of_candidates):
+        widths = [vector.width for vector in vectors]
+        parts = values[:, values.shape[1] - sum(widths) :].split(widths, 1) if widths else ()
+        for vector, part in zip(vectors, parts, strict=True):
+            yield vector.name, f"[{vector.width}]", "", _share((part != 0).any(1))
 
 
 def _share(known: Tensor) -> str:

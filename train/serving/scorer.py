@@ -196,8 +196,8 @@ def _import_operators(modules: list[str]) -> None:
 
 def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
     sides = [
-        ("request", spec.request_dense, batch.request_dense),
-        ("candidate", spec.candidate_dense, batch.candidate_dense),
+        ("request", spec.request_columns, batch.request_dense),
+        ("candidate", spec.candidate_columns, batch.candidate_dense),
     ]
     if batch.vendors is not None:
         sides.append(("vendor", spec.vendor_dense, batch.vendors.dense))

@@ -104,7 +104,7 @@ def _prepare_whole(
         columns=columns.sparse,
         labels=columns.labels,
         weights=columns.weights,
-        dense=_dense(config, spec, columns.numeric, requests, vendors, earlier.numeric if earlier else {}),
+        dense=_dense(config, spec, columns.dense, requests, vendors, earlier.numeric if earlier else {}),
         histories=histories(config, columns, logs, requests),
         vendors=vendors,
         earlier=earlier,
@@ -128,8 +128,8 @@ def _dense(
     numbers.train(of(requests.rows("train")))
     statistics = numbers.statistics(earlier)
     first, order = requests.first, requests.order
-    request = dense(config, spec.request_dense, of(first), len(first), statistics)
-    candidate = dense(config, spec.candidate_dense, of(order), len(order), statistics)
+    request = dense(config, spec.request_dense, of(first), len(first), statistics, spec.request_vectors)
+    candidate = dense(config, spec.candidate_dense, of(order), len(order), statistics, spec.candidate_vectors)
     vendor = np.zeros((0, 0), np.float32)
     if vendors is not None:
         begins = order[np.cumsum(vendors[1]) - vendors[1]]

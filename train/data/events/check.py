@@ -11,7 +11,7 @@ from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data import mapping
 from train.data.columns import NUMBER
-from train.data.events.names import features, numbers, numeric, wanted
+from train.data.events.names import features, numbers, numeric, vectors, wanted
 from train.data.numeric import INDICATOR, matching
 from train.data.remote import DataFile
 from train.data.rows import comparison
@@ -99,6 +99,12 @@ def check(config: EventsConfig) -> None:
                 f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
                 f"{sorted(there)}"
             )
+    if twice := sorted(set(vectors(config)) & {*features(config), *numeric(config)}):
+        raise ValueError(
+            f"column {twice[0]!r} is a vector (data.request_vectors, data.candidate_vectors); name it once"
+        )
+    if both := sorted(set(config.request_vectors) & set(config.candidate_vectors)):
+        raise ValueError(f"data.request_vectors and data.candidate_vectors both name {both[0]!r}; name it once")
     for name, fill in config.missing_fill.items():
         if not math.isfinite(fill):
             raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")

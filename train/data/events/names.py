@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from modules.batch import EventType, FeatureSpec, SparseFeature
-from train.config.schema import EventsConfig
+from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
+from train.config.schema import EventsConfig, VectorConfig
 from train.data.numeric import numeric_features
 from train.data.rows import comparison
 from train.data.transforms import Transforms
@@ -14,6 +14,9 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
 
     def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
         return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
+
+    def vectors_of(columns: dict[str, VectorConfig]) -> tuple[VectorFeature, ...]:
+        return tuple(VectorFeature(name, each.width) for name, each in columns.items())
 
     request = sparse(config.request_categorical) + sparse(config.request_list, True)
     candidate = sparse(config.candidate_categorical) + sparse(config.candidate_list, True)
@@ -32,6 +35,8 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         max_candidates=max_candidates(config),
         vendor=vendor,
         vendor_dense=numeric_features(config.vendor_numeric, config.missing_indicator),
+        request_vectors=vectors_of(config.request_vectors),
+        candidate_vectors=vectors_of(config.candidate_vectors),
     )
 
 
@@ -42,6 +47,10 @@ def max_candidates(config: EventsConfig) -> int:
 
 def numeric(config: EventsConfig) -> list[str]:
     return [*config.request_numeric, *config.candidate_numeric, *config.vendor_numeric]
+
+
+def vectors(config: EventsConfig) -> dict[str, VectorConfig]:
+    return {**config.request_vectors, **config.candidate_vectors}
 
 
 def numbers(config: EventsConfig) -> list[str]:
@@ -76,7 +85,7 @@ def categorical(config: EventsConfig) -> list[str]:
 
 def wanted(config: EventsConfig) -> set[str]:
     """Every column that the configuration names."""
-    names = {*categorical(config), *lists(config), *numeric(config)}
+    names = {*categorical(config), *lists(config), *numeric(config), *vectors(config)}
     names |= {comparison(text)[0] for text in config.labels.values()}
     names |= {name for name in (config.weight, config.user, config.time, config.request, config.vendor) if name}
     for history in config.histories.values():

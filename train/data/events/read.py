@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from train.config.schema import EventsConfig, HistoryConfig
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, lists, numbers, numeric, wanted
+from train.data.events.names import categorical, lists, numbers, numeric, vectors, wanted
 from train.data.files import Layout, find_files
 from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.numeric import matching
@@ -36,6 +36,7 @@ class Columns:
     labels: np.ndarray  # [N, tasks] float64
     weights: np.ndarray | None  # [N] float64
     numeric: dict[str, np.ndarray]  # [N] float64, NaN for missing
+    vectors: dict[str, np.ndarray]  # [N, width] float32, NaN in all of a missing one
     ids: dict[str, Coded]
     lists: dict[str, CodedLists]
     chosen: dict[str, np.ndarray]  # event type -> [N] bool: rows that are its events
@@ -47,6 +48,11 @@ class Columns:
     def sparse(self) -> dict[str, Coded | CodedLists]:
         """Every feature, and every field of events that are rows."""
         return {**self.ids, **self.lists}
+
+    @property
+    def dense(self) -> dict[str, np.ndarray]:
+        """Numbers [N] and vectors [N, width] by column."""
+        return {**self.numeric, **self.vectors}
 
 
 @dataclass
@@ -94,6 +100,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
     labels = np.stack([rows.labels(column, task in config.real_labels) for task, column in config.labels.items()], 1)
     weights = rows.weights(config.weight) if config.weight else None
     values = {name: rows.features(name, name in config.log_numeric) for name in numeric(config)}
+    vectors_of = {name: rows.vectors(name, each.width, config.list_separator) for name, each in vectors(config).items()}
     ids = {name: rows.ids(name) for name in categorical(config)}
     listed = {name: rows.lists(name, config.list_separator) for name in lists(config)}
     fields, times = {}, {}
@@ -117,6 +124,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         labels=labels,
         weights=weights,
         numeric=values,
+        vectors=vectors_of,
         ids=ids,
         lists=listed,
         chosen=chosen,

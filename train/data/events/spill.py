@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.columns import Coded, CodedLists
-from train.data.events.names import categorical, lists, numeric
+from train.data.events.names import categorical, lists, numeric, vectors
 from train.data.events.read import Columns, Log
 
 ListName = tuple[str, str]
@@ -102,6 +102,7 @@ class Fields:
     def __init__(self, config: EventsConfig) -> None:
         histories = config.histories.items()
         self.ids, self.numeric, self.config = categorical(config), numeric(config), config
+        self.vectors = {name: each.width for name, each in vectors(config).items()}
         self.lists: list[ListName] = [("", name) for name in lists(config)]
         self.lists += [(name, field) for name, history in histories if history.lists for field in history.fields]
         self.timed = [(name, "") for name, history in histories if history.times]
@@ -121,6 +122,7 @@ class Fields:
                 ("weight", "<f8", (int(config.weight is not None),)),
                 ("ids", "<i4", (len(self.ids),)),
                 ("numeric", "<f8", (len(self.numeric),)),
+                ("vectors", "<f4", (sum(self.vectors.values()),)),
                 ("chosen", "?", (len(self.rows),)),
                 ("lengths", "<i4", (len(self.lists) + len(self.timed),)),
             ]
@@ -142,6 +144,8 @@ class Fields:
             records["ids"][:, index] = self.dictionaries[name].codes(columns.ids[name])
         for index, name in enumerate(self.numeric):
             records["numeric"][:, index] = columns.numeric[name]
+        if self.vectors:
+            records["vectors"] = np.concatenate([columns.vectors[name] for name in self.vectors], 1)
         for index, name in enumerate(self.rows):
             records["chosen"][:, index] = columns.chosen[name]
         items = []
@@ -178,6 +182,7 @@ class Fields:
             labels=_column(records, "labels"),
             weights=_column(records, "weight")[:, 0] if self.config.weight else None,
             numeric={name: records["numeric"][:, index].copy() for index, name in enumerate(self.numeric)},
+            vectors=self._vectors(records),
             ids={
                 name: Coded(records["ids"][:, index].copy(), self.dictionaries[name].values)
                 for index, name in enumerate(self.ids)
@@ -188,6 +193,11 @@ class Fields:
             times=times,
             good=np.ones(len(records), bool),
         )
+
+    def _vectors(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        ends = np.cumsum(list(self.vectors.values()), dtype=np.int64)[:-1]
+        parts = np.split(records["vectors"], ends, 1) if self.vectors else []
+        return {name: part.copy() for name, part in zip(self.vectors, parts, strict=True)}
 
 
 class LogFields:

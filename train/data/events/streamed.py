@@ -195,7 +195,7 @@ class _Counts:
         taken = np.arange(begins[first], begins[end])
         training = rows.take(taken)
         columns = self._fields.unpack(training)
-        self.numbers.train(columns.numeric)
+        self.numbers.train(columns.dense)
         earlier = self._fields.unpack(shards.earlier(shard))
         self.labels.see(earlier.labels)
         for each in (columns, earlier):
@@ -247,12 +247,12 @@ def _block(
     columns = fields.unpack(part.take(ranges(starts[order], counts[order])))
     requests, counts = requests[order], counts[order]
     first = np.cumsum(counts) - counts
-    firsts = {name: values[first] for name, values in columns.numeric.items()}
+    firsts = {name: values[first] for name, values in columns.dense.items()}
     vendor = None
     if columns.vendor is not None:
         runs = vendor_runs(columns.vendor.codes, counts)
         begins = np.cumsum(runs[1]) - runs[1]
-        numbers = {name: values[begins] for name, values in columns.numeric.items()}
+        numbers = {name: values[begins] for name, values in columns.dense.items()}
         vendor = VendorBlock(
             *runs,
             sparse={feature.name: columns.sparse[feature.name].take(begins) for feature in spec.vendor},
@@ -267,8 +267,10 @@ def _block(
         weights=columns.weights,
         request={feature.name: columns.sparse[feature.name].take(first) for feature in spec.request},
         candidate={feature.name: columns.sparse[feature.name] for feature in spec.candidate},
-        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics),
-        candidate_dense=dense(config, spec.candidate_dense, columns.numeric, len(columns.number), statistics),
+        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics, spec.request_vectors),
+        candidate_dense=dense(
+            config, spec.candidate_dense, columns.dense, len(columns.number), statistics, spec.candidate_vectors
+        ),
         events={
             event.name: (requests["ranges"][:, index, 0], requests["ranges"][:, index, 1])
             for index, event in enumerate(spec.histories)

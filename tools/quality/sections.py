@@ -127,7 +127,8 @@ SECTIONS = {
 `+experiment=ml1m_quality data=ml1m_features`: genres, demographics and statistics beside the ids. No setting is
 searched: each model has the rates and the deviation of first rows that validated better with ids only. `GAUC, one
 history` ranks all held-out movies of a user by one history, the one before the first of them. InterFormer is
-the best in every column; Kunlun, which reads the same tokens, does not reach it; our DIN is below the plain PyTorch one here.""",
+the best in every column; Kunlun, which reads the same tokens, does not reach it; our DIN is below
+the plain PyTorch one here.""",
         overrides=("+experiment=ml1m_quality", "data=ml1m_features"),
         rows={
             **RANKING_MODELS,

@@ -15,6 +15,10 @@ from modules.precision import FP32Linear
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
 
 
+MOST_COMPARED = 64
+"""Experts up to which selections are counted by comparison: atomics on few addresses wait for each other."""
+
+
 class Routing(NamedTuple):
     """N tokens, k experts each, E experts."""
 
@@ -93,12 +97,17 @@ class Router(nn.Module):
         if self.normalize_weights:
             # All selected scores can be 0 by underflow, since the bias decides the selection.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        # bincount would sync with the host. Integer atomics commute, so this scatter is deterministic.
-        flat = selected_experts.flatten()
-        counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = self._counts(selected_experts.flatten())
         if self.training:
             self.tokens_per_expert += counts
         return Routing(selected_experts, weights, scores, counts)
+
+    def _counts(self, selections: Tensor) -> Tensor:
+        """[E] int64: how often each expert is among `selections`; bincount would sync with the host."""
+        if self.num_experts <= MOST_COMPARED:
+            return (selections[:, None] == torch.arange(self.num_experts, device=selections.device)).sum(0)
+        # Integer atomics commute, so this scatter is deterministic.
+        return selections.new_zeros(self.num_experts).scatter_add_(0, selections, torch.ones_like(selections))
 
     def _select(self, scores: Tensor) -> Tensor:
         if self.force_balance:

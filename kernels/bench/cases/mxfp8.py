@@ -15,6 +15,10 @@ from kernels.bench.cases import mxfp8_grouped
 GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
 GPU_GROUPED, CPU_GROUPED = [(131072, 2048, 7168, 8), (32768, 4096, 2048, 16)], [(256, 64, 96, 4)]
 
+# Rows M, features K, output features N.
+GPU_LINEAR = [(131072, 1024, 1024), (131072, 1024, 2048), (131072, 1024, 3072), (65536, 2048, 4096)]
+CPU_LINEAR = [(64, 96, 32)]
+
 # bfloat16 operands are exact here, so only the rounding of the result remains; two MXFP8 operands of Gaussian data
 # leave 3.8e-2 in the product.
 BF16_LIMIT, MXFP8_LIMIT = 1e-2, 6e-2
@@ -34,6 +38,10 @@ def cases(device: torch.device) -> list[Case]:
             Case(f"grouped_mm_{recipe}_M{m}_N{n}_K{k}_E{experts}", partial(_grouped_mm, recipe, m, n, k, experts))
             for m, n, k, experts in grouped
             for recipe in ("bf16", "mxfp8")
+        ),
+        *(
+            Case(f"linear_fwd_bwd_M{m}_K{k}_N{n}", partial(_linear, m, k, n))
+            for m, k, n in (GPU_LINEAR if on_gpu else CPU_LINEAR)
         ),
         *mxfp8_grouped.cases(device),
     ]
@@ -77,4 +85,29 @@ def _grouped_mm(recipe: str, m: int, n: int, k: int, experts: int, device: torch
         check=check_relative_error((expected,), MXFP8_LIMIT if recipe == "mxfp8" else BF16_LIMIT),
         flops=2 * m * n * k,
         bytes=(m * k + experts * n * k + m * n) * 2,
+    )
+
+
+def _linear(m: int, k: int, n: int, device: torch.device) -> Problem:
+    """Forward and backward of a layer with float32 weights under autocast, quantised in groups of 128 and in BF16."""
+    x, dy = _random(device, m, k).requires_grad_(), _random(device, m, n)
+    weight = _random(device, n, k, 1)[..., 0].float().requires_grad_()
+
+    def step(recipe: str, backend: str | None) -> tuple[Tensor, ...]:
+        with torch.autocast(device.type, torch.bfloat16):
+            y = mxfp8.linear(x, weight, recipe=recipe, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+    def prepare(recipe: str, backend: str | None) -> Runner:
+        return Runner(partial(step, recipe, backend), tuple)
+
+    with torch.no_grad():
+        wide = [tensor.float() for tensor in (x, weight, dy)]
+        expected = wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0]
+    return Problem(
+        contenders=backends_of("mxfp8_linear", partial(prepare, "mxfp8_g128"))
+        | {"bf16": partial(prepare, "none", None)},
+        check=check_relative_error(expected, MXFP8_LIMIT),
+        flops=6 * m * n * k,
+        bytes=(3 * m * k + 2 * m * n) * 2 + 8 * n * k,
     )

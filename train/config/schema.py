@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     Settled = int
 else:
     Settled = Optional[int]  # noqa: UP045
-"""A number that a run may choose at its start, by the size of its data, where it is null: `train.process.length` replaces
-it before anything reads it."""
+"""A number that a run may choose at its start, by the size of its data, where it is null: `train.process.length`
+replaces it before anything reads it."""
 
 
 @dataclass

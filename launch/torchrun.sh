@@ -12,6 +12,7 @@
 #   MASTER_ADDR   host name of node 0;  MASTER_PORT: default 29500
 #   RUN_DIR       must be given, one folder that all nodes see
 #   INTERFACE     network interface on which the run listens, e.g. eth1; default: all. A run of one node listens on lo alone
+# Nodes wait for one another for runtime.collective_timeout seconds, 600 unless an argument sets it.
 # MAX_RESTARTS has to be set on each: when a rank fails, all nodes start theirs again, and a lost node can be replaced.
 #
 # Told to stop by SIGTERM or SIGUSR1, the run saves a checkpoint within 30 seconds and ends with status 75; the same command
@@ -37,8 +38,10 @@ else
     [[ -n ${!name:-} ]] || fail "NNODES=$NNODES needs $name, the same RUN_DIR and MASTER_ADDR on every node"
   done
   is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)
+  seconds=$(printf '%s\n' "$@" |
+            awk -F= 'BEGIN {s = 600} $1 ~ /^[+]*runtime[.]collective_timeout$/ {s = $2} END {printf "%d", s < 1 ? 1 : s}')
   rendezvous=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
-              --rdzv-id "$(basename "$RUN_DIR")" --rdzv-conf "is_host=$is_host")
+              --rdzv-id "$(basename "$RUN_DIR")" --rdzv-conf "is_host=$is_host,join_timeout=$seconds")
 fi
 
 if [[ -z ${RUN_DIR:-} ]]; then

@@ -405,12 +405,14 @@ class Trainer:
             histograms = metrics.histograms()
         if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
-        if self.world.is_first:
+
+        def write() -> None:
             from train.record.plots import plot_run  # imports matplotlib, which takes half a second
 
             plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
             write_json(self.run_dir / "results.json", results)
-        self.world.barrier()
+
+        self.world.by_first(write)
         return results
 
 

@@ -134,6 +134,31 @@ def test_slurm_starts_one_launcher_a_node_and_they_meet(environment: dict[str, s
     assert listens(tmp_path / "run") == {LOOPBACK}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ((), 600),
+        (("runtime.collective_timeout=90.5",), 90),
+        (("x=1", "runtime.collective_timeout=1e3"), 1000),
+        (("runtime.collective_timeout=0.5",), 1),
+    ],
+)
+def test_nodes_wait_for_one_another_as_long_as_ranks_do(
+    environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...], seconds: int
+) -> None:
+    stub(tmp_path, "python3", 'echo "$@"')
+    nodes = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "NPROC": "1",
+        "RUN_DIR": str(tmp_path / "run"),
+    }
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = launch({**environment, **nodes, **found}, *arguments, cwd=tmp_path)
+    assert f"--rdzv-conf is_host=false,join_timeout={seconds} " in done.stdout
+
+
 def test_an_interface_that_is_not_there_is_named() -> None:
     assert address_of("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match="INTERFACE=nowhere0 has no address .*there are .*lo"):

@@ -194,6 +194,37 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
         build_source(config_of(tmp_path, files=[str(tmp_path / "cut.parquet")]))
 
 
+@pytest.mark.reliability(
+    "a row group in the middle of a Parquet file is damaged: one byte of a page that has a checksum is flipped",
+    "named by file, row group and rows; with `data.bad_rows=skip` all other row groups are read, and its rows count "
+    "towards `data.max_skipped`",
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_damaged_row_group_is_named_or_left_out(tmp_path, caplog, streamed):
+    rows = [[int(float(value)) for value in row.split(",")] for row in ROWS]
+    table = pa.table(dict(zip(HEADER.split(","), np.array(rows).T, strict=True)))
+    path = tmp_path / "log.parquet"
+    pq.write_table(table, path, row_group_size=4, compression="none", use_dictionary=False, write_page_checksum=True)
+    column = pq.ParquetFile(path).metadata.row_group(2).column(1)
+    with path.open("r+b") as file:
+        file.seek(column.data_page_offset + column.total_compressed_size - 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
+    settings = {"files": [str(path)], "rows_at_once": 8 if streamed else 1000}
+    with pytest.raises(
+        ValueError, match=r"log\.parquet, row group 3 of 10, rows 9 to 12: cannot be read .*bad_rows=skip"
+    ):
+        build_source(config_of(tmp_path, **settings))
+    with pytest.raises(ValueError, match=r"4 of 40 rows .* data\.max_skipped=0\.05 .*log\.parquet, row group 3 of 10"):
+        build_source(config_of(tmp_path, **settings, bad_rows="skip", max_skipped=0.05))
+    with caplog.at_level(logging.WARNING):
+        source = build_source(config_of(tmp_path, **settings, bad_rows="skip", split=[1, 0, 0]))
+    assert "bad input: 4 rows, the first is" in caplog.text
+    assert "row group 3 of 10, rows 9 to 12" in caplog.text
+    assert sorted(whole(source).row.tolist()) == [row for row in range(40) if not 8 <= row < 12]
+
+
 @pytest.mark.reliability("the preparation of data fails", "nothing of it stays")
 def test_failed_preparation_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="row 5"):

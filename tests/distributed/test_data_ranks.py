@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.spawn import ProcessException
 
 from tests.processes import run_ranks
 from train.config.schema import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
 from train.data.loader import build_loader
 from train.process import distributed
+from train.process.heartbeat import Heartbeat
 
 RANKS = 2
 
@@ -41,6 +46,53 @@ def test_what_stops_the_rank_that_prepares_is_the_error_of_all(tmp_path):
     errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)]
     assert "log.csv, row 2: column 'click' is yes, expected a finite number" in errors[0]
     assert errors[1] == f"rank 0: {errors[0]}"
+
+
+PATIENCE = 2.0
+HANGS = 10 * PATIENCE
+
+
+@pytest.mark.reliability(
+    "the rank that prepares the data hangs, or is killed (SIGKILL)",
+    "the others end within `runtime.collective_timeout`, with an error that says so; where it hangs, it writes its "
+    "stacks. Preparation that makes progress may take any time",
+)
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [("hang", "rank 0 has made no progress for 2 s (runtime.collective_timeout)"), ("die", "rank 0 has died")],
+)
+def test_a_rank_that_prepares_no_longer_is_not_waited_for(tmp_path, prepare, message):
+    with pytest.raises(ProcessException):
+        run_ranks(wait_for_first, RANKS, tmp_path, prepare)
+    told = (tmp_path / "told.txt").read_text()
+    assert told.startswith(message)
+    # After the last of the work, which itself took longer than the timeout.
+    assert float((tmp_path / "waited.txt").read_text()) < PATIENCE + HANGS / 2
+
+
+def wait_for_first(folder: Path, prepare: str) -> None:
+    world = distributed.start(RuntimeConfig(device="cpu", threads=1))
+    heartbeat = Heartbeat(distributed_c10d._get_default_store(), PATIENCE)  # ranks may start further apart
+    world = dataclasses.replace(world, heartbeat=heartbeat)
+    if not world.is_first:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which it would end when rank 0 is dead
+    worked = folder / "worked.txt"
+
+    def work() -> None:
+        begun = time.process_time()
+        while prepare == "hang" and time.process_time() - begun < 1.5 * PATIENCE:
+            pass
+        worked.write_text(str(time.monotonic()))
+        if prepare == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(HANGS)
+
+    try:
+        world.by_first(work)
+    except RuntimeError as error:
+        (folder / "waited.txt").write_text(str(time.monotonic() - float(worked.read_text())))
+        (folder / "told.txt").write_text(str(error))
+        raise
 
 
 def read_bad_row(folder: Path) -> None:

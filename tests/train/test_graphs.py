@@ -175,6 +175,21 @@ def test_a_larger_step_and_lack_of_memory_drop_graphs_that_come_again(monkeypatc
     assert captured(2) == [2]
 
 
+def test_graphs_crowd_a_step_that_would_not_fit_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = iter((20, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved, 80))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20)
+    memory = graphs.StepMemory()
+    assert not memory.crowds([torch.empty(1)])  # there are none
+    with memory.grows([torch.empty(90), torch.empty(10)]):
+        pass
+    for available, elements, crowded in ((74, 100, True), (75, 100, False), (37, 50, True), (150, 200, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=available: (free, 200))
+        assert memory.crowds([torch.empty(elements)]) == crowded
+    memory.renew()
+    assert not memory.crowds([torch.empty(1000)])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_of_several_shapes_have_the_memory_of_the_largest() -> None:

@@ -13,7 +13,7 @@ RANKS = 3
 
 def meet(store: dist.Store) -> set[str]:
     with ThreadPoolExecutor(RANKS) as processes:  # the last rank begins first
-        return set(processes.map(lambda rank: _meeting(store, rank, RANKS), reversed(range(RANKS))))
+        return set(processes.map(lambda rank: _meeting(store, rank, RANKS, 60), reversed(range(RANKS))))
 
 
 def test_ranks_of_one_start_agree_on_a_name_of_their_own() -> None:

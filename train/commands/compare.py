@@ -242,7 +242,7 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             checkpoint.save_weights(initial, job.model, world, about)
             del job
             gc.collect()
-        _wait_for(initial / checkpoint.META)
+        _wait_for(initial / checkpoint.META, config.runtime.collective_timeout)
         if not (run_dir / "results.json").exists():  # unless an earlier start of this comparison finished it
             _train(config, world, None if arm == first else run_dir.with_name(first.name))
             gc.collect()  # models have reference cycles, and would count in the next run's peak memory
@@ -256,12 +256,14 @@ def _train(config: Config, world: World, baseline: Path | None) -> None:
     trainer.run()
 
 
-def _wait_for(file: Path) -> None:
-    """Wait for a file that another process writes, see `--jobs`."""
-    end = time.monotonic() + distributed.HOST_TIMEOUT.total_seconds()
+def _wait_for(file: Path, seconds: float) -> None:
+    """Wait for a file that another process writes once it has built its model, see `--jobs`."""
+    end = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > end:
-            raise TimeoutError(f"{file} was not written within {distributed.HOST_TIMEOUT}; see the first arm's log")
+            raise TimeoutError(
+                f"{file} was not written within {seconds:g} s (runtime.collective_timeout); see the first arm's log"
+            )
         time.sleep(0.1)
 
 

@@ -33,6 +33,9 @@ SAMPLED = 1 << 20
 COMPRESSION = 6
 """Bytes of text to a compressed one, about."""
 
+UNREADABLE = (pa.ArrowInvalid, OSError)
+"""What Arrow raises for damaged files."""
+
 Result = TypeVar("Result")
 
 
@@ -102,14 +105,24 @@ def column_names(path: DataFile, layout: Layout) -> list[str]:
     return list(_schema(path, None, layout).names)
 
 
+Lost = Callable[[int, str], None]
+"""Is told how many rows a damaged part of a file had, and which part it is."""
+
+
 def stream_files(
-    files: Sequence[DataFile], columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None = None
+    files: Sequence[DataFile],
+    columns: Sequence[str],
+    layout: Layout,
+    skip_malformed: bool,
+    most: int | None = None,
+    lost: Lost = lambda rows, part: None,
 ) -> Iterator[Table]:
     """These columns of all the files: tables of `most` rows and a smaller last one, or (None) one with all rows.
 
     Columns of text files arrive as text: nothing is guessed from the first rows. `Table.files` are those read so far.
     Raises ValueError for an empty or unreadable file, a missing column, and rows of a text file with too many or too
-    few columns, unless `skip_malformed` leaves those out with a warning.
+    few columns, unless `skip_malformed` leaves those out with a warning. Row groups of a parquet file that cannot be
+    read, or have not the checksums of their pages where these were written, are such errors too, or go to `lost`.
     """
     no_rows = _no_rows(files, columns, layout)
     names: list[str] = []
@@ -124,7 +137,7 @@ def stream_files(
     for path in files:
         names.append(str(path))
         first_row.append(end)
-        for piece, number, total in _pieces(path, columns, layout, skip_malformed, most):
+        for piece, number, total in _pieces(path, columns, layout, skip_malformed, most, lost):
             end = first_row[-1] + total
             while most and rows + piece.num_rows >= most:
                 taken = most - rows
@@ -196,23 +209,42 @@ Piece = tuple[pa.Table, np.ndarray, int]
 
 
 def _pieces(
-    path: DataFile, columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None
+    path: DataFile, columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None, lost: Lost
 ) -> Iterator[Piece]:
     if not is_parquet(path):
         yield from _csv_pieces(path, columns, layout, skip_malformed, most)
         return
     with random_access(path) as file:
         if most is None:
-            table = _guard(path, lambda: pq.read_table(file, columns=list(columns)))
-            yield table, np.arange(table.num_rows), table.num_rows
-            return
-        batches = _guard(
-            path, lambda: pq.ParquetFile(file, pre_buffer=False).iter_batches(min(most, BATCH), columns=list(columns))
-        )
-        end = 0
-        while (batch := _guard(path, lambda: next(batches, None))) is not None:
-            begin, end = end, end + batch.num_rows
-            yield pa.Table.from_batches([batch]), np.arange(begin, end), end
+            try:
+                table = pq.read_table(file, columns=list(columns), page_checksum_verification=True)
+                yield table, np.arange(table.num_rows), table.num_rows
+                return
+            except UNREADABLE:
+                pass  # by row groups, to find the damaged one
+        yield from _row_groups(path, file, columns, most or BATCH, lost if skip_malformed else None)
+
+
+def _row_groups(path: DataFile, file: Any, columns: Sequence[str], most: int, lost: Lost | None) -> Iterator[Piece]:
+    """One row group of a parquet file after the other; without `lost`, one that cannot be read is an error."""
+    parquet = _guard(path, lambda: pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True))
+    end = 0
+    for group in range(parquet.num_row_groups):
+        begin, end = end, end + parquet.metadata.row_group(group).num_rows
+        first = begin
+        try:
+            for batch in parquet.iter_batches(min(most, BATCH), row_groups=[group], columns=list(columns)):
+                first += batch.num_rows
+                yield pa.Table.from_batches([batch]), np.arange(first - batch.num_rows, first), first
+        except UNREADABLE as error:
+            rows = f"row {first + 1}" if end - first == 1 else f"rows {first + 1} to {end}"
+            part = f"{path}, row group {group + 1} of {parquet.num_row_groups}, {rows}"
+            flaw = f"{part}: cannot be read ({_brief(str(error))})"
+            if lost is None:
+                raise ValueError(f"{flaw}; data.bad_rows=skip leaves such input out") from None
+            lost(end - first, flaw)
+            nothing = parquet.schema_arrow.empty_table().select(list(columns))
+            yield nothing, np.zeros(0, np.int64), end
 
 
 def _csv_pieces(
@@ -286,7 +318,7 @@ def _guard(path: DataFile, read: Callable[[], Result]) -> Result:
         raise ValueError(f"{path}: the file is empty")
     try:
         return read()
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({_brief(str(error))})") from None
 
 

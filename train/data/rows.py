@@ -84,7 +84,7 @@ class RowFiles:
 
     def chunks(self, most: int | None) -> Iterator[Rows]:
         """The rows in order, `most` at a time (None: all)."""
-        tables = stream_files(self.files, self._own, self.layout, self.bad_rows == "skip", most)
+        tables = stream_files(self.files, self._own, self.layout, self.bad_rows == "skip", most, self._notes.lost)
         return (
             Rows(table, self._sides, self.bad_rows, self.nan_missing, self._notes, self._transforms) for table in tables
         )
@@ -107,6 +107,12 @@ class Notes:
     def flaw(self, kind: tuple[str, str], count: int, first: str) -> None:
         known, example = self.flaws.get(kind, (0, first))
         self.flaws[kind] = known + count, example
+
+    def lost(self, rows: int, part: str) -> None:
+        """Rows that could not be read."""
+        self.rows += rows
+        self.bad += rows
+        self.flaw((part, "lost"), rows, part)
 
     def condition(self, condition: str, met: bool, values: pa.StringArray) -> None:
         if met:

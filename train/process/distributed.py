@@ -7,24 +7,22 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from train.process.heartbeat import Heartbeat
 from train.process.interface import listen_on
 
 if TYPE_CHECKING:  # it knows all models, whose import takes seconds
     from train.config.schema import RuntimeConfig
 
 T = TypeVar("T")
-
-JOIN_TIMEOUT = timedelta(minutes=10)
-"""Of the rendezvous, at which nodes may start a while apart."""
-HOST_TIMEOUT = timedelta(days=1)
-"""For groups that wait for files: rank 0 may prepare data for hours. If it fails, torchrun ends the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class World:
     guard_group: dist.ProcessGroup  # collectives inside the backward, which may interleave with DDP's
     host_group: dist.ProcessGroup  # gloo: Python objects and barriers
     checkpoint_group: dist.ProcessGroup  # gloo: checkpoints, written from a thread of their own
+    heartbeat: Heartbeat | None = None  # of rank 0 where others wait for it
 
     @property
     def is_first(self) -> bool:
@@ -52,15 +51,19 @@ class World:
         """What `make` returns on rank 0, on every rank; an error on rank 0 is one on all.
 
         Otherwise the others would fail a little later because rank 0 is gone, and torchrun would show one of their
-        errors as the cause.
+        errors as the cause. `make` may take any time while it makes progress; RuntimeError on the others when it makes
+        none for `runtime.collective_timeout`.
         """
         made: list[T] = []
         failure: Exception | None = None
         if self.is_first:
-            try:
-                made.append(make())
-            except Exception as error:
-                failure = error
+            with self.heartbeat.working() if self.heartbeat else nullcontext():
+                try:
+                    made.append(make())
+                except Exception as error:
+                    failure = error
+        elif self.heartbeat:
+            self.heartbeat.wait()
         made, reason = self.broadcast((made, failure and str(failure)))
         if failure is not None:
             raise failure
@@ -94,44 +97,46 @@ def start(runtime: RuntimeConfig) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=runtime.collective_timeout)
     if not dist.is_initialized():
-        store, rank, size = _rendezvous()
+        store, rank, size = _rendezvous(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    size = dist.get_world_size()
     return World(
         rank=dist.get_rank(),
-        size=dist.get_world_size(),
+        size=size,
         local_rank=local_rank,
         local_size=local_size,
         device=device,
         guard_group=dist.new_group(backend=backend, timeout=timeout),
-        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
-        checkpoint_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
+        host_group=dist.new_group(backend="gloo", timeout=timeout),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
+        heartbeat=Heartbeat(_get_default_store(), runtime.collective_timeout) if size > 1 else None,
     )
 
 
-def _rendezvous() -> tuple[dist.Store, int, int]:
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """torchrun's store, or a new one for a single process."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     if interface := os.environ.get("INTERFACE"):
         listen_on(interface)  # the store that rank 0 makes where ranks of several nodes meet
-    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-    return dist.PrefixStore(_meeting(store, rank, size), store), rank, size
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(_meeting(store, rank, size, timeout.total_seconds()), store), rank, size
 
 
-def _meeting(store: dist.Store, rank: int, size: int) -> str:
+def _meeting(store: dist.Store, rank: int, size: int, seconds: float) -> str:
     """A name that only these processes share: torchrun keeps its store over restarts, with what the dead wrote.
 
     Its counts of restarts are no such name, since agents count apart: one that is joined by another starts its
     processes again without counting. So rank 0 proposes a name, the others answer each with one of their own, and a
     name holds once rank 0 has confirmed all answers: nobody confirms the answer of a process to one who has died.
-    RuntimeError if not all ranks come within JOIN_TIMEOUT.
+    RuntimeError if not all ranks come within so many seconds.
     """
-    own, deadline = uuid.uuid4().hex, time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    own, deadline = uuid.uuid4().hex, time.monotonic() + seconds
     if rank == 0:
         store.set("meeting", own)
         answers = {str(other): f"{own}/{other}" for other in range(1, size)}
         while answers and not store.check(list(answers.values())):
-            _wait(deadline, size)
+            _wait(deadline, size, seconds)
         store.set(f"{own}/confirmed", json.dumps({other: store.get(key).decode() for other, key in answers.items()}))
         return own
     while True:
@@ -141,12 +146,15 @@ def _meeting(store: dist.Store, rank: int, size: int) -> str:
             confirmed = f"{proposed}/confirmed"
             if store.check([confirmed]) and json.loads(store.get(confirmed)).get(str(rank)) == own:
                 return proposed
-        _wait(deadline, size)
+        _wait(deadline, size, seconds)
 
 
-def _wait(deadline: float, size: int) -> None:
+def _wait(deadline: float, size: int, seconds: float) -> None:
     if time.monotonic() > deadline:
-        raise RuntimeError(f"not all of the {size} ranks have come within {JOIN_TIMEOUT.total_seconds():g} s")
+        raise RuntimeError(
+            f"not all of the {size} ranks have come within {seconds:g} s (runtime.collective_timeout); see the logs of "
+            f"those that are missing, or wait longer, e.g. runtime.collective_timeout={2 * seconds:g}"
+        )
     time.sleep(0.02)
 
 

@@ -29,6 +29,8 @@ from train.speedup.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
 log = logging.getLogger(__name__)
 MAX_GRAPHS_OF_LAYER = 4
 """Further shapes run without a graph, because each graph keeps what its backward needs."""
+MARGIN = 1.25
+"""Memory of a step without a graph, in that of a graph: its gradients are new tensors, and memory is in pieces."""
 PATIENCE = 2 * MAX_GRAPHS
 """Shapes that a module may show before one of them must have recurred; otherwise its parts get graphs instead."""
 
@@ -81,7 +83,7 @@ class StepMemory:
         if not self._bytes:
             return False
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return free - self._bytes < self._bytes * _elements(inputs) / self.size
+        return free - self._bytes < MARGIN * self._bytes * _elements(inputs) / self.size
 
 
 def _elements(tensors: Sequence[Tensor]) -> int:

@@ -76,6 +76,8 @@ def parts_of(n: int, k: int, steps: int, programs: int) -> int:
 
 
 def _ends(rows: int, parts: int, device: torch.device) -> Tensor:
+    if parts == 1:
+        return torch.full((1,), rows, dtype=torch.int32, device=device)
     each = -(-rows // (GROUP * parts)) * GROUP
     return torch.arange(each, each * parts + 1, each, dtype=torch.int32, device=device).clamp_(max=rows)
 

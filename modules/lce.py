@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from kernels.ikbo import linear_compression
@@ -69,3 +72,31 @@ class LCE(nn.Module):
             return linear_compression(candidate, [request, vendor.values], self.candidate.weight, weights, offsets)
         own = self.vendor(vendor.values.mT) + above.expand(self.request(request.mT))
         return (self.candidate(candidate.mT) + below.expand(own)).mT
+
+
+def compress_together(
+    layers: Sequence[nn.Module],
+    candidate: Tensor,
+    request: Tensor | None = None,
+    rows: CandidateRows | None = None,
+    vendor: VendorTokens | None = None,
+) -> list[Tensor]:
+    """[layer(candidate, request, rows, vendor) for layer in layers] of compressions of the same tokens, as one product.
+
+    The tokens are read once, forward and backward, and get one gradient instead of one of each layer to add up. Where a
+    layer is not plain or has tokens of vendors, each is called.
+    """
+    stacked = [layer for layer in layers if is_vanilla(layer, LCE) and layer.vendor is None]
+    parts = [part for layer in stacked for part in layer.children()]
+    if len(stacked) < len(layers) or vendor is not None or not all(is_vanilla(part, nn.Linear) for part in parts):
+        return [layer(candidate, request, rows, vendor) for layer in layers]
+    own = torch.cat([layer.candidate.weight for layer in stacked])
+    shared = [layer.request for layer in stacked if layer.request is not None]
+    given = request_part(shared[0].in_features if shared else 0, request, rows, "tokens")
+    if given is None:
+        mixed = linear_compression(candidate, [], own, [], [])
+    else:
+        request, rows = given
+        above = torch.cat([layer.weight for layer in shared])
+        mixed = linear_compression(candidate, request, own, above, rows.offsets)
+    return list(mixed.split([layer.candidate.out_features for layer in stacked], dim=1))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels.attention import jagged_attention
 from kernels.core.offsets import scaled_offsets
@@ -14,7 +15,7 @@ from kernels.tokens import unbind
 from modules.core.checks import check_dtype, check_maximum, check_tokens
 from modules.core.vanilla import is_vanilla
 from modules.jagged_attention import head_dim
-from modules.rotary import Rotation, rotate
+from modules.rotary import Rotation, rotate_qkv
 
 
 class TargetAttention(nn.Module):
@@ -127,11 +128,8 @@ class SelfAndTargetAttention(nn.Module):
         check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
-        key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
-        if rotation is not None:
-            key = rotate(key, *rotation)
         attend = self._in_window if self.window is not None else self._in_one
-        own, target = attend(queries, candidate_offsets, values, offsets, key, value, rotation)
+        own, target = attend(queries, candidate_offsets, values, offsets, rotation)
         return self.output(own.flatten(1)), self.target_output(target.view(queries.shape))
 
     def _in_one(
@@ -140,20 +138,20 @@ class SelfAndTargetAttention(nn.Module):
         candidate_offsets: Tensor,
         values: Tensor,
         offsets: Tensor,
-        key: Tensor,
-        value: Tensor,
         rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor]:
         sizes = (values.shape[0], queries.shape[0] * self.num_queries)
         groups, layers = (values, queries.flatten(0, 1)), (self.query, self.target_query)
         if rotation is not None:
-            own = rotate(self._heads(self.query(values)), *rotation)
+            own, key, value = self._query_key_value(values, rotation)
             projected = torch.cat([own, self._heads(self.target_query(groups[1]))])
-        elif all(is_vanilla(layer, nn.Linear) for layer in layers):
-            projected = self._heads(stacked_linear(groups, [layer.weight for layer in layers]))
-        else:  # any other layer must be called
-            parts = [layer(group) for layer, group in zip(layers, groups, strict=True)]
-            projected = self._heads(torch.cat(parts))
+        else:
+            key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
+            if all(is_vanilla(layer, nn.Linear) for layer in layers):
+                projected = self._heads(stacked_linear(groups, [layer.weight for layer in layers]))
+            else:  # any other layer must be called
+                parts = [layer(group) for layer, group in zip(layers, groups, strict=True)]
+                projected = self._heads(torch.cat(parts))
         attended = joint_attention(
             projected,
             key,
@@ -173,13 +171,9 @@ class SelfAndTargetAttention(nn.Module):
         candidate_offsets: Tensor,
         values: Tensor,
         offsets: Tensor,
-        key: Tensor,
-        value: Tensor,
         rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor]:
-        own = self._heads(self.query(values))
-        if rotation is not None:
-            own = rotate(own, *rotation)
+        own, key, value = self._query_key_value(values, rotation)
         own = jagged_attention(
             own, key, value, offsets, offsets, max_q=self.max_length, max_k=self.max_length, window=self.window
         )
@@ -193,6 +187,16 @@ class SelfAndTargetAttention(nn.Module):
             max_k=self.max_length,
         )
         return own, target
+
+    def _query_key_value(self, values: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
+        """Queries and keys, rotated, and values of the sequence, each [N, heads, head_dim], from one product."""
+        layers = self.query, self.key_value
+        if all(is_vanilla(layer, nn.Linear) for layer in layers):
+            projected = F.linear(values, torch.cat([layer.weight for layer in layers]))
+        else:  # any other layer must be called
+            projected = torch.cat([layer(values) for layer in layers], dim=1)
+        projected = projected.view(-1, 3, self.num_heads, self.head_dim)
+        return unbind(projected) if rotation is None else rotate_qkv(projected, *rotation)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (self.num_heads, self.head_dim))

@@ -14,7 +14,7 @@ from kernels.tokens import EPSILON
 from modules.broadcast import CandidateRows, request_part
 from modules.core.side_stream import SideStream
 from modules.interaction import DotInteraction, products_across
-from modules.lce import LCE
+from modules.lce import LCE, compress_together
 from modules.mlp import MLP, SharedLinear
 from modules.norms import rms_norm
 
@@ -92,21 +92,28 @@ class WukongLayer(nn.Module):
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
         given = request_part(self.num_request, request, rows, "tokens")
-        machine = self._machine(candidate, request, rows).unflatten(1, (-1, self.dim))
-        mixed = torch.cat([machine, self.lcb(candidate, request, rows)], dim=1)
-        if self.residual is not None:
-            return rms_norm(mixed + self.residual(candidate, request, rows))
+        optional = [self.project if isinstance(self.project, LCE) else None, self.residual]
+        layers = [self.lcb, *(layer for layer in optional if layer is not None)]
+        linear, *rest = compress_together(layers, candidate, request, rows)
+        residual = None if self.residual is None else rest.pop()
+        machine = self._machine(candidate, request, rows, *rest).unflatten(1, (-1, self.dim))
+        mixed = torch.cat([machine, linear], dim=1)
+        if residual is not None:
+            return rms_norm(mixed + residual)
         if given is None:
             return rms_norm(mixed + candidate)
         request, rows = given
         of_request, of_candidate = mixed.split([self.num_request, candidate.shape[1]], dim=1)
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
-    def _machine(self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
-        """[C, num_fmb * d]."""
+    def _machine(
+        self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None, projected: Tensor | None = None
+    ) -> Tensor:
+        """[C, num_fmb * d]; `projected` is Y^T X if it is known."""
         if self.project is None:
             return self.fmb(candidate, request, rows)
-        projected = self.project(candidate, request, rows)
+        if projected is None:
+            projected = self.project(candidate, request, rows)
         products = torch.bmm(candidate, projected.mT)
         if request is not None and rows is not None:
             across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))

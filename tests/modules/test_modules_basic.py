@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
 from modules.interaction import DHENLayer
-from modules.lce import LCE
+from modules.lce import LCE, compress_together
 from modules.mlp import SharedLinear, TaskHeads
 from modules.norms import QUIET, rms_norm, row_norm
 from modules.precision import FP32Linear, apply_recipe, in_high_precision
@@ -154,6 +154,27 @@ def test_lce_with_a_precision_recipe_multiplies_by_its_layers():
     assert 0 < (quantised - expected).norm() / expected.norm() < 0.1
     with in_high_precision(lce):
         torch.testing.assert_close(lce(candidate, request, rows), expected)
+
+
+@pytest.mark.parametrize("num_request", [0, 4])
+def test_lces_together_are_one_product_unless_a_layer_must_be_called(num_request: int):
+    layers = nn.ModuleList(LCE(2, out, num_request) for out in (3, 5)).double()
+    candidate = torch.randn(5, 2, 6).double().requires_grad_()
+    request = torch.randn(3, num_request, 6).double().requires_grad_() if num_request else None
+    rows = CandidateRows.of_offsets(torch.tensor([0, 2, 2, 5]), 5)
+    leaves = [candidate, *([] if request is None else [request]), *layers.parameters()]
+
+    def gradients(outs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum(out.sin().sum() for out in outs), leaves)
+
+    expected = [layer(candidate, request, rows) for layer in layers]
+    together = compress_together(layers, candidate, request, rows)
+    torch.testing.assert_close(together, expected)
+    torch.testing.assert_close(gradients(together), gradients(expected))
+    calls = []
+    layers[1].candidate.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(compress_together(layers, candidate, request, rows), expected)
+    assert calls
 
 
 def test_lce_of_candidate_tokens_alone():

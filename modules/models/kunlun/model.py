@@ -15,7 +15,7 @@ from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
-from modules.lce import LCE
+from modules.lce import LCE, compress_together
 from modules.mlp import TaskHeads
 from modules.models.kunlun.config import KunlunConfig, check_events, of_event
 from modules.models.kunlun.stack import EventStack, EventTokens
@@ -70,17 +70,17 @@ class KunlunLayer(nn.Module):
         )
         self.dim = config.dim
 
-    def forward(
-        self,
-        candidate: Tensor,
-        request: Tensor | None,
-        vendor: VendorTokens | None,
-        events: Sequence[EventTokens],
-        rows: CandidateRows,
-    ) -> Tensor:
-        """candidate [C, n, d] and, in the first layer, request [R, n_u, d] and tokens of vendors, all normalised
-        -> X [C, num_tokens, d]."""
-        summary = rms_norm(self.summary(candidate, request, rows, vendor))
+    def compress(
+        self, candidate: Tensor, request: Tensor | None, vendor: VendorTokens | None, rows: CandidateRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """(X_sum [C, num_summary, d], queries [C, num_queries, d] or None), normalised, of candidate [C, n, d] and, in
+        the first layer, request [R, n_u, d] and the vendors' tokens, all normalised."""
+        layers = [self.summary] if self.queries is None else [self.summary, self.queries]
+        summary, *queries = map(rms_norm, compress_together(layers, candidate, request, rows, vendor))
+        return summary, queries[0] if queries else None
+
+    def forward(self, summary: Tensor, events: Sequence[EventTokens], rows: CandidateRows) -> Tensor:
+        """X_sum [C, num_summary, d] -> X [C, num_tokens, d]."""
         own = torch.cat([summary, *(each.target for each in events if each.target is not None)], dim=1)
         summaries = [each.summary for each in events if each.summary is not None]
         return self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows)
@@ -146,14 +146,11 @@ class Kunlun(nn.Module):
             if layer.context is not None:
                 known = [each.summary for each in events if each is not None and each.summary is not None]
                 context = rms_norm(layer.context(torch.cat([request, *known], dim=1)))
-            queries = [] if layer.queries is None else self._shares(layer.queries(x, of_request, rows, of_vendor))
-            events = self._run(index, events, context, queries, rows, tokens)
-            x = layer(x, of_request, of_vendor, [each for each in events if each is not None], rows)
+            summary, queries = layer.compress(x, of_request, of_vendor, rows)
+            shares = [] if queries is None else list(queries.split(self.num_target, dim=1))  # in order of the stacks
+            events = self._run(index, events, context, shares, rows, tokens)
+            x = layer(summary, [each for each in events if each is not None], rows)
         return self.heads(x.flatten(1))
-
-    def _shares(self, queries: Tensor) -> list[Tensor]:
-        """For each stack with attention, in order: [C, num_target, d]."""
-        return list(rms_norm(queries).split(self.num_target, dim=1))
 
     def _run(
         self,

@@ -20,7 +20,7 @@ from modules.jagged_attention import JaggedSelfAttention, head_dim
 from modules.masknet import MaskNet
 from modules.models.interformer.arches import LinearPersonalizedFFN
 from modules.models.kunlun.config import KunlunConfig
-from modules.norms import rms_norm
+from modules.norms import add_rms_norm, rms_norm
 from modules.rotary import Rotation, from_end, rotation, time_rotation
 from modules.seed_pooling import SeedPooling
 from modules.target_attention import SelfAndTargetAttention, TargetAttention
@@ -34,9 +34,10 @@ class EventTokens(NamedTuple):
     rotation: Rotation | None
     summary: Tensor | None  # [R, num_tokens, d], normalised; None before the first layer that pools
     target: Tensor | None  # [C, num_target, d], normalised; None before the first layer with target attention
+    normed: Tensor | None = None  # RMSNorm of the values, where their layer has computed it for its pooling
 
     def tensors(self) -> list[Tensor]:
-        parts = [self.values, self.offsets, *(self.rotation or ()), self.summary, self.target]
+        parts = [self.values, self.offsets, *(self.rotation or ()), self.summary, self.target, self.normed]
         return [part for part in parts if part is not None]
 
 
@@ -107,15 +108,21 @@ class EventLayer(nn.Module):
     ) -> EventTokens:
         """context [R, num_context, d] of the request for the PFFN, queries [C, num_target, d] of the candidates for the
         attention to them; None where the layer has no such part."""
-        values, offsets, angles, summary, target = events
+        values, offsets, angles, summary, target, normed = events
         if self.pffn is not None and context is not None:
-            values = self._feed_forward(values, offsets, self.context(context))
+            values, normed = self._feed_forward(values, offsets, self.context(context)), None
         if self.attention is not None:
-            change, target = self._attend(rms_norm(values), offsets, angles, queries, rows)
-            values = values + self.dropout(change)
+            normed = rms_norm(values) if normed is None else normed
+            change, target = self._attend(normed, offsets, angles, queries, rows)
+            change = self.dropout(change)
+            if self.pooling is not None:
+                values, normed, _ = add_rms_norm(values, change)
+            else:
+                values, normed = values + change, None
         if self.pooling is not None:
-            summary = rms_norm(self.pooling(rms_norm(values), offsets))
-        return EventTokens(values, offsets, angles, summary, target)
+            normed = rms_norm(values) if normed is None else normed
+            summary = rms_norm(self.pooling(normed, offsets))
+        return EventTokens(values, offsets, angles, summary, target, normed)
 
     def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
         if isinstance(self.pffn, GDPABlock):

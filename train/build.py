@@ -41,7 +41,7 @@ from train.optim.sparse import ids_per_request, shard
 from train.parallel.experts import share_experts
 from train.parallel.mesh import build_mesh
 from train.parallel.recompute import recompute
-from train.process import precision
+from train.process import length, precision
 from train.process.distributed import World
 from train.speedup.graphs import use_graphs
 from train.speedup.regions import compile_regions
@@ -89,6 +89,7 @@ def build(config: Config, world: World) -> Job:
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data, world.by_first)
+    length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, world.size)
     if world.is_first:
         dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
         splits, features = summarise(source, dated)

@@ -32,8 +32,8 @@ from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
+from train.process import length, precision, versions
 from train.process import lock as lock_of_run
-from train.process import precision, versions
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
 from train.process.memory import reset_peak_memory
@@ -59,6 +59,7 @@ class Trainer:
         self.run_dir = _run_dir(config, world)
         setup_logging(self.run_dir, world.rank)
         precision.settle(config.precision, world, self.run_dir)
+        length.restore(config, world, self.run_dir)
         self.job = build(config, world)
         self.source, self.model = self.job.source, self.job.model
         self.num_requests = self.source.num_requests("train")

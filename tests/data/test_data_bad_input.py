@@ -91,6 +91,9 @@ def test_more_malformed_rows_than_a_few_are_a_wrong_configuration(tmp_path):
         build_source(config_of(tmp_path, rows, bad_rows="skip"))
     source = build_source(config_of(tmp_path, rows, bad_rows="skip", max_skipped=0.25, split=[1, 0, 0]))
     assert whole(source).num_candidates == 30
+    longer = [f"{row},1" if number % 4 == 0 else row for number, row in enumerate(ROWS)]
+    with pytest.raises(ValueError, match=r"10 of 40 rows .*=0\.1 lets .* row 1: 6 columns, expected 5.*=0\.25$"):
+        build_source(config_of(tmp_path, longer, bad_rows="skip"))
     side = tmp_path / "items.csv"
     side.write_text("item,weight\n1,1\n2,heavy\n")
     joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}

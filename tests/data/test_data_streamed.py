@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from functools import partial
 
 import fsspec
@@ -152,11 +153,10 @@ def test_bad_rows_of_every_chunk_are_named_or_counted_once(tmp_path, caplog):
     )
     with caplog.at_level(logging.WARNING):
         source = prepared(config, tmp_path / "streamed", 10)
-    assert "skipped 2 of 100 rows" in caplog.text
+    assert "skipped 3 of 101 rows" in caplog.text
     assert "2 rows, the first is " in caplog.text
     assert "log.csv, row 4: column 'click' is x" in caplog.text
-    assert "skipped 1 malformed rows, the first is" in caplog.text
-    assert "log.csv, row 51" in caplog.text
+    assert re.search(r"1 rows, the first is \S*log\.csv, row 51", caplog.text)
     assert caplog.text.count("no row meets where: {click: 7}") == 1
     splits = ("train", "valid", "test")
     kept = [row for split in splits for row in source.batch(split, np.arange(source.num_requests(split))).row.tolist()]

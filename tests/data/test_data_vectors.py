@@ -175,6 +175,20 @@ def test_requests_bring_vectors(tmp_path: Path) -> None:
         _refuse_not_finite(made, source.spec)
 
 
+def test_a_later_run_keeps_the_scale(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    source = source_of(config)
+    source.keep_mapping(tmp_path / "run")
+    table = pq.read_table(tmp_path / "rows.parquet").slice(100)
+    pq.write_table(table, tmp_path / "later.parquet")
+    later = dataclasses.replace(config, files=["later.parquet"], vocabulary_of=str(tmp_path / "run"))
+    first, again = whole(source, "test"), whole(source_of(later), "test")
+    np.testing.assert_array_equal(first.candidate_dense[-3:], again.candidate_dense[-3:])
+    other = dataclasses.replace(later, candidate_vectors={"image": VectorConfig(WIDTH, scale="none")})
+    with pytest.raises(ValueError, match=r"was given 'image' with scale=standard, this configuration has none"):
+        build_source(other)
+
+
 def test_a_vector_is_dealt_out_as_one_feature(tmp_path: Path) -> None:
     source = source_of(config_of(tmp_path))
     batch = whole(source, "train")

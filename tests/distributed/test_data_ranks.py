@@ -76,9 +76,12 @@ def wait_for_first(folder: Path, prepare: str) -> None:
     world = dataclasses.replace(world, heartbeat=heartbeat)
     if not world.is_first:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which it would end when rank 0 is dead
+        (folder / "waiting.txt").touch()
     worked = folder / "worked.txt"
 
     def work() -> None:
+        while not (folder / "waiting.txt").exists():
+            time.sleep(0.01)
         begun = time.process_time()
         while prepare == "hang" and time.process_time() - begun < 1.5 * PATIENCE:
             pass

@@ -93,6 +93,16 @@ def test_in_bfloat16_layers_are_gathered_as_autocast_rounds_them(tmp_path: Path)
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
+def test_methods_that_a_model_calls_beside_forward_have_their_weights(tmp_path: Path) -> None:
+    kunlun = ["model=kunlun" if override == "model=dlrm" else override for override in TINY_DLRM]
+    losses = []
+    for dense in ("ddp", "fsdp"):
+        options = ("runtime.steps=3", "precision=fp32", f"parallel.dense={dense}")
+        train_ranks(2, tmp_path / dense, *options, base=(*kunlun, *CONSTANT))
+        losses.append([record.values["loss"] for record in training(tmp_path / dense)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums are taken in another order
+
+
 def test_requests_dealt_by_cost_give_the_same_loss_from_more_even_ranks(tmp_path: Path) -> None:
     records = []
     for name, balance in (("order", 0), ("dealt", 2)):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.launching import environment, train, train_here, train_ranks
+from tests.launching import train_here, train_ranks
 from train.record.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
@@ -66,27 +62,6 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     # Same global batches; float32 sums over two ranks are taken in another order.
     for record in training(smaller):
         assert record.values["loss"] == pytest.approx(expected[record.step], rel=1e-5)
-
-
-@pytest.mark.reliability(
-    "a rank is killed (SIGKILL) in a step",
-    "torchrun restarts all ranks from the newest checkpoint; every step is logged once",
-)
-def test_a_killed_rank_restarts_and_the_curve_continues(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    command = train(2, run_dir, "checkpoint.every=2", "runtime.steps=30", "checkpoint.async_save=false")
-    command[command.index("--standalone") : command.index("--standalone")] = ["--max-restarts", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(run_dir.glob("checkpoints/step_????????/meta.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    listed = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.main"], capture_output=True, text=True)
-    os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors[-5000:]
-    steps = [record.step for record in training(run_dir)]
-    assert steps == list(range(1, 31))
-    assert "resumed from" in (run_dir / "train.log").read_text()
 
 
 @pytest.mark.parametrize(

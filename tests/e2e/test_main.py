@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -191,9 +192,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def experiments() -> list[str]:
-    """Those whose data is made up or ships with the repository, but for larger sizes of one that is here, too."""
+    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too."""
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
-    return [name for name in names if not name.startswith(("ml1m", "gowalla")) and not name.endswith("_large")]
+    others = re.compile(r"ml1m|gowalla|.*(_large|_ratio64)$")
+    return [name for name in names if not others.match(name)]
 
 
 @pytest.mark.parametrize("experiment", experiments())

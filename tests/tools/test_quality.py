@@ -14,7 +14,7 @@ from tools.quality.run import configuration, train
 
 SMALL = (
     "model=din", "data=movielens_ids", "data.max_history=10", "data.eval_batch_size=2048", "data.num_workers=0",
-    "runtime.device=cpu", "precision=fp32",
+    "runtime.device=cpu", "precision=fp32", "data.batch_size=256", "runtime.epochs=1",
 )  # fmt: skip
 
 

@@ -11,7 +11,16 @@ import pytest
 from tests.launching import TINY_DLRM, train_here
 from tests.train.test_config import composed
 from train.config.compose import to_config
+from train.config.schema import Config
+from train.process import length
 from train.record.advice import advice
+
+
+def settled(*overrides: str) -> Config:
+    """With its length, as a run has it by its end."""
+    config = to_config(composed(*overrides))
+    length.settle(config, requests=10_000, validated=True)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -37,17 +46,17 @@ from train.record.advice import advice
     ],
 )
 def test_what_is_said(overrides: tuple[str, ...], validations: list[tuple[int, float]], said: list[str]) -> None:
-    sentences = advice(to_config(composed(*overrides)), validations, steps=200)
+    sentences = advice(settled(*overrides), validations, steps=200)
     assert len(sentences) == len(said)
     assert all(re.search(expected, sentence) for expected, sentence in zip(said, sentences, strict=True))
 
 
 def test_a_run_of_few_steps_with_one_validation_is_told_so() -> None:
     """On 34 thousand rows the defaults took 28 steps to an AUC of .61, six epochs .71, and nothing said so."""
-    (said,) = advice(to_config(composed()), [(28, 0.95)], steps=28)
+    (said,) = advice(settled(), [(28, 0.95)], steps=28)
     assert "the run took 28 steps" in said
     assert said.endswith("e.g. runtime.epochs=8 runtime.early_stop=2")
-    (said,) = advice(to_config(composed("runtime.steps=40")), [(40, 0.95)], steps=40)
+    (said,) = advice(settled("runtime.steps=40"), [(40, 0.95)], steps=40)
     assert said.endswith("e.g. runtime.steps=80 runtime.eval_every=40")
 
 

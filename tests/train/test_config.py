@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, EventsConfig, register_schema
+from train.process import length
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         config: Config = to_config(compose("train", overrides=["data=synthetic"]))
+    length.settle(config, 1000, validated=True)
     page = (ROOT / "docs/optimization.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
     assert len(rows) == 12

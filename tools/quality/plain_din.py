@@ -18,6 +18,7 @@ from train.config.schema import Config, DataConfig
 from train.data import build_source
 from train.data.source import Source
 from train.metrics import MetricSet
+from train.process import length
 
 
 class PlainDIN(nn.Module):
@@ -78,6 +79,7 @@ def train(config: Config, again: DataConfig | None = None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     torch.manual_seed(config.runtime.seed)
     source = build_source(config.data)
+    length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0)
     std = config.model.table_std or 1 / math.sqrt(config.model.dim)
     model = PlainDIN(source.spec, config.model.dim, std).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.optimizer.lr)

@@ -38,6 +38,7 @@ from train.optim.frozen import freeze
 from train.optim.sparse import GIB, ids_per_request, plan_tables
 from train.parallel.mesh import sizes
 from train.parallel.recompute import Recomputed, recompute
+from train.process import length
 from train.process.distributed import World
 from train.speedup.regions import regions
 
@@ -95,6 +96,7 @@ class _Planning(World):
 def fit(config: Config, ranks: int, node_ranks: int, gpu_gib: float) -> Fit:
     """What this configuration takes on each of `ranks` GPUs of `gpu_gib`, `node_ranks` of them on a node."""
     source = build_source(config.data)
+    length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
     model = _model(config, source)
     tables, note = _tables(config, source, model, ranks, node_ranks, gpu_gib)
     dense = _dense(config, model, ranks, node_ranks)

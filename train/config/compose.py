@@ -80,7 +80,7 @@ def validate(config: Config) -> None:
         once = ",".join(dict.fromkeys(data.tasks))
         raise ValueError(f"data.tasks={data.tasks} must name each task once, e.g. data.tasks=[{once}]")
     model.check()
-    if config.parallel.balance and data.batch_size % config.parallel.balance:
+    if config.parallel.balance and data.batch_size and data.batch_size % config.parallel.balance:
         raise ValueError(
             f"parallel.balance={config.parallel.balance} must divide data.batch_size={data.batch_size}, so that "
             "ranks get equally many requests, e.g. parallel.balance="
@@ -128,7 +128,7 @@ def validate(config: Config) -> None:
             f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
             f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
         )
-    if config.runtime.eval_every and config.runtime.evals_per_epoch > 1:
+    if config.runtime.eval_every and (config.runtime.evals_per_epoch or 1) > 1:
         raise ValueError(
             f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
             f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"

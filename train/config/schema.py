@@ -7,7 +7,7 @@ Every field is documented beside it, and what it may be stands in it; models dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -15,11 +15,18 @@ from omegaconf import MISSING
 from modules.config import ModelConfig, option
 from modules.models import CONFIGS
 
+if TYPE_CHECKING:
+    Settled = int
+else:
+    Settled = Optional[int]  # noqa: UP045
+"""A number that a run may choose at its start, by the size of its data, where it is null: `train.process.length`
+replaces it before anything reads it."""
+
 
 @dataclass
 class DataConfig:
     name: str = MISSING
-    batch_size: int = option(256, least=1)  # requests a rank and step
+    batch_size: Settled = option(256, least=1)  # requests a rank and step; null: by the size of the data, 32 to 256
     eval_batch_size: int = 0  # the same of an evaluation; 0: batch_size
     num_workers: int = 1  # loader processes a rank; 0 loads in the training process
     prefetch: int = option(4, least=1)  # batches that each worker prepares ahead
@@ -105,6 +112,7 @@ class VectorConfig:
 @dataclass
 class EventsConfig(DataConfig):
     name: str = "events"
+    batch_size: Settled = option(None, least=1)
     root: str = "."  # folder that relative file names start from
     files: list[str] = MISSING  # parquet or CSV files, folders, globs
     valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
@@ -201,7 +209,9 @@ class OptimizerConfig:
     # decoupled: w -= lr * decay * w | l2: decay * w joins the gradient
     sparse_weight_decay_mode: str = option("decoupled", choices=["decoupled", "l2"])
     groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
-    warmup_steps: int = 20
+    warmup_steps: Settled = option(
+        20
+    )  # dense steps; null, the default: 20, with data=events at most a tenth of the run
     # after the warm-up; wsd: constant, then falling in a straight line
     schedule: str = option(
         "cosine", choices=["cosine", "constant", "wsd"], dotted="torch.optim.lr_scheduler.PolynomialLR"
@@ -303,13 +313,17 @@ class RuntimeConfig:
     run_dir: str = ""  # named once by the launcher (RUN_DIR), else by rank 0; starting again with it resumes
     device: str = option("auto", choices=["auto", "cpu", "cuda"])
     seed: int = 0
-    epochs: int = option(1, least=1)
+    # null, the default: 1, with data=events by the size of the data 1 to 10
+    epochs: Settled = option(1, least=1)
     steps: int = 0  # stop after this many steps; 0: the epochs decide
     eval_every: int = 0  # steps between validations; 0: evals_per_epoch decides
-    evals_per_epoch: int = option(1, least=1)  # validations in each epoch, the last one at its end
+    # validations in each epoch, the last one at its end; null, the default: 1, of epochs chosen by the data 2 or 4
+    evals_per_epoch: Settled = option(1, least=1)
     eval_epochs: int = option(1, least=1)  # epochs between those at the ends of epochs, which save checkpoints, too
     eval_steps: int = 0  # batches of a validation; 0: all
-    early_stop: int = 0  # stop after this many validations without a better NE; 0: never
+    # stop after this many validations without a better NE; 0: never; null, the default: 0, of epochs chosen by
+    # the data those of two epochs
+    early_stop: Settled = option(0)
     log_every: int = option(20, least=1)
     bad_batch: str = option("skip", choices=["skip", "stop"])  # what a batch with a non-finite loss or gradient does
     skip_window: int = 20  # stop when most of this many newest batches were skipped: the run has diverged; 0: never

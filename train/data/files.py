@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import io
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from train.data.remote import DataFile, find_remote, is_remote, random_access, size, stream
-
-logger = logging.getLogger(__name__)
 
 NULLS = ["", "NULL", r"\N"]
 """Texts of a CSV file that stand for a missing value."""
@@ -106,7 +103,7 @@ def column_names(path: DataFile, layout: Layout) -> list[str]:
 
 
 Lost = Callable[[int, str], None]
-"""Is told how many rows a damaged part of a file had, and which part it is."""
+"""Is told how many rows of a file were left out, and what is wrong with the first of them."""
 
 
 def stream_files(
@@ -121,8 +118,8 @@ def stream_files(
 
     Columns of text files arrive as text: nothing is guessed from the first rows. `Table.files` are those read so far.
     Raises ValueError for an empty or unreadable file, a missing column, and rows of a text file with too many or too
-    few columns, unless `skip_malformed` leaves those out with a warning. Row groups of a parquet file that cannot be
-    read, or have not the checksums of their pages where these were written, are such errors too, or go to `lost`.
+    few columns, unless `skip_malformed` leaves those out and tells `lost`. The same holds for row groups of a parquet
+    file that cannot be read, or have not the checksums of their pages where these were written.
     """
     no_rows = _no_rows(files, columns, layout)
     names: list[str] = []
@@ -212,7 +209,7 @@ def _pieces(
     path: DataFile, columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None, lost: Lost
 ) -> Iterator[Piece]:
     if not is_parquet(path):
-        yield from _csv_pieces(path, columns, layout, skip_malformed, most)
+        yield from _csv_pieces(path, columns, layout, skip_malformed, most, lost)
         return
     with random_access(path) as file:
         if most is None:
@@ -248,7 +245,7 @@ def _row_groups(path: DataFile, file: Any, columns: Sequence[str], most: int, lo
 
 
 def _csv_pieces(
-    path: DataFile, columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None
+    path: DataFile, columns: Sequence[str], layout: Layout, skip_malformed: bool, most: int | None, lost: Lost
 ) -> Iterator[Piece]:
     convert = csv.ConvertOptions(
         include_columns=columns,
@@ -292,7 +289,7 @@ def _csv_pieces(
         good += table.num_rows
         yield table, index + np.searchsorted(before, index, side="right"), good + len(malformed)
     if malformed:
-        logger.warning("skipped %d malformed rows, the first is %s", len(malformed), flaw())
+        lost(len(malformed), flaw())
         nothing = pa.schema([(name, TEXT) for name in columns]).empty_table()
         yield nothing, np.zeros(0, np.int64), good + len(malformed)
 

@@ -108,11 +108,11 @@ class Notes:
         known, example = self.flaws.get(kind, (0, first))
         self.flaws[kind] = known + count, example
 
-    def lost(self, rows: int, part: str) -> None:
+    def lost(self, rows: int, first: str) -> None:
         """Rows that could not be read."""
         self.rows += rows
         self.bad += rows
-        self.flaw((part, "lost"), rows, part)
+        self.flaw((first, "lost"), rows, first)
 
     def condition(self, condition: str, met: bool, values: pa.StringArray) -> None:
         if met:

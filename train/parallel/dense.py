@@ -1,9 +1,9 @@
 """Data parallelism of the dense part: DDP, or FSDP2 over the mesh (FSDP, HSDP): `parallel.dense`.
 
 FSDP2 shards layer by layer: the layers are the outermost modules below the architecture that have a forward of their
-own, gathered when they are called, forward and backward; what is left is gathered by the model. A layer is gathered in
-bfloat16 where autocast would round its weights anyway, and in float32 where it would not. Gradients are reduced in
-float32.
+own, gathered when they are called, forward and backward, and for those other methods that their class names in
+`gathered_for`; what is left is gathered by the model. A layer is gathered in bfloat16 where autocast would round its
+weights anyway, and in float32 where it would not. Gradients are reduced in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -96,6 +96,8 @@ class _FullyShard(DataParallelWrapper):
                 fully_shard(
                     region, mesh=self._dense, reshard_after_forward=True, mp_policy=policy, ignored_params=ignored
                 )
+                for name in getattr(region, "gathered_for", ()):
+                    register_fsdp_forward_method(region, name)
         # All are resharded after each forward, so that parameters are the shards whenever anything else looks at them.
         fully_shard(model, mesh=self._dense, reshard_after_forward=True, ignored_params=ignored)
         for module in model.modules():

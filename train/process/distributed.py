@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # it knows all models, whose import takes seconds
 
 T = TypeVar("T")
 
+LET_GO = 0.1  # seconds that the threads of collectives get at the end
+
 
 @dataclass(frozen=True)
 class World:
@@ -159,5 +161,9 @@ def _wait(deadline: float, size: int, seconds: float) -> None:
 
 
 def stop() -> None:
+    """Leave the process group; the process may end after it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of gloo that drops the tensors of the last collective needs the interpreter for it. One that still
+        # waits for it when the interpreter ends aborts the process (SIGABRT, SIGBUS), and with it a run that is done.
+        time.sleep(LET_GO)

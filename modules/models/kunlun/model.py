@@ -35,6 +35,8 @@ class KunlunLayer(nn.Module):
     over the summaries H at the request's rows, which nothing copies, and all else at the candidates'.
     """
 
+    gathered_for = ("compress_context", "compress")  # which the model calls beside forward
+
     def __init__(
         self,
         config: KunlunConfig,
@@ -69,6 +71,14 @@ class KunlunLayer(nn.Module):
             attention_hidden=config.attention_hidden,
         )
         self.dim = config.dim
+
+    def compress_context(self, request: Tensor, events: Sequence[EventTokens | None]) -> Tensor | None:
+        """[R, num_context, d], normalised, of the request tokens [R, n_u, d] and the summaries before this layer; None
+        where no PFFN needs it."""
+        if self.context is None:
+            return None
+        known = [each.summary for each in events if each is not None and each.summary is not None]
+        return rms_norm(self.context(torch.cat([request, *known], dim=1)))
 
     def compress(
         self, candidate: Tensor, request: Tensor | None, vendor: VendorTokens | None, rows: CandidateRows
@@ -142,10 +152,7 @@ class Kunlun(nn.Module):
         events: list[EventTokens | None] = [None] * len(self.stacks)
         for index, layer in enumerate(self.layers):
             of_request, of_vendor = (None, None) if index else (request, vendor)
-            context = None
-            if layer.context is not None:
-                known = [each.summary for each in events if each is not None and each.summary is not None]
-                context = rms_norm(layer.context(torch.cat([request, *known], dim=1)))
+            context = layer.compress_context(request, events)
             summary, queries = layer.compress(x, of_request, of_vendor, rows)
             shares = [] if queries is None else list(queries.split(self.num_target, dim=1))  # in order of the stacks
             events = self._run(index, events, context, shares, rows, tokens)

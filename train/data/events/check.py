@@ -139,6 +139,13 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
             f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
             f"{config.missing_fill}; give data.missing_fill the former"
         )
+    for name, vector in vectors(config).items():
+        known = "none" if name in earlier.numeric else "standard" if f"{name}[0]" in earlier.numeric else vector.scale
+        if known != vector.scale:
+            raise ValueError(
+                f"data.vocabulary_of={earlier.path} was given {name!r} with scale={known}, this configuration has "
+                f"{vector.scale}; use the former"
+            )
     if earlier.transforms != mapping.transforms_of(config):
         raise ValueError(
             f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "

@@ -1,0 +1,93 @@
+"""How long a run is where its configuration leaves it open (null): by the size of its data.
+
+A run on few rows needs small batches and several epochs to take enough steps, and stops when validations get no better;
+on a million requests one epoch is about enough (docs/recipe.md has the measurements).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from train.config.schema import Config, EventsConfig
+from train.process.distributed import World
+
+log = logging.getLogger(__name__)
+
+KEYS = (
+    "data.batch_size", "runtime.epochs", "runtime.evals_per_epoch", "runtime.early_stop", "optimizer.warmup_steps"
+)  # fmt: skip
+FIXED = dict(zip(KEYS, (256, 1, 1, 0, 20), strict=True))
+"""For data that comes with this repository, whose measurements are of these."""
+STEPS = 256  # of an epoch at least, if batches of SMALLEST allow it
+SMALLEST, LARGEST = 32, 256  # requests of a rank's batch
+REQUESTS = 1_000_000  # that a run sees in its epochs together, ...
+MOST_EPOCHS = 10  # ... if it takes no more of them
+PATIENCE = 2  # epochs without a better validation
+PER_EPOCH = 2  # validations of several epochs
+IN_ONE = 4  # validations of a single one
+WARMUP = 20  # dense steps, in a run of 10 times as many
+
+
+def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> None:
+    """Replace each of `KEYS` that is None, and log what it is.
+
+    `requests`: of the training split; `validated`: whether the validation split has any.
+    """
+    opened = [key for key in KEYS if _get(config, key) is None]
+    if not isinstance(config.data, EventsConfig):
+        for key in opened:
+            _set(config, key, FIXED[key])
+        return
+    # Whoever says how long a run is, or when it validates, gets that and nothing else.
+    validating = "runtime.epochs" in opened and validated and not (config.runtime.steps or config.runtime.eval_every)
+    for key in opened:  # later ones depend on those before
+        _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
+    if opened:
+        settings = " ".join(f"{key}={_get(config, key)}" for key in opened)
+        log.info("by the size of the data, %s training requests: %s", f"{requests:,}", settings)
+
+
+def restore(config: Config, world: World, run_dir: Path) -> None:
+    """Replace each of `KEYS` that is None by what an earlier start of the run had: it may resume on other ranks."""
+    earlier = world.by_first(lambda: _earlier(run_dir))
+    for key in KEYS:
+        if _get(config, key) is None and earlier.get(key) is not None:
+            _set(config, key, earlier[key])
+
+
+def _choose(config: Config, key: str, requests: int, validating: bool, ranks: int) -> int:
+    runtime = config.runtime
+    if key == "data.batch_size":
+        wanted = requests // (STEPS * ranks)
+        size = min(LARGEST, max(SMALLEST, 1 << max(wanted.bit_length() - 1, 0)))
+        balance = config.parallel.balance or 1
+        return max(1, size // balance) * balance
+    if key == "runtime.epochs":
+        return 1 if runtime.steps else min(MOST_EPOCHS, -(-REQUESTS // requests))
+    if key == "runtime.evals_per_epoch":
+        return 1 if not validating else IN_ONE if runtime.epochs == 1 else PER_EPOCH
+    if key == "runtime.early_stop":
+        return PATIENCE * runtime.evals_per_epoch if validating and runtime.epochs > PATIENCE else 0
+    steps = runtime.steps or runtime.epochs * -(-requests // (config.data.batch_size * ranks))
+    return min(WARMUP, max(1, steps // config.optimizer.accumulate // 10))
+
+
+def _earlier(run_dir: Path) -> dict[str, Any]:
+    file = run_dir / "config.json"
+    if not file.exists():
+        return {}
+    saved = json.loads(file.read_text())["config"]
+    return {key: saved.get(key.split(".")[0], {}).get(key.split(".")[1]) for key in KEYS}
+
+
+def _get(config: Config, key: str) -> Any:
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _set(config: Config, key: str, value: int) -> None:
+    group, name = key.split(".")
+    setattr(getattr(config, group), name, value)

@@ -20,3 +20,11 @@ def allow_tf32() -> Iterator[Callable[[bool], None]]:
     before = torch.backends.cuda.matmul.allow_tf32
     yield partial(setattr, torch.backends.cuda.matmul, "allow_tf32")
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(autouse=True)
+def _return_memory() -> Iterator[None]:
+    """Workers share a GPU: none keeps what its largest test has taken."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 4 * 2**30:
+        torch.cuda.empty_cache()

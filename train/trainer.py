@@ -22,8 +22,8 @@ from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
 from train.config.environment import to_saved
 from train.config.schema import Config
-from train.data.dealing import Cost, Dealer
-from train.data.loader import build_loader
+from train.data.loading.dealing import Cost, Dealer
+from train.data.loading.loader import build_loader
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
 from train.loss import shares_of_tasks

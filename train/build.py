@@ -38,6 +38,7 @@ from train.metrics.collection import OwnMetric, own_metrics
 from train.optim import guarded, schedule
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.optim.vector_tables import give_rows
 from train.parallel.experts import share_experts
 from train.parallel.mesh import build_mesh
 from train.parallel.recompute import recompute
@@ -129,6 +130,7 @@ def build(config: Config, world: World) -> Job:
         log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")
     recompute(model, config.parallel.recompute, compiled=config.runtime.compile)
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
+    give_rows(sharded, source)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
     return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops)

@@ -13,6 +13,7 @@ from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from train.data import mapping, store
 from train.data.batch import Events, Ids, VendorColumns, pack, ranges
 from train.data.files import locate
+from train.data.vector_tables import array_name
 
 
 class Source(Protocol):
@@ -114,6 +115,10 @@ class PreparedSource:
 
     def locate(self, row: int) -> str:
         return locate(self.meta["files"], self.meta["first_row"], row)
+
+    def vectors(self, table: str) -> np.ndarray:
+        """[rows, width] of a table that files give, memory-mapped."""
+        return self._arrays[array_name(table)]
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
         arrays = self._arrays

@@ -85,7 +85,7 @@ class HistoryConfig:
 
 @dataclass
 class TransformConfig:
-    """A column made of others, by exactly one of copy, cross, bucketize, log, clip, hash and lookup."""
+    """A column made of others, by exactly one of cross, bucketize, log, clip, hash, lookup and copy."""
 
     copy: str | None = None  # ids: those of this column, or its lists, under a name that may have another table
     cross: list[str] = field(default_factory=list)  # ids: combinations of these columns' ids

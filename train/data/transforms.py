@@ -22,7 +22,7 @@ from train.data.vocabulary import hash_texts
 
 OF_NUMBERS = ("bucketize", "log", "clip")
 TO_NUMBERS = ("log", "clip")
-KINDS = ("copy", "cross", "bucketize", "log", "clip", "hash", "lookup")
+KINDS = ("cross", "bucketize", "log", "clip", "hash", "lookup", "copy")
 SETTINGS = {"bucketize": ("edges",), "clip": ("least", "most"), "hash": ("buckets",), "lookup": ("table", "default")}
 BETWEEN = "\x1f"
 """Between the ids of a cross: a character that no id has."""

@@ -18,11 +18,12 @@ import pyarrow.compute as pc
 
 from modules.batch import VectorFeature, VectorTable
 from train.config.schema import EventsConfig, TableVectorsConfig
-from train.data import mapping, store
-from train.data.files import Layout, Table, find_files, locate
-from train.data.numeric import AS_IT_IS, scaled_vectors
-from train.data.rows import RowFiles
-from train.data.vocabulary import Hashing, Occurrences, Vocabulary, first_row
+from train.data.features import mapping
+from train.data.features.numeric import AS_IT_IS, scaled_vectors
+from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, first_row
+from train.data.storage import store
+from train.data.storage.files import Layout, Table, find_files, locate
+from train.data.storage.rows import RowFiles
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_data_events import make_config, make_table, rows_of, whole, words
+from tests.data.events.test_data_events import make_config, make_table, rows_of, whole, words
 from train.config.schema import HistoryConfig
 from train.data import build_source
 from train.data.batch import append_candidates
-from train.data.loader import build_loader
-from train.data.sampling import uniform_items
+from train.data.loading.loader import build_loader
+from train.data.loading.sampling import uniform_items
 
 SETTINGS = {
     "split_by": "last",

@@ -7,8 +7,8 @@ import pytest
 
 from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
-from train.data.dealing import Cost, Dealer, deal, imbalance
-from train.data.loader import build_loader
+from train.data.loading.dealing import Cost, Dealer, deal, imbalance
+from train.data.loading.loader import build_loader
 from train.data.source import Source
 
 RANKS, BLOCK = 4, 8

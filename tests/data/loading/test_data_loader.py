@@ -23,7 +23,7 @@ from tests.launching import environment, python
 from tests.modules.test_batch import assert_same
 from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
-from train.data.loader import build_loader
+from train.data.loading.loader import build_loader
 from train.data.source import PreparedSource
 
 
@@ -177,7 +177,7 @@ READ = """
 from multiprocessing import active_children, forkserver
 from train.config.schema import SyntheticConfig
 from train.data import build_source
-from train.data.loader import build_loader
+from train.data.loading.loader import build_loader
 
 if __name__ == "__main__":
     loader = build_loader(

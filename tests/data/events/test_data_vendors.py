@@ -22,11 +22,11 @@ from tests.modules.factories import random_batch, vendor_spec
 from train.config.schema import EventsConfig, HistoryConfig
 from train.data import build_source, events
 from train.data.batch import empty_batch, pad_events
-from train.data.dropout import drop_ids
-from train.data.loader import build_loader
+from train.data.loading.dropout import drop_ids
+from train.data.loading.loader import build_loader
+from train.data.loading.sampling import sample_negatives
 from train.data.reader import RequestReader
 from train.data.requests import sorted_by_vendor, vendor_runs
-from train.data.sampling import sample_negatives
 from train.data.source import PreparedSource
 
 COUNT = 300

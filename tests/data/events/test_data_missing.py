@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.data.test_data_events import make_config, make_table, whole
+from tests.data.events.test_data_events import make_config, make_table, whole
 from train.config.schema import JoinConfig
 from train.data import build_source
 from train.data.reader import RequestReader

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from train.config.schema import EventsConfig, register_schema
 from train.data import build_source
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 ROWS = 60
 
 PROFILE = "cms_segid,cms_group_id,final_gender_code,age_level,pvalue_level,shopping_level,occupation"

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from train.config.schema import DataConfig
-from train.data.remote import DataFile, stamp
+from train.data.storage.remote import DataFile, stamp
 from train.process.files import faults, room, summed, write_json
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from modules.batch import RequestBatch
 from train.data.batch import append_candidates, empty_batch, pad_events
-from train.data.dealing import Dealer
-from train.data.dropout import check_tables, drop_histories, drop_ids
-from train.data.sampling import sample_negatives, uniform_items
+from train.data.loading.dealing import Dealer
+from train.data.loading.dropout import check_tables, drop_histories, drop_ids
+from train.data.loading.sampling import sample_negatives, uniform_items
 from train.data.source import Source
 from train.process.preemption import shield
 from train.process.quiet import quieten
@@ -57,7 +57,7 @@ def build_loader(
 
     Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
     `negative_rate` below 1: see `sample_negatives`, which draws by (seed, epoch); requests are counted before it.
-    `id_dropout`, `history_dropout`: see `train.data.dropout`, which draws likewise.
+    `id_dropout`, `history_dropout`: see `train.data.loading.dropout`, which draws likewise.
     `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
     `dealer`: decides which of a global batch's requests are this rank's; the global batch is the same.
     `uniform_negatives`: so many items, drawn by (seed, epoch, the batch's first request and the rank), come behind each

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from modules.batch import EventType, FeatureSpec, SparseFeature
-from train.data import store
-from train.data.columns import Coded, CodedLists
+from train.data.features.columns import Coded, CodedLists
+from train.data.storage import store
 
 Sparse = Mapping[str, Coded | CodedLists]
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from train.data import columns
-from train.data.columns import Coded, CodedLists
-from train.data.files import Layout, Table, column_names, count_rows, stream_files
-from train.data.numeric import TOO_LARGE, too_large
-from train.data.remote import DataFile
-from train.data.transforms import Transforms
+from train.data.features import columns
+from train.data.features.columns import Coded, CodedLists
+from train.data.features.numeric import TOO_LARGE, too_large
+from train.data.features.transforms import Transforms
+from train.data.storage.files import Layout, Table, column_names, count_rows, stream_files
+from train.data.storage.remote import DataFile
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import torch
 
 from train.config.schema import EventsConfig, HistoryConfig, TransformConfig
 from train.data import build_source
-from train.data.columns import read_ids
+from train.data.features.columns import read_ids
+from train.data.features.transforms import Transforms
+from train.data.features.vocabulary import hash_texts
 from train.data.reader import RequestReader
-from train.data.transforms import Transforms
-from train.data.vocabulary import hash_texts
 
 COUNT = 150
 

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.test_data_columns import column
-from tests.data.test_data_events import make_config, make_table, whole, words
+from tests.data.events.test_data_events import make_config, make_table, whole, words
+from tests.data.features.test_data_columns import column
 from train.data import build_source
-from train.data.columns import read_ids
+from train.data.features.columns import read_ids
+from train.data.features.vocabulary import Vocabulary, hash_texts, occurrences
 from train.data.summary import summarise
-from train.data.vocabulary import Vocabulary, hash_texts, occurrences
 
 OOV = {"min_count": 6, "oov_rows": 3}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
-from train.data.sampling import uniform
+from train.data.loading.sampling import uniform
 
 POSITIONS = 1 << 16  # numbers drawn for the items of one row
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from train.data.remote import DataFile, find_remote, is_remote, random_access, size, stream
+from train.data.storage.remote import DataFile, find_remote, is_remote, random_access, size, stream
 
 NULLS = ["", "NULL", r"\N"]
 """Texts of a CSV file that stand for a missing value."""
@@ -68,7 +68,7 @@ def locate(files: Sequence[str], first_row: Sequence[int], number: int) -> str:
 def find_files(patterns: Sequence[str], root: str | Path = ".") -> list[DataFile]:
     """Files, files in folders (recursively, hidden ones left out) and files that match globs, sorted by name.
 
-    A pattern or the root may be the URL of an object store, see `train.data.remote`.
+    A pattern or the root may be the URL of an object store, see `train.data.storage.remote`.
     """
     found: list[DataFile] = []
     for pattern in patterns:

@@ -57,7 +57,7 @@ def _batches(table: Any) -> pa.RecordBatchReader:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type that parquet files and `train.data.columns` know in place of Arrow's views."""
+    """The type that parquet files and `train.data.features.columns` know in place of Arrow's views."""
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):

@@ -1,7 +1,7 @@
 """Columns made of other columns, as `data.transforms` describes them: the same in files and in requests to be scored.
 
-`train.data.rows.Rows` makes them of columns of files, `train.data.reader.RequestReader` of the values of requests, both
-from the description that the run's configuration holds.
+`train.data.storage.rows.Rows` makes them of columns of files, `train.data.reader.RequestReader` of the values of
+requests, both from the description that the run's configuration holds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.config.schema import TransformConfig
-from train.data.columns import Coded, read_ids, relabel
-from train.data.numeric import signed_log
-from train.data.vocabulary import hash_texts
+from train.data.features.columns import Coded, read_ids, relabel
+from train.data.features.numeric import signed_log
+from train.data.features.vocabulary import hash_texts
 
 OF_NUMBERS = ("bucketize", "log", "clip")
 TO_NUMBERS = ("log", "clip")

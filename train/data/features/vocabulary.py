@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
-from train.data.columns import Coded, CodedLists
+from train.data.features.columns import Coded, CodedLists
 
 Occurrences = tuple[str, pa.StringArray, np.ndarray]
 """(table, ids, how often each of them occurs in the training split)."""

@@ -14,8 +14,8 @@ from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
-from train.data.loader import build_loader
-from train.data.sampling import sample_negatives, uniform
+from train.data.loading.loader import build_loader
+from train.data.loading.sampling import sample_negatives, uniform
 from train.loss import ranking_loss
 from train.metrics import MetricSet
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from modules.batch import UNKNOWN_ID, RequestBatch
-from tests.data.test_data_sampling import load
+from tests.data.loading.test_data_sampling import load
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
-from train.data.dropout import drop_histories, drop_ids
+from train.data.loading.dropout import drop_histories, drop_ids
 
 SPEC = random_spec()
 SHARE = 0.3

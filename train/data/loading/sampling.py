@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modules.batch import FeatureSpec, RequestBatch, Vendors, owners, select_rows
-from train.data.vocabulary import GOLDEN, splitmix64
+from train.data.features.vocabulary import GOLDEN, splitmix64
 
 
 def sample_negatives(batch: RequestBatch, rate: float, seed: int, epoch: int) -> RequestBatch:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from train.config.schema import EventsConfig
-from train.data import store
+from train.data.storage import store
 
 
 @pytest.mark.reliability("a data file is rewritten with the same size", "the data is prepared anew")

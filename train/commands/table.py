@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.config.compose import to_config
 from train.config.schema import EventsConfig, register_schema
-from train.data.tables import keep_table
+from train.data.storage.tables import keep_table
 from train.process import distributed
 from train.process.places import CONFIGS
 from train.trainer import Trainer
@@ -22,11 +22,11 @@ def fit(
 ) -> dict[str, Any]:
     """Train on labelled rows in one process, and return what the run's `results.json` holds.
 
-    table, and `valid` and `test` where these splits have rows of their own: see `train.data.tables.keep_table`. `data`
-    has the keys of `train.config.schema.EventsConfig` but for the files, as `user="user_id"` and
-    `labels={"click": "clicked"}`; `overrides` are those of the command line, as "model=din" and "runtime.epochs=2".
-    Everything else is as with `train/main.py data=events`: a run directory that holds a run is resumed, and
-    `train.evaluate` and the other commands take it. Raises ValueError for keys and rows that are wrong.
+    table, and `valid` and `test` where these splits have rows of their own: see
+    `train.data.storage.tables.keep_table`. `data` has the keys of `train.config.schema.EventsConfig` but for the files,
+    as `user="user_id"` and `labels={"click": "clicked"}`; `overrides` are those of the command line, as "model=din" and
+    "runtime.epochs=2". Everything else is as with `train/main.py data=events`: a run directory that holds a run is
+    resumed, and `train.evaluate` and the other commands take it. Raises ValueError for keys and rows that are wrong.
     """
     register_schema()
     chosen = [] if any(override.startswith("data=") for override in overrides) else ["data=events"]

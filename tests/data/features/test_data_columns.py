@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train.data.columns import (
+from train.data.features.columns import (
     Coded,
     coded_integers,
     read_ids,
@@ -18,7 +18,7 @@ from train.data.columns import (
     read_numbers,
     read_time_lists,
 )
-from train.data.vocabulary import Hashing, Vocabulary, hash_texts, occurrences
+from train.data.features.vocabulary import Hashing, Vocabulary, hash_texts, occurrences
 
 
 def column(values, kind=None) -> pa.ChunkedArray:

@@ -38,8 +38,9 @@ from train.metrics.collection import OwnMetric, own_metrics
 from train.optim import guarded, schedule
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.parallel.copies import TableCopies
 from train.parallel.experts import share_experts
-from train.parallel.mesh import build_mesh
+from train.parallel.mesh import build_mesh, table_mesh
 from train.parallel.recompute import recompute
 from train.process import length, precision
 from train.process.distributed import World
@@ -62,6 +63,7 @@ class Job:
     metrics: dict[str, OwnMetric]  # of `tracking.metrics`, by name
     losses: TaskLosses
     forward_flops: BatchFlops  # of the architecture
+    copies: TableCopies | None = None  # of the tables, where there are several
 
     @property
     def ranking_model(self) -> RankingModel:
@@ -128,10 +130,13 @@ def build(config: Config, world: World) -> Job:
     elif config.runtime.cuda_graphs:
         log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")
     recompute(model, config.parallel.recompute, compiled=config.runtime.compile)
-    sharded, plan = shard(model, config, world, ids_per_request(source), mesh)
+    tables = table_mesh(config.parallel, world, config.runtime.collective_timeout)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    sharded, plan = shard(model, config, world, ids_per_request(source), mesh, tables)
+    copies = None if tables is None else TableCopies(sharded, tables, frozen)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
-    return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops)
+    return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops, copies)
 
 
 def output_spec(spec: FeatureSpec, losses: TaskLosses) -> FeatureSpec:

@@ -22,8 +22,8 @@ from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
 from train.config.environment import to_saved
 from train.config.schema import Config
-from train.data.dealing import Cost, Dealer
-from train.data.loader import build_loader
+from train.data.loading.dealing import Cost, Dealer
+from train.data.loading.loader import build_loader
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
 from train.loss import shares_of_tasks
@@ -245,6 +245,7 @@ class Trainer:
             validating = ended or within or last or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
+                self._average_tables()
                 if validating:
                     self._validate()
                 self._save()
@@ -272,6 +273,8 @@ class Trainer:
         loss, logits, batch = self.pipeline.progress(batches)
         self.launches.launched()
         self.progress.step += 1
+        if _every(self.progress.step, self.config.parallel.table_average_every):
+            self._average_tables()
         if _every(self.progress.step, self.config.optimizer.accumulate):
             self.balance.step(self.optimizer.skipped)
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
@@ -282,6 +285,10 @@ class Trainer:
         self.tracker.advance()
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
+
+    def _average_tables(self) -> None:
+        if self.job.copies is not None:
+            self.job.copies.average()
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():

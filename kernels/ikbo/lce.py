@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.checks import check_offsets
-from kernels.core.dispatch import Backend, triton_floats
+from kernels.core.dispatch import Backend
 from kernels.ikbo import lce_torch, reference
 from kernels.ikbo.lce_operator import MAX_LEVELS
 
@@ -128,7 +128,6 @@ dispatch.declare(
     Backend("hopper", "kernels.ikbo.hopper.lce_operators:linear_compression", _hopper),
     Backend("torch", lce_torch.linear_compression),
     Backend("reference", reference.linear_compression),
-    Backend("triton", "kernels.ikbo.triton.operators:linear_compression", triton_floats),  # slower than torch
 )
 
 

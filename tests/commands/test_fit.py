@@ -32,6 +32,10 @@ def test_tables_and_their_moments_are_those_of_the_plan() -> None:
     assert report("optimizer.sparse=adam").parts["optimiser of tables"] == rows * 16 * 8
     everywhere = report("parallel.sharding_types=[row_wise]", ranks=4).parts
     assert rows * 16 <= everywhere["tables"] < 1.1 * rows * 16  # the first ranks have up to a row more of each table
+    copies = report("parallel.sharding_types=[row_wise]", "parallel.table_ranks=2", ranks=4)
+    assert 2 * rows * 16 <= copies.parts["tables"] < 2.2 * rows * 16
+    saved = {change.setting: change.saved for change in copies.changes}["parallel.table_ranks=0"]
+    assert saved == (copies.parts["tables"] + copies.parts["optimiser of tables"]) // 2
 
 
 def test_the_dense_part_is_that_of_its_layout() -> None:

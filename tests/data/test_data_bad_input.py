@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
-from train.data import PreparedSource, build_source, columns
-from train.data.loader import build_loader
+from train.data import PreparedSource, build_source
+from train.data.features import columns
+from train.data.loading.loader import build_loader
 
 HEADER = "user,time,item,price,click"
 ROWS = [f"{u},{t},{t % 5},0.{t},{t % 2}" for t in range(20) for u in (1, 2)]

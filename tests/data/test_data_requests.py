@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from train.data.batch import ranges
-from train.data.columns import Coded, CodedLists
+from train.data.features.columns import Coded, CodedLists
 from train.data.histories import from_lists, from_log, from_rows
 from train.data.requests import earlier_events, group_requests
 

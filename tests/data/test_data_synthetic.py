@@ -9,8 +9,8 @@ from sklearn.metrics import roc_auc_score
 
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
+from train.data.features.vocabulary import GOLDEN, splitmix64
 from train.data.synthetic import SyntheticSource, _normal, _stride, _uniform, _zipf
-from train.data.vocabulary import GOLDEN, splitmix64
 
 SMALL = {"num_users": 1000, "num_items": 2000, "num_categories": 50, "candidates": 2, "candidate_jitter": True}
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessException
 from tests.processes import run_ranks
 from train.config.schema import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
-from train.data.loader import build_loader
+from train.data.loading.loader import build_loader
 from train.process import distributed
 from train.process.heartbeat import Heartbeat
 

@@ -32,6 +32,8 @@ from train.loss import ranking_loss
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.optim.sparse import shard
+from train.parallel.copies import TableCopies
+from train.parallel.mesh import table_mesh
 from train.process import distributed
 
 DIM = 8
@@ -63,6 +65,7 @@ class Step:
         whole: tuple[str, ...] = (),
         *,
         index_dedup: bool = False,
+        table_ranks: int = 0,
     ) -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
@@ -75,6 +78,7 @@ class Step:
                 sharding_types=["row_wise"],
                 comm_precision=comm_precision,
                 index_dedup=index_dedup,
+                table_ranks=table_ranks,
                 tables=[TablesConfig(match=[name], sharding_types=["data_parallel"]) for name in whole],
             ),
             checkpoint=CheckpointConfig(),
@@ -84,7 +88,10 @@ class Step:
         torch.manual_seed(0)
         model = RankingModel(FeatureEmbedding(self.spec, DIM), MeanArch(self.spec))
         self.embedding = model.embedding
-        self.model, _ = shard(model, config, self.world, {name: 1.0 for name, _ in self.spec.lookups()})
+        mesh = table_mesh(config.parallel, self.world, 60.0)
+        ids = {name: 1.0 for name, _ in self.spec.lookups()}
+        self.model, _ = shard(model, config, self.world, ids, copies=mesh)
+        self.copies = None if mesh is None else TableCopies(self.model, mesh, frozen=())
         self.guard = FiniteGuard(model.embedding.assemble, self.world, window=100, locate=lambda row: f"row {row}")
         self.optimizer = Optimizer(self.model, optimizer, 100, self.guard)
         self.pipeline = TrainPipelineSparseDist(
@@ -161,6 +168,25 @@ def _data_parallel_table() -> None:
     assert changed <= set(seen.tolist())
 
 
+def _whole_tables_look_up_as_others() -> None:
+    """Several of them, with lists and histories, as shards of the same weights do."""
+    batch = random_batch(random_spec(), seed=dist.get_rank())
+    sharded, whole = Step(OptimizerConfig()), Step(OptimizerConfig(), whole=("user", "item", "tag"))
+    weights = whole.dense()
+    for name, parameter in sharded.model.state_dict().items():
+        for part in parameter.local_shards() if "embeddings" in name else ():
+            begin = part.metadata.shard_offsets[0]
+            part.tensor.copy_(weights[name][begin : begin + part.tensor.shape[0]])
+    expected, actual = (step.embedding.collection(batch.lookup) for step in (sharded, whole))
+    for name, rows in expected.items():
+        assert torch.equal(actual[name].values(), rows.values()), name
+    sum(rows.values().square().sum() for rows in actual.values()).backward()
+    seen = batch.lookup["event0.item"].values()
+    (gradient,) = (p.grad for name, p in whole.optimizer.params.items() if ".item." in name)
+    assert gradient is not None
+    assert gradient[seen].any(1).all()
+
+
 def _rows_in_bfloat16() -> None:
     changes = []
     for precision in ("fp32", "bf16"):
@@ -196,7 +222,13 @@ def _each_id_once() -> None:
 
 
 def _tables() -> None:
-    for check in (_shards_are_partial, _data_parallel_table, _rows_in_bfloat16, _each_id_once):
+    for check in (
+        _shards_are_partial,
+        _data_parallel_table,
+        _whole_tables_look_up_as_others,
+        _rows_in_bfloat16,
+        _each_id_once,
+    ):
         check()
     distributed.stop()
 

@@ -3,6 +3,7 @@ lose to a plain one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -40,9 +41,18 @@ def test_nightly_fails_outside_of_the_interval(monkeypatch: pytest.MonkeyPatch) 
     assert nightly.main(["--row", "ml1m/nothing"]) == 2
 
 
+def test_nightly_knows_the_rows_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, tests = nightly.rows()["ml1m_features/plain PyTorch DIN"]
+    assert job["plain"]
+    assert "again" not in job
+    assert "data=ml1m_features" in job["overrides"]
+    monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": tests[0]})
+    assert nightly.main(["--row", "ml1m_features/plain PyTorch DIN"]) == 0
+
+
 def test_a_run_is_held_against_its_published_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configuration(["data=amazon_electronics", "model=din"])
-    data = {key: getattr(config.data, key) for key in
+    config = check.data_config("amazon_electronics")
+    data = {key: getattr(config, key) for key in
             ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"config": {"model": {"name": "din"}, "data": data}}))
     for auc, status in ((0.8861, 0), (0.8849, 1)):
@@ -56,9 +66,20 @@ def test_a_run_is_held_against_its_published_row(tmp_path: Path, capsys: pytest.
     assert check.main([str(tmp_path)]) == 2
 
 
+def test_a_next_item_run_is_held_against_its_published_row() -> None:
+    assert check.data_name(dataclasses.asdict(configuration(["+experiment=ml1m_hstu"]).data)) == "ml1m_next"
+    table = check.published("ml1m_next")
+    for ndcg, keeps_up in ((0.183, True), (0.16, False)):
+        lines, kept = check.compare(table, "hstu", {"next/hr@10": 0.3, "next/ndcg@10": ndcg}, 0.001)
+        assert kept == keeps_up
+        assert f"NDCG@10 of hstu: {ndcg - 0.172:+.4f}" in lines[-1]
+    with pytest.raises(ValueError, match=r"no next/hr@10.*tracking.top_k"):
+        check.compare(table, "hstu", {"next/ndcg@10": 0.183}, 0.001)
+
+
 def test_every_published_table_names_its_data_and_metrics() -> None:
     for table in json.loads(check.PUBLISHED.read_text()).values():
-        assert table["task"] in configuration([f"data={table['data']}", "model=din"]).data.labels
+        assert table["task"] in check.data_config(table["data"]).labels
         assert all(len(row) == len(table["metrics"]) for row in table["rows"].values())
         assert table["source"]
         assert table["protocol"]

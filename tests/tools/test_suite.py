@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +48,13 @@ class Jobs:
         good = "table_std=null" in setting and "lr=0.0003" in setting and "sparse_lr=0.005" in setting
         test = {"like/auc": 0.8 + 0.01 * int(seed), "like/gauc": 0.7, "like/ne": 0.9}
         valid = {"like/ne": 0.5 if good else 0.6}
-        return job | {"step": 4, "best_step": 2, "valid": valid, "test": test, "again_test": {"like/gauc": 0.71}}
+        result = {"step": 4, "best_step": 2, "valid": valid, "test": test, "again_test": {"like/gauc": 0.71}}
+        return job | result | {"device": "CPU", "commit": "c0"}
 
-    def run(self, jobs: list[dict[str, Any]], out: Path, **options: Any) -> bool:
-        with (out / "results.jsonl").open("a") as file:
-            for job in jobs:
-                if job["name"] not in run.results(out):
-                    file.write(json.dumps(self.train(job)) + "\n")
-                    file.flush()
+    def run(self, plan: run.Plan, out: Path, *, seconds: float, **options: Any) -> bool:
+        while jobs := [job for job in plan(run.results(out)) if seconds and job["name"] not in run.results(out)]:
+            with (out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(self.train(jobs[0])) + "\n")
         return True
 
 
@@ -87,20 +89,70 @@ def test_each_row_is_trained_with_all_seeds_at_its_best_setting(
     row = "| din | 0.8100 ± 0.0248 | 0.7000 ± 0.0000 | 0.7100 ± 0.0000 | 0.9000 ± 0.0000 |"
     assert row in capsys.readouterr().out
     assert any(line.startswith(row) for line in page.sections())
+    assert (
+        "| `optimizer.sparse_lr=0.005`, `optimizer.lr=0.0003`, `model.table_std=null` | **0.5000** |" in page.sections()
+    )
     assert suite.main(arguments) == 0
     assert len(jobs.started) == 10  # nothing again
     with pytest.raises(SystemExit):
         suite.main([*arguments[:-1], "--rows", "nobody"])
 
 
-def test_jobs_that_ended_well_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_stored_beside_those_of_earlier_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run", Jobs().run)
+    monkeypatch.setattr(suite, "STORED", tmp_path)
+    file = tmp_path / "suite" / "gdpa_scales_ml1m.json"
+    last, first = list(SECTIONS["gdpa_scales_ml1m"].rows)[-1], next(iter(SECTIONS["gdpa_scales_ml1m"].rows))
+    for call, row in enumerate((last, first)):
+        arguments = ["--out", str(tmp_path / f"{call}"), "--sections", "gdpa_scales_ml1m", "--store", "a.b=3"]
+        suite.main([*arguments, "--rows", row, "--seeds", "0", "1"])
+        suite.main([*arguments, "--rows", row, "--seeds", "0", "1", "--seconds", "0"])  # stores what there is
+    assert list(json.loads(file.read_text())["rows"]) == [first, last]
+    suite.main([*arguments, "--rows", first, "--seeds", "0"])  # of other seeds: nothing to stand beside
+    assert list(json.loads(file.read_text())["rows"]) == [first]
+
+
+def in_threads(number: int, out: Path) -> dict[Connection, Any]:
+    """In place of processes."""
+    made: dict[Connection, Any] = {}
+    for _ in range(number):
+        ours, theirs = Pipe()
+        made[ours] = threading.Thread(target=run.serve, args=(theirs, out))
+        made[ours].start()
+    return made
+
+
+def test_jobs_follow_results_and_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"name": "a"}, {"name": "b", "error": "broken"}, {"name": "c", "error": "broken"}, {"name": "c"}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert set(run.results(tmp_path)) == {"a", "c"}
-    prepared: list[Any] = []
-    monkeypatch.setattr(run, "prepare", prepared.extend)
-    assert run.run([{"name": "a"}, {"name": "c"}], tmp_path)
-    assert prepared == []
-    monkeypatch.setattr(run, "work", lambda *_: None)
-    assert not run.run([{"name": "b", "overrides": []}], tmp_path, parallel=0)
-    assert [job["name"] for job in prepared] == ["b"]
+    started: list[str] = []
+
+    def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+        started.append(job["name"])
+        if job["name"] == "bad":
+            raise ValueError("broken")
+        return {"valid": {}}
+
+    def plan(results: run.Results) -> list[dict[str, Any]]:
+        names = ["a", "b", "bad", "c"] + (["after b"] if "b" in results else [])
+        return [{"name": name, "overrides": []} for name in names]
+
+    monkeypatch.setattr(run, "_processes", in_threads)
+    monkeypatch.setattr(run, "prepare", lambda job, done: None)
+    monkeypatch.setattr(run, "train", train)
+    assert not run.run(plan, tmp_path, parallel=2, seconds=0)
+    assert not started
+    assert not run.run(plan, tmp_path, parallel=2)
+    assert sorted(started) == ["after b", "b", "bad"]
+    assert set(run.results(tmp_path)) == {"a", "b", "c", "after b"}
+    assert "ValueError: broken" in (tmp_path / "results.jsonl").read_text()
+
+
+def test_data_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr("train.data.build_source", built.append)
+    done: set[tuple[str, ...]] = set()
+    for seed in (0, 1):
+        run.prepare(suite.job("ml1m", "din", SECTIONS["ml1m"].settings[seed], seed, []), done)
+    assert [data.max_candidates for data in built] == [8, 256]

@@ -80,6 +80,11 @@ from train.process import length
         ("data=synthetic data.mean_history=0", "data.mean_history=0.0 must be above 0, e.g. data.mean_history=20"),
         ("data=synthetic data.num_items=0", "data.num_items=0 must be above 0"),
         ("data=synthetic data.zipf=1e9", "data.zipf=1000000000.0 must be at most 100, e.g. data.zipf=1.05"),
+        ("parallel.table_average_every=4", "needs copies of the tables, each on parallel.table_ranks ranks"),
+        (
+            "parallel.table_ranks=8 parallel.tables=[{match:[item],kernels:[fused_uvm]}]",
+            "copies of tables in host memory cannot be averaged; use kernels: [fused] or parallel.table_ranks=0",
+        ),
         ("parallel.hbm_gib=0", "parallel.hbm_gib=0.0 must be above 0, e.g. parallel.hbm_gib=64"),
         ("runtime.collective_timeout=1e12", "must be at most 1000000000, e.g. runtime.collective_timeout=600.0"),
         ("runtime.seed=99999999999999999999", "runtime.seed=99999999999999999999 must be at most 9223372036854775807"),

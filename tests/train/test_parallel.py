@@ -14,7 +14,7 @@ from tests.launching import ROOT
 from tests.modules.factories import random_batch, random_spec
 from train.config.compose import to_config
 from train.config.schema import ParallelConfig, register_schema
-from train.parallel.mesh import sizes
+from train.parallel.mesh import sizes, table_ranks
 from train.parallel.recompute import recompute
 
 
@@ -45,6 +45,16 @@ def test_sizes_of_the_axes(dense: str, shard_ranks: int, expert_ranks: int, expe
 def test_ranks_that_cannot_be_laid_out_are_refused(parallel: ParallelConfig, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         sizes(parallel, ranks=8, node_ranks=4)
+
+
+@pytest.mark.parametrize(("share", "ranks", "expected"), [(0, 8, 8), (2, 8, 2), (8, 8, 8), (2, 1, 1)])
+def test_ranks_that_share_a_copy_of_the_tables(share: int, ranks: int, expected: int) -> None:
+    assert table_ranks(ParallelConfig(table_ranks=share), ranks) == expected
+
+
+def test_copies_of_tables_that_ranks_cannot_share_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"table_ranks=3 must divide the 8 ranks .*table_ranks=8"):
+        table_ranks(ParallelConfig(table_ranks=3), 8)
 
 
 def _model() -> RankingModel:

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.launching import ROOT
-from train.data.tables import keep_table
-from train.table import fit
+from train.commands.table import fit
+from train.data.storage.tables import keep_table
 
 
 class Stream:
@@ -49,7 +49,7 @@ def test_equal_tables_are_one_file_of_plain_types(tmp_path: Path) -> None:
 def example() -> str:
     """The Python of the page that shows it."""
     text = (ROOT / "docs" / "data.md").read_text()
-    (block,) = re.findall(r"```python\n(from train\.table import fit\n.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```python\n(from train\.commands\.table import fit\n.*?)```", text, re.DOTALL)
     return block
 
 
@@ -77,7 +77,7 @@ def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
     def fewer(*arguments, **settings):
         return fit(*arguments, *small, **settings)
 
-    with mock.patch("train.record.plots.plot_run"), mock.patch("train.table.fit", fewer):
+    with mock.patch("train.record.plots.plot_run"), mock.patch("train.commands.table.fit", fewer):
         names = {"frame": frame}
         exec(example(), names)
     assert names["results"]["test"]["click/examples"] == 30

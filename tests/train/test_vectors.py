@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from train.table import fit
+from train.commands.table import fit
 
 SIZE = 1000
 

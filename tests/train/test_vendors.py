@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from train.table import fit
+from train.commands.table import fit
 
 
 def test_a_run_learns_from_features_of_vendors(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Hold a finished run against published rows: `python -m tools.quality.check RUN_DIR [--tolerance 0.001]`.
 
 The rows are those of docs/quality/published.json for the run's data. Exits with 1 if a row has the run's model and the
-run's AUC is below it by more than the tolerance.
+run is below it by more than the tolerance, in AUC or in what the table names for it (NDCG of next items).
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tools.quality.run import configuration
+from train.config.schema import DataConfig
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "quality" / "published.json"
 
@@ -24,26 +28,36 @@ def published(data: str) -> dict[str, Any]:
 
 
 def compare(table: dict[str, Any], model: str, test: dict[str, float], tolerance: float) -> tuple[list[str], bool]:
-    """Lines of a table of the published rows and the run, best AUC first, and whether the run keeps up with its row."""
-    metrics, task = table["metrics"], table["task"]
+    """Lines of a table of the published rows and the run, best first, and whether the run keeps up with its row.
+
+    ValueError for a metric that the run has not measured.
+    """
+    metrics, task, compared = table["metrics"], table["task"], table.get("compared", "auc")
+    if missing := [f"{task}/{metric}" for metric in metrics if f"{task}/{metric}" not in test]:
+        raise ValueError(f"its results have no {missing[0]}, only {', '.join(sorted(test))}; see tracking.top_k")
     own = [test[f"{task}/{metric}"] for metric in metrics]
-    auc = metrics.index("auc")
-    rows = sorted([*table["rows"].items(), ("this run", own)], key=lambda row: -row[1][auc])
-    lines = [f"{'':14s}" + "".join(f"{metric:>12s}" for metric in metrics)]
-    lines += [f"{name:14s}" + "".join(f"{value:12.4f}" for value in values) for name, values in rows]
+    column = metrics.index(compared)
+    rows = sorted([*table["rows"].items(), ("this run", own)], key=lambda row: -row[1][column])
+    width = 2 + max(len(name) for name, _ in rows)
+    lines = [" " * width + "".join(f"{metric:>12s}" for metric in metrics)]
+    lines += [f"{name:{width}s}" + "".join(f"{value:12.4f}" for value in values) for name, values in rows]
     row = table["rows"].get(model)
     if row is None:
         return [*lines, f"no published row is of model={model}"], True
-    gap = own[auc] - row[auc]
-    return [*lines, f"AUC of {model}: {gap:+.4f} against the published row"], gap >= -tolerance
+    gap = own[column] - row[column]
+    return [*lines, f"{compared.upper()} of {model}: {gap:+.4f} against the published row"], gap >= -tolerance
+
+
+@cache
+def data_config(name: str) -> DataConfig:
+    """The configuration of a data set that has a table."""
+    return configuration([f"data={name}", "model=din"]).data
 
 
 def data_name(saved: dict[str, Any]) -> str:
     """Which of the published tables' data a run's configuration is, by its labels and features."""
-    from tools.quality.run import configuration
-
     for table in json.loads(PUBLISHED.read_text()).values():
-        data = configuration([f"data={table['data']}", "model=din"]).data
+        data = data_config(table["data"])
         same = ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")
         if all(saved.get(key) == getattr(data, key) for key in same):
             return str(table["data"])

@@ -196,18 +196,49 @@ def screening(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def section_table(section: Section, content: dict[str, Any]) -> list[str]:
-    """Markdown: of each row the mean over seeds with the 95 % interval of the mean, and its setting."""
-    names = [_heading(metric) for metric in section.metrics]
+    """Markdown: of each row the mean over seeds with the 95 % interval of the mean, the lead, and its setting."""
     remarks = dict(section.remarks)
-    heads = ["", *names, *(["setting"] if not remarks else ["paper's NE"])]
+    found = {row: _values(section, kept["runs"]) for row, kept in content["rows"].items()}
+    first = found.get(section.leader)
+    heads = ["", *map(_heading, section.metrics)]
+    heads += [f"{_heading(section.metrics[0])} lead of {section.leader}"] if first is not None else []
+    heads += (
+        ["paper's NE"] if remarks else ["setting"] if any(kept["setting"] for kept in content["rows"].values()) else []
+    )
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row, kept in content["rows"].items():
-        cells = []
-        for metric in section.metrics:
-            values = np.array([each["test"].get(metric, np.nan) for each in kept["runs"]])
-            cells.append(f"{values.mean():.4f}" + (f" ± {half(values):.4f}" if len(values) > 1 else ""))
-        last = remarks.get(row, "") if remarks else ", ".join(f"`{each}`" for each in kept["setting"])
-        lines.append(f"| {row} | {' | '.join(cells)} | {last} |")
+        cells = [_cell(values) for values in found[row]]
+        if first is not None:
+            cells.append("" if row == section.leader else _cell(first[0] - found[row][0]))
+        cells.append(remarks.get(row, "") if remarks else ", ".join(f"`{each}`" for each in kept["setting"]))
+        lines.append(f"| {row} | {' | '.join(cells[: len(heads) - 1])} |")
+    return lines
+
+
+def _values(section: Section, runs: list[dict[str, Any]]) -> list[np.ndarray]:
+    """Of each metric its values by seed."""
+    return [np.array([run["test"].get(metric, np.nan) for run in runs]) for metric in section.metrics]
+
+
+def _cell(values: np.ndarray) -> str:
+    return interval(values) if len(values) > 1 else f"{values.mean():.4f}"
+
+
+def search_tables(section: Section, content: dict[str, Any]) -> list[str]:
+    """Markdown: what each setting that was tried validated to, a table for rows of the same settings."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for row, kept in content["rows"].items():
+        if len(kept["tried"]) > 1:
+            groups[tuple(kept["tried"])].append(row)
+    lines = []
+    for settings, rows in groups.items():
+        lines += [f"| validation {_heading(section.metric)} | {' | '.join(rows)} |", "|" + "---|" * (1 + len(rows))]
+        for each in settings:
+            tried = (content["rows"][row]["tried"][each] for row in rows)
+            chosen = (" ".join(content["rows"][row]["setting"]) == each for row in rows)
+            cells = [f"**{value:.4f}**" if best else f"{value:.4f}" for value, best in zip(tried, chosen, strict=True)]
+            lines.append(f"| {', '.join(f'`{part}`' for part in each.split())} | {' | '.join(cells)} |")
+        lines.append("")
     return lines
 
 
@@ -227,7 +258,7 @@ def sections() -> list[str]:
             about = content["about"]
             where = f"{len(about['seeds'])} seeds, {about['device']}, commit {about['commit']}."
             text = wrapped(f"## {section.title}\n\n{section.text} {where}")
-            lines += [text, *section_table(section, content), ""]
+            lines += [text, *section_table(section, content), "", *search_tables(section, content)]
     return lines
 
 

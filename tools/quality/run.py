@@ -3,32 +3,44 @@
 JOBS.json is a list of {"name": ..., "overrides": [...]}, the latter as of train/main.py, "plain": true for the plain
 DIN of `tools.quality.plain_din` in place of the model, "again": [...] for overrides of a further evaluation of the test
 split, whose metrics are `again_test`. Each process takes one job after the other, so that imports are paid for once a
-process and not once a job. FOLDER/results.jsonl gets a line for each job as it ends; jobs that ended well there are not
-run again.
+process and not once a job, and makes its own batches; the visible GPUs are dealt out to processes. FOLDER/results.jsonl
+gets a line for each job as it ends; jobs that ended well there are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
-import queue
 import re
 import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from hydra import compose, initialize_config_dir
 
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema
+from train.process import versions
+
+if TYPE_CHECKING:
+    from train.process.distributed import World
 
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
-QUIET = ("tracking.wandb=disabled", "tracking.tensorboard=false", "tracking.progress=never", "runtime.threads=1")
+QUIET = ("tracking.wandb=disabled", "tracking.tensorboard=false", "tracking.progress=never", "runtime.threads=1",
+         "data.num_workers=0")  # fmt: skip
+
+Results = dict[str, dict[str, Any]]  # by name of the job
+Plan = Callable[[Results], list[dict[str, Any]]]
 
 
 def configuration(overrides: list[str]) -> Config:
@@ -40,49 +52,64 @@ def configuration(overrides: list[str]) -> Config:
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Metrics of one job: those of `results.json` without curves."""
     from tools.quality import plain_din
-    from train import evaluate
-    from train.checkpoint.load import best_checkpoint
     from train.process import distributed
     from train.trainer import Trainer
 
     config = configuration([*job["overrides"], f"runtime.run_dir='{folder}'"])
-    again = configuration([*job["overrides"], *job["again"]]).data if "again" in job else None
+    again = configuration([*job["overrides"], *job["again"]]) if "again" in job else None
     if job.get("plain"):
-        return plain_din.train(config, again)
+        return plain_din.train(config, again and again.data)
     try:
         world = distributed.start(config.runtime)
         try:
             results = Trainer(config, world).run()
+            if again is not None:
+                results["again_test"] = _test_again(again, folder, world)
         finally:
             distributed.stop()
-        best = best_checkpoint(folder / "checkpoints") if again else None
-        if best is not None:
-            out = folder / "again"
-            results["again_test"] = evaluate.main([f"checkpoint={best}", f"out={out}", *job["again"]])
     finally:
-        for name in ("checkpoints", "predictions", "again"):
+        for name in ("checkpoints", "predictions"):
             shutil.rmtree(folder / name, ignore_errors=True)
     keys = ("step", "best_step", "seconds", "valid", "test", "again_test")
     return {key: results[key] for key in keys if key in results}
 
 
-def work(jobs: multiprocessing.Queue, out: Path, until: float) -> None:
-    """Take jobs until there are none or the time is up."""
+def _test_again(config: Config, folder: Path, world: World) -> dict[str, float]:
+    """Metrics of a configuration's test split by a run's best weights."""
+    from train.build import build
+    from train.checkpoint import load as checkpoint
+    from train.evaluate import evaluate_split
+
+    best = checkpoint.best_checkpoint(folder / "checkpoints")
+    if best is None:
+        raise ValueError(f"{folder} has no checkpoint of a validation to test again; use runtime.evals_per_epoch=1")
+    made = build(config, world)
+    checkpoint.check_data(best, made.source.fingerprint)
+    checkpoint.load(best, made.model, None, world)
+    return evaluate_split(made, "test")[0]
+
+
+def work(jobs: Connection, out: Path) -> None:
+    """A process: its output goes to a file of its own."""
     sys.stdout = sys.stderr = open(out / f"worker_{os.getpid()}.log", "w", buffering=1)  # noqa: SIM115
-    while time.time() < until:
-        try:
-            job = jobs.get_nowait()
-        except queue.Empty:
-            return
+    serve(jobs, out)
+
+
+def serve(jobs: Connection, out: Path) -> None:
+    """Answer each job with its line of results, until one is None."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = {"device": device, "commit": versions.collect()["commit"]}
+    while (job := jobs.recv()) is not None:
         started = time.time()
         try:
             result = train(job, out / "runs" / _folder(job))
         except Exception as error:
             traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}"}
-        line = json.dumps(job | result | {"wall": round(time.time() - started, 1)})
-        with (out / "results.jsonl").open("a") as file:
-            file.write(line + "\n")
+            result = _failure(error)
+        if torch.cuda.is_available():  # other processes need what this job's model had
+            gc.collect()
+            torch.cuda.empty_cache()
+        jobs.send(job | about | result | {"wall": round(time.time() - started, 1)})
 
 
 def main(arguments: list[str]) -> int:
@@ -93,53 +120,103 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
     options = parser.parse_args(arguments)
     jobs = json.loads(options.jobs.read_text())
-    return 0 if run(jobs, options.out, parallel=options.parallel, seconds=options.seconds) else 1
+    return 0 if run(lambda _: jobs, options.out, parallel=options.parallel, seconds=options.seconds) else 1
 
 
-def results(out: Path) -> dict[str, dict[str, Any]]:
+def results(out: Path) -> Results:
     """The last line of each job that ended well, by name."""
     file = out / "results.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {line["name"]: line for line in lines if "error" not in line}
 
 
-def run(jobs: list[dict[str, Any]], out: Path, *, parallel: int = 1, seconds: float = 1e9) -> bool:
-    """Run the jobs that have no result yet; whether all have one then."""
+def run(plan: Plan, out: Path, *, parallel: int = 1, seconds: float = 1e9) -> bool:
+    """Run the jobs that have no result yet, in their order; whether all have one then.
+
+    `plan` says which jobs the results so far call for. It is asked whenever a process is free, so that jobs may depend
+    on the results of others. A job that fails is not tried again in the same call.
+    """
     until = time.time() + seconds
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if job["name"] not in results(out)]
-    prepare(left)
-    context = multiprocessing.get_context("spawn")
-    pending = context.Queue()
-    for job in left:
-        shutil.rmtree(out / "runs" / _folder(job), ignore_errors=True)  # of a job that was stopped
-        pending.put(job)
-    time.sleep(0.5)  # a queue's feeder is a thread: its first items must be there before a process asks for one
-    processes = [context.Process(target=work, args=(pending, out, until)) for _ in range(min(parallel, len(left)))]
-    for process in processes:
-        process.start()
-    for process in processes:
+    tried: set[str] = set()
+    prepared: set[tuple[str, ...]] = set()
+
+    def left() -> list[dict[str, Any]]:
+        found = results(out)
+        return [job for job in plan(found) if job["name"] not in found]
+
+    processes = _processes(min(parallel, len(left())) if seconds > 0 else 0, out)
+    free, busy = list(processes), dict[Connection, dict[str, Any]]()
+    while free or busy:
+        waiting = [job for job in left() if job["name"] not in tried] if time.time() < until else []
+        for connection, job in zip(tuple(free), waiting, strict=False):
+            shutil.rmtree(out / "runs" / _folder(job), ignore_errors=True)  # of a job that was stopped
+            prepare(job, prepared)
+            connection.send(job)
+            tried.add(job["name"])
+            free.remove(connection)
+            busy[connection] = job
+        if not busy:
+            break
+        for connection in wait(list(busy)):
+            assert isinstance(connection, Connection)
+            job = busy.pop(connection)
+            try:
+                line = connection.recv()
+                free.append(connection)
+            except (EOFError, ConnectionError) as error:  # its process died
+                line = job | _failure(error)
+            with (out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    for connection in free:
+        connection.send(None)
+    for process in processes.values():
         process.join()
-    pending.cancel_join_thread()
-    failed = [job["name"] for job in jobs if job["name"] not in results(out)]
-    print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs have a result; without: {failed}")
-    return not failed
+    print(f"{len(results(out))} jobs have a result; without: {[job['name'] for job in left()]}")
+    return not left()
+
+
+def _processes(number: int, out: Path) -> dict[Connection, BaseProcess]:
+    """So many processes by their connections, each with one of the visible GPUs."""
+    context = multiprocessing.get_context("spawn")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    made: dict[Connection, BaseProcess] = {}
+    try:
+        for place in range(number):
+            if len(gpus) > 1:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]  # for the process that starts next
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, out))
+            process.start()
+            theirs.close()
+            made[ours] = process
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    return made
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _folder(job: dict[str, Any]) -> str:
     return re.sub(r"[^\w.=-]+", "_", job["name"])
 
 
-def prepare(jobs: list[dict[str, Any]]) -> None:
-    """Prepare each data set once, before processes that would all do it."""
+def prepare(job: dict[str, Any], done: set[tuple[str, ...]]) -> None:
+    """Prepare a job's data unless it is `done`, before processes that would all do it."""
     from train.data import build_source
 
-    done: set[str] = set()
-    for job in jobs:
-        data = configuration(job["overrides"]).data
-        if repr(data) not in done:
-            done.add(repr(data))
-            build_source(data)
+    for again in ([], job["again"]) if "again" in job else ([],):
+        overrides = [*job["overrides"], *again]
+        # Composing takes half a second, and what says where data comes from tells data sets apart.
+        data = tuple(each for each in overrides if each.lstrip("+").startswith(("experiment", "data")))
+        if data not in done:
+            build_source(configuration(overrides).data)
+            done.add(data)
 
 
 if __name__ == "__main__":

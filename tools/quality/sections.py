@@ -30,6 +30,7 @@ class Section:
     settings: tuple[tuple[str, ...], ...] = ((),)  # each row may choose one, by its first seed
     again: tuple[str, ...] = ()  # overrides of a further evaluation of the test split, whose keys start with "again:"
     remarks: tuple[tuple[str, str], ...] = ()  # of rows, in a last column
+    leader: str = ""  # the row whose lead in the first metric is a column
 
     def settings_of(self, row: str) -> tuple[tuple[str, ...], ...]:
         return self.rows[row].settings or self.settings
@@ -116,6 +117,7 @@ def _ml1m() -> Section:
         larger=False,
         settings=SETTINGS,
         again=ONE_REQUEST,
+        leader="interformer",
     )
 
 
@@ -140,6 +142,7 @@ the plain PyTorch one here.""",
         metric="like/ne",
         larger=False,
         again=ONE_REQUEST,
+        leader="interformer",
     ),
     "gowalla": Section(
         title="Gowalla, two towers",

@@ -4,7 +4,8 @@
 
 Each row of a section tries the settings it may choose from with the first seed, takes the one that is best on the
 validation split, and trains it with all seeds; the test split is looked at by these alone. Jobs that ended well are not
-run again. `--store` writes docs/quality/suite/SECTION.json, from which `python -m tools.quality.page` makes the tables.
+run again, and no row waits for another. `--store` writes the rows that are complete to docs/quality/suite/SECTION.json,
+from which `python -m tools.quality.page` makes the tables; with `--seconds 0` nothing is trained for it.
 Data must have been prepared (`python -m tools.datasets`); further arguments override the configuration of all jobs.
 """
 
@@ -12,17 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tools.quality import run
 from tools.quality.page import STORED, section_table
 from tools.quality.sections import SECTIONS
-from train.process import versions
 
 SEEDS = [0, 1, 2, 3, 4]
 
@@ -38,11 +39,24 @@ def job(name: str, row: str, setting: tuple[str, ...], seed: int, extra: list[st
     return made | ({"plain": True} if own.plain else {}) | ({"again": list(section.again)} if section.again else {})
 
 
-def search(name: str, rows: list[str], seed: int, extra: list[str]) -> list[dict[str, Any]]:
-    """The jobs that choose between settings: none for rows that have one."""
-    section = SECTIONS[name]
-    choices = {row: section.settings_of(row) for row in rows}
-    return [job(name, row, each, seed, extra) for row in rows for each in choices[row] if len(choices[row]) > 1]
+def search(name: str, row: str, seed: int, extra: list[str]) -> list[dict[str, Any]]:
+    """The jobs that choose between settings: none for a row that has one."""
+    settings = SECTIONS[name].settings_of(row)
+    return [job(name, row, each, seed, extra) for each in settings] if len(settings) > 1 else []
+
+
+def plan(
+    rows: dict[str, list[str]], seeds: list[int], extra: list[str], results: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The jobs that the results so far call for: of each row its search, and once that has ended all seeds."""
+    jobs: dict[str, dict[str, Any]] = {}
+    for name, row in [(name, row) for name, of_section in rows.items() for row in of_section]:
+        found = search(name, row, seeds[0], extra)
+        if all(each["name"] in results for each in found):
+            setting = chosen(name, row, seeds[0], results)
+            found += [job(name, row, setting, seed, extra) for seed in seeds]
+        jobs |= {each["name"]: each for each in found}
+    return list(jobs.values())
 
 
 def chosen(name: str, row: str, seed: int, results: dict[str, dict[str, Any]]) -> tuple[str, ...]:
@@ -57,10 +71,14 @@ def chosen(name: str, row: str, seed: int, results: dict[str, dict[str, Any]]) -
 
 
 def stored(name: str, rows: list[str], seeds: list[int], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What docs/quality/suite/NAME.json holds: of each row its setting, all validations of the search, its seeds."""
+    """What docs/quality/suite/NAME.json holds: of each complete row its setting, all validations of the search, its
+    seeds."""
     section = SECTIONS[name]
     content: dict[str, Any] = {}
+    about: dict[str, set[str]] = {"device": set(), "commit": set()}
     for row in rows:
+        if any(each["name"] not in results for each in plan({name: [row]}, seeds, [], results)):
+            continue
         setting = chosen(name, row, seeds[0], results)
         tried = {
             " ".join(each): results[job(name, row, each, seeds[0], [])["name"]]["valid"][section.metric]
@@ -68,9 +86,26 @@ def stored(name: str, rows: list[str], seeds: list[int], results: dict[str, dict
         }
         runs = [results[job(name, row, setting, seed, [])["name"]] for seed in seeds]
         content[row] = {"setting": list(setting), "tried": tried, "runs": [_numbers(each) for each in runs]}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = {"device": device, "commit": versions.collect()["commit"], "seeds": seeds}
-    return {"about": about, "rows": content}
+        about["device"] |= {each["device"] for each in runs}
+        about["commit"] |= {re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", each["commit"]) for each in runs}
+    return {"about": {key: ", ".join(sorted(about[key])) for key in about} | {"seeds": seeds}, "rows": content}
+
+
+def file(name: str) -> Path:
+    return STORED / "suite" / f"{name}.json"
+
+
+def merged(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """What `stored` gives, and rows that it lacks from the file if that is of the same seeds."""
+    before = json.loads(file(name).read_text()) if file(name).exists() else content
+    about, rows = content["about"], before["rows"] | content["rows"]
+    if before["about"]["seeds"] != about["seeds"] or set(rows) == set(content["rows"]):
+        return content
+    both = {key: {*before["about"][key].split(", "), *about[key].split(", ")} - {""} for key in ("device", "commit")}
+    return {
+        "about": {key: ", ".join(sorted(values)) for key, values in both.items()} | {"seeds": about["seeds"]},
+        "rows": {row: rows[row] for row in SECTIONS[name].rows if row in rows},
+    }
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, Any]:
@@ -83,43 +118,34 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.quality.suite", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--rows", nargs="+", help="of the sections; default: all")
+    parser.add_argument("--rows", nargs="+", help="of the sections, first ones first; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
-    parser.add_argument("--store", action="store_true", help="write docs/quality/suite/SECTION.json when all has ended")
+    parser.add_argument("--store", action="store_true", help="write docs/quality/suite/SECTION.json")
     extra = [each for each in arguments if "=" in each and not each.startswith("--")]
     options = parser.parse_args([each for each in arguments if each not in extra])
-    rows = {name: [row for row in SECTIONS[name].rows if row in (options.rows or [row])] for name in options.sections}
+    rows = {
+        name: [row for row in options.rows or SECTIONS[name].rows if row in SECTIONS[name].rows]
+        for name in options.sections
+    }
     if unknown := sorted(set(options.rows or []) - {row for found in rows.values() for row in found}):
-        parser.error(f"--rows {unknown[0]}: the sections have {', '.join(r for n in rows for r in SECTIONS[n].rows)}")
+        of_sections = ", ".join(row for name in options.sections for row in SECTIONS[name].rows)
+        parser.error(f"--rows {unknown[0]}: the sections have {of_sections}")
     options.out.mkdir(parents=True, exist_ok=True)
-    first = options.seeds[0]
     ended = run.run(
-        [each for name in rows for each in search(name, rows[name], first, extra)],
-        options.out,
-        parallel=options.parallel,
-        seconds=options.seconds,
+        partial(plan, rows, options.seeds, extra), options.out, parallel=options.parallel, seconds=options.seconds
     )
-    if not ended:
-        return 1
-    results = run.results(options.out)
-    finals = [
-        job(name, row, chosen(name, row, first, results), seed, extra)
-        for name in rows
-        for row in rows[name]
-        for seed in options.seeds
-    ]
-    if not run.run(finals, options.out, parallel=options.parallel, seconds=options.seconds):
-        return 1
     results = run.results(options.out)
     for name in rows:
-        content = stored(name, rows[name], options.seeds, results)
+        content = merged(name, stored(name, rows[name], options.seeds, results))
+        if not content["rows"]:
+            continue
         print("\n".join([f"## {SECTIONS[name].title}", "", *section_table(SECTIONS[name], content), ""]))
         if options.store:
-            (STORED / "suite").mkdir(exist_ok=True)
-            (STORED / "suite" / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    return 0
+            file(name).parent.mkdir(exist_ok=True)
+            file(name).write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if ended else 1
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from train.config.environment import to_saved
 from train.config.overrides import split_values
 from train.config.schema import Config, register_schema
 from train.data import build_source
-from train.data.store import ByFirst
+from train.data.storage.store import ByFirst
 from train.loss import binary_only
 from train.process import distributed, jobs
 from train.process.distributed import World

@@ -36,7 +36,7 @@ from train.data.source import Source
 from train.loss import TaskLosses
 from train.optim.frozen import freeze
 from train.optim.sparse import GIB, ids_per_request, plan_tables
-from train.parallel.mesh import sizes
+from train.parallel.mesh import sizes, table_ranks
 from train.parallel.recompute import Recomputed, recompute
 from train.process import length
 from train.process.distributed import World
@@ -135,7 +135,7 @@ def _tables(
     """Bytes of weights and of optimiser state in GPU memory, of the rank that holds most."""
     none: Any = None
     world = _Planning(0, ranks, 0, min(node_ranks, ranks), torch.device("cuda"), none, none, none)
-    planned = copy.deepcopy(config)
+    planned, share = copy.deepcopy(config), table_ranks(config.parallel, ranks)
     planned.parallel.hbm_gib = planned.parallel.hbm_gib or gpu_gib
     try:
         plan = plan_tables(model, [EmbeddingCollectionSharder()], planned, world, ids_per_request(source))
@@ -146,8 +146,8 @@ def _tables(
             for each in model.embedding.collections
             for table in each.parameters()
         )
-        return {"tables": whole // ranks, "optimiser of tables": rows // ranks}, f"tables cannot be planned: {error}"
-    weights, state, host = _bytes_of_plan(plan, config, ranks)
+        return {"tables": whole // share, "optimiser of tables": rows // share}, f"tables cannot be planned: {error}"
+    weights, state, host = _bytes_of_plan(plan, config, share)
     most = int(np.argmax(weights + state))
     note = f"tables in host memory: {host.max() / GIB:.3f} GiB of a rank" if host.any() else ""
     return {"tables": int(weights[most]), "optimiser of tables": int(state[most])}, note
@@ -328,8 +328,14 @@ def _changes(
         yield Change("optimizer.sparse=rowwise_adagrad", parts["optimiser of tables"])
     tables = {table.name: table for each in model.embedding.collections for table in each.embedding_configs()}
     largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
-    own = largest.num_embeddings * largest.embedding_dim * 4 // ranks
-    if not any(rule.kernels for rule in parallel.tables):
+    own, of_tables = (
+        largest.num_embeddings * largest.embedding_dim * 4 // ranks,
+        parts["tables"] + parts["optimiser of tables"],
+    )
+    if (share := table_ranks(parallel, ranks)) < ranks:
+        yield Change("parallel.table_ranks=0", of_tables - of_tables * share // ranks)
+    elif not any(rule.kernels for rule in parallel.tables):
         rule = f"{{match: [{largest.name}], kernels: [fused_uvm_caching], cache_share: 0.1}}"
         yield Change(f"parallel.tables=[{rule}]", own * 9 // 10)
-    yield Change(f"{2 * ranks} ranks", (parts["tables"] + parts["optimiser of tables"]) // 2)
+    if share == ranks:
+        yield Change(f"{2 * ranks} ranks", of_tables // 2)

@@ -30,7 +30,7 @@ from modules.precision import in_high_precision
 from train.build import Job
 from train.checkpoint import load as checkpoint
 from train.config.overrides import split_options
-from train.data.numeric import INDICATOR
+from train.data.features.numeric import INDICATOR
 from train.evaluate import checked_split, split_loader, trained
 from train.loss import binary_only
 from train.metrics import MetricSet

@@ -28,10 +28,10 @@ import torch
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.config.schema import Config, EventsConfig
-from train.data.columns import Coded
 from train.data.events import read_rows
 from train.data.events.names import numeric as numeric_columns
-from train.data.rows import Rows
+from train.data.features.columns import Coded
+from train.data.storage.rows import Rows
 from train.loss import binary_only
 from train.metrics import MetricSet, paired_gaps
 from train.metrics.predictions import read_predictions

@@ -97,6 +97,17 @@ def validate(config: Config) -> None:
             f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "
             "tokens travel; use parallel.expert_payload=full, or e.g. parallel.expert_ranks=2"
         )
+    in_host = [rule for rule in config.parallel.tables if set(rule.kernels or ()) - {"fused"}]
+    if config.parallel.table_ranks and in_host:
+        raise ValueError(
+            f"parallel.table_ranks={config.parallel.table_ranks} with parallel.tables kernels={in_host[0].kernels}: "
+            "copies of tables in host memory cannot be averaged; use kernels: [fused] or parallel.table_ranks=0"
+        )
+    if config.parallel.table_average_every > 1 and not config.parallel.table_ranks:
+        raise ValueError(
+            f"parallel.table_average_every={config.parallel.table_average_every} needs copies of the tables, each on "
+            "parallel.table_ranks ranks; use that, e.g. parallel.table_ranks=8, or parallel.table_average_every=1"
+        )
     if config.runtime.compile and config.parallel.expert_ranks:
         raise ValueError(
             f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "

@@ -260,6 +260,8 @@ class ParallelConfig:
     # To TorchRec an empty list would mean any kind.
     sharding_types: list[str] = option(list(SHARDING_TYPES), choices=SHARDING_TYPES)
     tables: list[TablesConfig] = field(default_factory=list)  # tables with rules of their own, the first that matches
+    table_ranks: int = 0  # neighbouring ranks that share a copy of the tables; 0: all ranks, one copy
+    table_average_every: int = option(1, least=1)  # steps after which the copies are averaged
     index_dedup: bool = False  # send each id of a batch once, however often it occurs
     # of looked-up rows and their gradients on the way between ranks
     comm_precision: str = option("fp32", choices=["fp32", "bf16"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from train.config.schema import DataConfig, EventsConfig, MovieLensConfig, SyntheticConfig
-from train.data import events, movielens, store
+from train.data import events, movielens
 from train.data.source import PreparedSource, Source
+from train.data.storage import store
 from train.data.synthetic import SyntheticSource
 
 __all__ = ["PreparedSource", "Source", "SyntheticSource", "build_source"]

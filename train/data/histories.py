@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from train.data.batch import ranges
-from train.data.columns import Coded, CodedLists
+from train.data.features.columns import Coded, CodedLists
 from train.data.requests import Requests, earlier_events
 
 

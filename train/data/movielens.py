@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 
 from modules.batch import EventType, FeatureSpec, SparseFeature
 from train.config.schema import MovieLensConfig
-from train.data import store
-from train.data.columns import Coded, CodedLists, coded_integers, relabel
-from train.data.files import Layout
+from train.data.features.columns import Coded, CodedLists, coded_integers, relabel
 from train.data.histories import from_rows
 from train.data.prepare import Dense, standardise, write
 from train.data.requests import Requests, earlier_events, group_requests
-from train.data.rows import Join, RowFiles, Rows
+from train.data.storage import store
+from train.data.storage.files import Layout
+from train.data.storage.rows import Join, RowFiles, Rows
 
 BUILTIN = Path(__file__).resolve().parents[2] / "data" / "ml-latest-small"
 PRIOR = 10.0

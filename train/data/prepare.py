@@ -19,15 +19,16 @@ import numpy as np
 
 from modules.batch import FeatureSpec, SparseFeature
 from train.config.schema import DataConfig
-from train.data import mapping, store
-from train.data.columns import Coded, CodedLists
-from train.data.exact import ExactSum, Moments
-from train.data.files import Table
+from train.data.features import mapping
+from train.data.features.columns import Coded, CodedLists
+from train.data.features.exact import ExactSum, Moments
+from train.data.features.numeric import scaled
+from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
 from train.data.histories import History
-from train.data.numeric import scaled
 from train.data.requests import Requests
-from train.data.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
-from train.data.writer import Block, VendorBlock, Writer
+from train.data.storage import store
+from train.data.storage.files import Table
+from train.data.storage.writer import Block, VendorBlock, Writer
 
 
 @dataclass

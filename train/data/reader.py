@@ -22,14 +22,14 @@ import numpy as np
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.pretrained import read_description
 from train.config.schema import EventsConfig
-from train.data import mapping
 from train.data.batch import Events, Ids, VendorColumns, pack
-from train.data.columns import Coded
-from train.data.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled, scaled_vectors
+from train.data.features import mapping
+from train.data.features.columns import Coded
+from train.data.features.numeric import INDICATOR, LARGEST, TOO_LARGE, before_scaling, matching, scaled, scaled_vectors
+from train.data.features.transforms import Transforms, texts_as_ids
+from train.data.features.vocabulary import Hashing, first_row, rows_of_unknown
 from train.data.requests import vendor_runs
 from train.data.source import Source
-from train.data.transforms import Transforms, texts_as_ids
-from train.data.vocabulary import Hashing, first_row, rows_of_unknown
 from train.process.files import write_json
 
 DESCRIPTION = "reader.json"
@@ -296,7 +296,7 @@ class RequestReader:
 
 @dataclass
 class _Columns:
-    """Values of requests, candidates or events, as `train.data.transforms.Columns`."""
+    """Values of requests, candidates or events, as `train.data.features.transforms.Columns`."""
 
     reader: RequestReader
     rows: Sequence[Mapping[str, Any]]

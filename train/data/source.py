@@ -10,9 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
-from train.data import mapping, store
 from train.data.batch import Events, Ids, VendorColumns, pack, ranges
-from train.data.files import locate
+from train.data.features import mapping
+from train.data.storage import store
+from train.data.storage.files import locate
 
 
 class Source(Protocol):

@@ -31,8 +31,8 @@ import numpy as np
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from train.config.schema import SyntheticConfig
 from train.data.batch import Events, Ids, pack, ranges
+from train.data.features.vocabulary import GOLDEN, splitmix64
 from train.data.requests import SPLITS
-from train.data.vocabulary import GOLDEN, splitmix64
 
 INTERESTS = 3
 EVENTS_OF_INTEREST, CANDIDATES_OF_INTEREST = 154, 128  # of 256

@@ -25,7 +25,7 @@ from train.build import Job, build
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
-from train.data.loader import build_loader
+from train.data.loading.loader import build_loader
 from train.data.requests import SPLITS
 from train.evaluate.catalogue import evaluate_catalogue
 from train.metrics.predictions import PredictionWriter

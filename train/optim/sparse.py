@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -16,16 +17,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import CacheParams, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, QuantizedCommCodecs, ShardingPlan
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
 from train.config.schema import Config, OptimizerConfig, TablesConfig
 from train.data.source import Source
 from train.optim.groups import chosen, grouped
-from train.parallel import dedup
+from train.parallel import dedup, whole_tables
+from train.parallel.copies import environment, of_group
 from train.parallel.dense import data_parallel
-from train.parallel.mesh import Mesh
+from train.parallel.mesh import Mesh, table_ranks
 from train.process.distributed import World
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
@@ -37,13 +39,18 @@ MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transacti
 
 
 def shard(
-    model: RankingModel, config: Config, world: World, ids: dict[str, float], mesh: Mesh | None = None
+    model: RankingModel,
+    config: Config,
+    world: World,
+    ids: dict[str, float],
+    mesh: Mesh | None = None,
+    copies: DeviceMesh | None = None,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """Give the tables their optimiser, plan their shards for `ids_per_request`, and materialise this rank's shards.
 
     The optimiser runs inside the backward, so no gradient of a table is ever held; tables without `requires_grad` stay
     as they are. No process allocates a whole table: `model.embedding` is on `meta` until here. The dense part becomes
-    data-parallel, over `mesh` if there is one.
+    data-parallel, over `mesh` if there is one. The tables are sharded over all ranks, or over `shard` of `copies`.
     """
     if world.device.type == "cpu" and config.optimizer.sparse not in CPU_OPTIMIZERS:
         raise ValueError(
@@ -59,16 +66,20 @@ def shard(
         )
     ]
     plan = plan_tables(model, sharders, config, world, ids)
-    # Shards of one table are on several ranks: with equal seeds they would get equal weights.
-    torch.manual_seed(config.runtime.seed * 1_000_003 + world.rank)
+    seed = config.runtime.seed * 1_000_003
+    # Shards of one table are on several ranks: with equal seeds they would get equal weights, which copies need.
+    torch.manual_seed(seed + (world.rank if copies is None else copies.get_local_rank("shard")))
     parallel = DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
+        env=environment(copies),
         device=world.device,
-        plan=plan,
+        plan=plan if copies is None else of_group(plan, copies, world),
         sharders=sharders,
         data_parallel_wrapper=data_parallel(config, world.size, mesh),
     )
+    whole_tables.serve_cpu(model.embedding)
+    if copies is not None:
+        torch.manual_seed(seed + world.rank)  # ranks with the same shards drop out other elements
     return parallel, plan
 
 
@@ -131,14 +142,18 @@ def plan_tables(
     world: World,
     ids: dict[str, float],
 ) -> ShardingPlan:
-    """Where the shards of each table lie. ValueError, with what a rank may fill, if they fit nowhere."""
+    """Where the shards of each table lie, among the ranks that share a copy of them.
+
+    ValueError, with what a rank may fill, if they fit nowhere.
+    """
     parallel = config.parallel
+    ranks = table_ranks(parallel, world.size)
     on_gpu = world.device.type == "cuda"
     hbm = int(parallel.hbm_gib * GIB) if parallel.hbm_gib else None
     if on_gpu and hbm is None:
         hbm = torch.cuda.get_device_properties(world.device).total_memory
     types = parallel.sharding_types
-    if world.size == 1 and "table_wise" in types:
+    if ranks == 1 and "table_wise" in types:
         types = ["table_wise"]  # a single rank holds whole tables, and all plans cost the same
     elif config.optimizer.sparse == "rowwise_adagrad" and "row_wise" in types:
         # Row-wise Adagrad has a moment for each row of each shard: split by columns, a run on other ranks, whose shards
@@ -151,17 +166,18 @@ def plan_tables(
     constraints = {}
     for table in tables:
         rule = rules[table.name]
+        kernels = ["fused"] if ranks < world.size else rule.kernels  # copies in host memory cannot be averaged
         constraints[table.name] = ParameterConstraints(
             sharding_types=types if rule.sharding_types is None else rule.sharding_types,
-            compute_kernels=None if rule.kernels is None else [*rule.kernels, "dense"],
+            compute_kernels=None if kernels is None else [*kernels, "dense"],
             pooling_factors=[ids[feature] for feature in table.feature_names],
-            min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * world.size)) * 4),
+            min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * ranks)) * 4),
             cache_params=None if rule.cache_share is None else CacheParams(load_factor=rule.cache_share),
         )
     planner = EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=world.size,
-            local_world_size=world.local_size,
+            world_size=ranks,
+            local_world_size=min(ranks, world.local_size),
             compute_device=world.device.type,
             hbm_cap=hbm,
             ddr_cap=int(parallel.host_gib * GIB),

@@ -6,6 +6,8 @@
 
 Experts lie along `expert` in each of them (E = 1: every rank has all), and what is left of a layer's experts is
 treated along `replicate` and `shard` as dense parameters are. Ranks of one node are neighbours on the last axes.
+
+Tables have a mesh of their own where groups of ranks hold copies of them: replicate x shard.
 """
 
 from __future__ import annotations
@@ -82,6 +84,28 @@ def build_mesh(parallel: ParallelConfig, world: World, timeout: float) -> Mesh |
     if shape[0] == 1:
         return Mesh(whole, _mesh(grid.flatten(), ("shard",), world, timeout))
     return Mesh(whole, _mesh(grid.flatten(1), ("replicate", "shard"), world, timeout))
+
+
+def table_ranks(parallel: ParallelConfig, ranks: int) -> int:
+    """Ranks that share a copy of the tables. ValueError where the ranks cannot be laid out so."""
+    share = parallel.table_ranks or ranks
+    if ranks > 1 and ranks % share:
+        raise ValueError(
+            f"parallel.table_ranks={share} must divide the {ranks} ranks of this run, e.g. parallel.table_ranks={ranks}"
+        )
+    return min(share, ranks)
+
+
+def table_mesh(parallel: ParallelConfig, world: World, timeout: float) -> DeviceMesh | None:
+    """The mesh of the tables, [replicate, shard], of neighbouring ranks; None if all ranks share one copy of them.
+
+    `timeout`: seconds that its collectives wait for the slowest rank.
+    """
+    share = table_ranks(parallel, world.size)
+    if share == world.size:
+        return None
+    log.info("mesh of the tables: replicate %s x shard %s", world.size // share, share)
+    return _mesh(torch.arange(world.size).view(-1, share), ("replicate", "shard"), world, timeout)
 
 
 def _mesh(grid: Tensor, names: tuple[str, ...], world: World, timeout: float) -> DeviceMesh:

@@ -12,7 +12,6 @@ import numpy as np
 
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
-from train.data import mapping, store
 from train.data.events import streamed
 from train.data.events.check import check, check_once, earlier_mapping
 from train.data.events.dense import Numbers, dense
@@ -27,10 +26,12 @@ from train.data.events.read import (
     row_files,
 )
 from train.data.events.vendors import order_by_vendor
-from train.data.files import find_files, locate
+from train.data.features import mapping
 from train.data.prepare import Dense, write
 from train.data.requests import Requests, group_requests, vendor_runs
-from train.data.rows import Rows
+from train.data.storage import store
+from train.data.storage.files import find_files, locate
+from train.data.storage.rows import Rows
 
 __all__ = ["cache_folder", "feature_spec", "prepare", "read_rows"]
 

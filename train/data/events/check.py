@@ -9,13 +9,13 @@ from pathlib import Path
 
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
-from train.data import mapping
-from train.data.columns import NUMBER
 from train.data.events.names import features, numbers, numeric, vectors, wanted
-from train.data.numeric import INDICATOR, matching
-from train.data.remote import DataFile
-from train.data.rows import comparison
-from train.data.transforms import Transforms
+from train.data.features import mapping
+from train.data.features.columns import NUMBER
+from train.data.features.numeric import INDICATOR, matching
+from train.data.features.transforms import Transforms
+from train.data.storage.remote import DataFile
+from train.data.storage.rows import comparison
 
 
 def check(config: EventsConfig) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from modules.batch import VectorFeature
 from train.config.schema import EventsConfig
 from train.data.events.names import numeric, vectors
-from train.data.exact import Moments
-from train.data.numeric import AS_IT_IS, INDICATOR, before_scaling, matching, scaled, scaled_vectors
+from train.data.features.exact import Moments
+from train.data.features.numeric import AS_IT_IS, INDICATOR, before_scaling, matching, scaled, scaled_vectors
 
 Statistics = dict[str, dict[str, float]]
 

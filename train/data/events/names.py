@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
 from train.config.schema import EventsConfig, VectorConfig
-from train.data.numeric import numeric_features
-from train.data.rows import comparison
-from train.data.transforms import Transforms
+from train.data.features.numeric import numeric_features
+from train.data.features.transforms import Transforms
+from train.data.storage.rows import comparison
 
 
 def feature_spec(config: EventsConfig) -> FeatureSpec:

@@ -9,15 +9,15 @@ import numpy as np
 import pyarrow as pa
 
 from train.config.schema import EventsConfig, HistoryConfig
-from train.data.columns import Coded, CodedLists
 from train.data.events.names import categorical, lists, numbers, numeric, vectors, wanted
-from train.data.files import Layout, find_files
+from train.data.features.columns import Coded, CodedLists
+from train.data.features.numeric import matching
+from train.data.features.transforms import Transforms
 from train.data.histories import History, from_lists, from_log, from_rows
-from train.data.numeric import matching
-from train.data.remote import DataFile
 from train.data.requests import SPLITS, Requests
-from train.data.rows import Join, RowFiles, Rows
-from train.data.transforms import Transforms
+from train.data.storage.files import Layout, find_files
+from train.data.storage.remote import DataFile
+from train.data.storage.rows import Join, RowFiles, Rows
 
 Times = tuple[np.ndarray, np.ndarray]
 """(milliseconds of all items one after another, offsets [N + 1])."""

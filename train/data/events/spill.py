@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
-from train.data.columns import Coded, CodedLists
 from train.data.events.names import categorical, lists, numeric, vectors
 from train.data.events.read import Columns, Log
+from train.data.features.columns import Coded, CodedLists
 
 ListName = tuple[str, str]
 """("", feature), (event type, field) or (event type, "") for the times of its events."""

@@ -22,22 +22,22 @@ import numpy as np
 
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
-from train.data import mapping
 from train.data.batch import ranges
-from train.data.columns import Coded
 from train.data.events.dense import Numbers, dense
 from train.data.events.names import max_candidates
 from train.data.events.read import histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
 from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
 from train.data.events.vendors import order_by_vendor
-from train.data.files import locate
+from train.data.features import mapping
+from train.data.features.columns import Coded
+from train.data.features.vocabulary import Occurrences
 from train.data.histories import History
 from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
 from train.data.requests import Requests, form_requests, held_out, split_bounds, vendor_runs, warn_of_long
-from train.data.rows import Rows
-from train.data.vocabulary import Occurrences
-from train.data.writer import Block, VendorBlock, Writer
+from train.data.storage.files import locate
+from train.data.storage.rows import Rows
+from train.data.storage.writer import Block, VendorBlock, Writer
 
 MOST_PARTS = 1024
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
-from train.data.columns import CodedLists
 from train.data.events.read import Columns
+from train.data.features.columns import CodedLists
 from train.data.requests import sorted_by_vendor, vendor_runs
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,49 @@
+"""Training on tables in memory, from a notebook or a program: `fit(frame, user=..., labels=...)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train.config.compose import to_config
+from train.config.schema import EventsConfig, register_schema
+from train.data.storage.tables import keep_table
+from train.process import distributed
+from train.process.places import CONFIGS
+from train.trainer import Trainer
+
+
+def fit(
+    table: Any, *overrides: str, run_dir: str | Path, valid: Any = None, test: Any = None, **data: Any
+) -> dict[str, Any]:
+    """Train on labelled rows in one process, and return what the run's `results.json` holds.
+
+    table, and `valid` and `test` where these splits have rows of their own: see
+    `train.data.storage.tables.keep_table`. `data` has the keys of `train.config.schema.EventsConfig` but for the files,
+    as `user="user_id"` and `labels={"click": "clicked"}`; `overrides` are those of the command line, as "model=din" and
+    "runtime.epochs=2". Everything else is as with `train/main.py data=events`: a run directory that holds a run is
+    resumed, and `train.evaluate` and the other commands take it. Raises ValueError for keys and rows that are wrong.
+    """
+    register_schema()
+    chosen = [] if any(override.startswith("data=") for override in overrides) else ["data=events"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = compose("train", [*chosen, *overrides])
+    folder = (Path(data.get("cache_dir", composed.data.cache_dir)) / "tables").resolve()
+    tables = {"files": table, "valid_files": valid, "test_files": test}
+    kept = {key: [str(keep_table(each, folder))] for key, each in tables.items() if each is not None}
+    composed.runtime.run_dir = str(run_dir)
+    schema, chosen_data = OmegaConf.structured(EventsConfig), OmegaConf.to_container(composed.data)
+    try:
+        composed.data = OmegaConf.merge(schema, chosen_data, data | kept)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"data.{error.full_key}: {error.msg}; the keys are those of EventsConfig") from None
+    config = to_config(composed)
+    world = distributed.start(config.runtime)
+    try:
+        return Trainer(config, world).run()
+    finally:
+        distributed.stop()

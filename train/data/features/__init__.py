@@ -1,0 +1,1 @@
+"""What columns of ids, numbers and vectors are: their types, vocabularies, scales and transforms."""

@@ -1,0 +1,1 @@
+"""Files that rows are read from, and the cache that prepared columns are kept in."""

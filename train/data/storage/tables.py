@@ -1,0 +1,67 @@
+"""Tables handed over in Python, kept as files: workers, other ranks, a resumed run and an evaluation read those."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from train.process.files import summed
+
+ROW_GROUP = 1 << 17
+
+
+def keep_table(table: Any, folder: Path) -> Path:
+    """Write a table to a parquet file of `folder`, named by its content, and return that; equal tables are one file.
+
+    Takes what exports an Arrow stream (`__arrow_c_stream__`: a DataFrame of pandas from 2.2 on or Polars, a
+    `pyarrow.Table` or `RecordBatchReader`, a relation of DuckDB), batch after batch, or a mapping of columns. Raises
+    ValueError for anything else, and for a table without rows.
+    """
+    reader = _batches(table)
+    schema = pa.schema([pa.field(field.name, _plain(field.type)) for field in reader.schema])
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{uuid.uuid4().hex}"
+    try:
+        rows = 0
+        with pq.ParquetWriter(partial, schema) as writer:
+            for batch in reader:
+                rows += batch.num_rows
+                writer.write_table(pa.Table.from_batches([batch]).cast(schema), row_group_size=ROW_GROUP)
+        if not rows:
+            raise ValueError(f"the table has no rows; its columns are {schema.names}")
+        sums = summed(partial)
+        kept = folder / f"table-{rows}-{sums['bytes']:x}-{sums['crc32']:08x}.parquet"
+        if kept.exists():
+            partial.unlink()  # a file that stays as it is is not prepared again
+        else:
+            partial.rename(kept)
+    finally:
+        partial.unlink(missing_ok=True)
+    return kept
+
+
+def _batches(table: Any) -> pa.RecordBatchReader:
+    if isinstance(table, Mapping):
+        table = pa.table(dict(table))
+    if not hasattr(table, "__arrow_c_stream__"):
+        raise ValueError(
+            f"a {type(table).__module__}.{type(table).__name__} is no table; give a DataFrame of pandas (2.2 or later) "
+            "or Polars, a pyarrow.Table, or a mapping of columns, e.g. {'user': [1, 2], 'click': [0, 1]}"
+        )
+    return pa.RecordBatchReader.from_stream(table)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type that parquet files and `train.data.features.columns` know in place of Arrow's views."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.large_list(_plain(kind.value_type))
+    return kind

@@ -13,7 +13,7 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
     """The features that the configuration names; table sizes are not known yet."""
 
     def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
-        return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
+        return tuple(SparseFeature(name, table_of(config, name), is_list) for name in names)
 
     def vectors_of(columns: dict[str, VectorConfig]) -> tuple[VectorFeature, ...]:
         return tuple(VectorFeature(name, each.width) for name, each in columns.items())
@@ -38,6 +38,11 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         request_vectors=vectors_of(config.request_vectors),
         candidate_vectors=vectors_of(config.candidate_vectors),
     )
+
+
+def table_of(config: EventsConfig, column: str) -> str:
+    """The table of a column's ids. A dot separates the parts of a parameter's name, so no table has one by itself."""
+    return config.tables.get(column, column.replace(".", "_"))
 
 
 def max_candidates(config: EventsConfig) -> int:

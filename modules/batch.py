@@ -9,6 +9,7 @@ TorchRec is imported where a batch is looked up in its collections: scoring, whi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -51,6 +52,15 @@ class VectorFeature:
 
 
 @dataclass(frozen=True)
+class VectorTable:
+    """A table whose rows are vectors from files, by id; ids without one have rows of zeros."""
+
+    width: int  # of its rows: a multiple of 4, filled up with zeros
+    dtype: str = "float32"
+    frozen: bool = True  # the rows do not learn, only what makes tokens of them
+
+
+@dataclass(frozen=True)
 class EventType:
     """A kind of behaviour (click, like, ...): position-aligned `fields`, of which the newest `max_length` are kept."""
 
@@ -84,6 +94,7 @@ class FeatureSpec:
     vendor_dense: tuple[str, ...] = ()
     request_vectors: tuple[VectorFeature, ...] = ()
     candidate_vectors: tuple[VectorFeature, ...] = ()
+    vector_tables: dict[str, VectorTable] = dataclasses.field(default_factory=dict)  # of `tables`, by name
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.lookups()]
@@ -123,6 +134,7 @@ class FeatureSpec:
             vendor_dense=tuple(saved.get("vendor_dense", ())),
             request_vectors=tuple(VectorFeature(**item) for item in saved.get("request_vectors", ())),
             candidate_vectors=tuple(VectorFeature(**item) for item in saved.get("candidate_vectors", ())),
+            vector_tables={name: VectorTable(**item) for name, item in saved.get("vector_tables", {}).items()},
         )
 
     def lookups(self) -> Iterator[tuple[str, str]]:

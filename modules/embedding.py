@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -72,6 +72,7 @@ class FeatureEmbedding(nn.Module):
         from torchrec.modules.embedding_configs import EmbeddingConfig
         from torchrec.modules.embedding_modules import EmbeddingCollection
         from torchrec.streamable import Pipelineable
+        from torchrec.types import DataType
 
         Pipelineable.register(RequestBatch)
         features: dict[str, list[str]] = {}
@@ -85,7 +86,8 @@ class FeatureEmbedding(nn.Module):
                         num_embeddings=spec.tables[table],
                         embedding_dim=width,
                         feature_names=features[table],
-                        init_fn=partial(nn.init.normal_, std=table_std or 1 / math.sqrt(width)),
+                        data_type=DataType.FP16 if _dtype(spec, table) is torch.float16 else DataType.FP32,
+                        init_fn=_initial(spec, table, table_std or 1 / math.sqrt(width)),
                     )
                     for table in tables
                 ],
@@ -111,8 +113,22 @@ class FeatureEmbedding(nn.Module):
         return self.assemble(embedded, batch)
 
 
+def _initial(spec: FeatureSpec, table: str, std: float) -> Callable[[Tensor], Tensor]:
+    """How the rows of a table begin; those that files give are written over it."""
+    return nn.init.zeros_ if table in spec.vector_tables else partial(nn.init.normal_, std=std)
+
+
+def _dtype(spec: FeatureSpec, table: str) -> torch.dtype:
+    return getattr(torch, spec.vector_tables[table].dtype) if table in spec.vector_tables else torch.float32
+
+
 def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int]) -> dict[int, list[str]]:
     """Tables that are looked up by the width of their rows, `dim` first. ValueError for those that cannot be."""
+    if given := sorted(table_dims.keys() & spec.vector_tables.keys()):
+        raise ValueError(
+            f"model.table_dims.{given[0]}={table_dims[given[0]]}: the rows of this table are vectors from files, of "
+            f"width {spec.vector_tables[given[0]].width}; leave it out"
+        )
     if unknown := sorted(table_dims.keys() - spec.tables.keys()):
         tables = sorted(spec.tables)
         raise ValueError(
@@ -126,7 +142,8 @@ def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int])
                 f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
                 f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
             )
-        widths.setdefault(table_dims.get(table, dim), []).append(table)
+        own = spec.vector_tables[table].width if table in spec.vector_tables else table_dims.get(table, dim)
+        widths.setdefault(own, []).append(table)
     return {width: widths[width] for width in sorted(widths, key=lambda width: width != dim)}
 
 
@@ -150,7 +167,7 @@ class LocalEmbedding(nn.Module):
         super().__init__()
         self.spec = spec
         tables = {
-            width: _LocalTables({name: spec.tables[name] for name in names}, width, device, table_std)
+            width: _LocalTables(spec, names, width, device, table_std)
             for width, names in _tables_by_width(spec, dim, table_dims or {}).items()
         }
         first, *further = tables
@@ -165,7 +182,8 @@ class LocalEmbedding(nn.Module):
         tables = {name: table for each in collections for name, table in each.embeddings.items()}
         ids = [feature for part in batch.sparse for feature in part.values().split(part.length_per_key())]
         embedded = {
-            name: _LookedUp(tables[table](rows)) for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
+            name: _LookedUp(tables[table](rows).float())
+            for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
         }
         return self.assemble(embedded, batch)
 
@@ -177,12 +195,15 @@ def _vendors(batch: RequestBatch) -> Vendors:
 
 
 class _LocalTables(nn.Module):
-    def __init__(self, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None) -> None:
+    def __init__(
+        self, spec: FeatureSpec, names: Sequence[str], width: int, device: torch.device | str, std: float | None
+    ) -> None:
         super().__init__()
-        weights = {table: torch.empty(count, width, device=device) for table, count in rows.items()}
-        for weight in weights.values():
-            nn.init.normal_(weight, std=std or 1 / math.sqrt(width))
-        tables = {table: nn.Embedding(rows[table], width, _weight=weight) for table, weight in weights.items()}
+        tables = {}
+        for table in names:
+            weight = torch.empty(spec.tables[table], width, dtype=_dtype(spec, table), device=device)
+            _initial(spec, table, std or 1 / math.sqrt(width))(weight)
+            tables[table] = nn.Embedding(spec.tables[table], width, _weight=weight)
         self.embeddings = nn.ModuleDict(tables)
 
 
@@ -207,7 +228,8 @@ class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
     A vector becomes a token by a linear layer of its own.
-    Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table.
+    Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table, and vectors from files
+    (`FeatureSpec.vector_tables`) by a linear layer of theirs, whose bias alone is the token of ids without a vector.
     InterFormer makes one dense token of all scalars; here each side has its own, so that request tokens stay at R rows.
     Data without request features (Criteo) still has requests: they all look like one learned token.
     The train loop hooks this module's input: it is where gradients of the tables can be inspected before the fused
@@ -229,6 +251,10 @@ class TokenAssembly(nn.Module):
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
             nn.init.normal_(projection, std=1 / math.sqrt(dim))  # tokens are then as long as those of other tables
+        for table, given in spec.vector_tables.items():
+            self.projections[table] = layer = nn.Linear(given.width, dim)
+            nn.init.normal_(layer.weight, std=1 / math.sqrt(given.width * dim))  # likewise, of standardised vectors
+            nn.init.zeros_(layer.bias)
         featureless = not (spec.request or spec.request_columns)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 

@@ -38,6 +38,7 @@ from train.metrics.collection import OwnMetric, own_metrics
 from train.optim import guarded, schedule
 from train.optim.frozen import freeze
 from train.optim.sparse import ids_per_request, shard
+from train.optim.vector_tables import give_rows
 from train.parallel.copies import TableCopies
 from train.parallel.experts import share_experts
 from train.parallel.mesh import build_mesh, table_mesh
@@ -133,6 +134,7 @@ def build(config: Config, world: World) -> Job:
     tables = table_mesh(config.parallel, world, config.runtime.collective_timeout)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh, tables)
+    give_rows(sharded, source)
     copies = None if tables is None else TableCopies(sharded, tables, frozen)
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)

@@ -147,29 +147,36 @@ def _tables(
             for table in each.parameters()
         )
         return {"tables": whole // share, "optimiser of tables": rows // share}, f"tables cannot be planned: {error}"
-    weights, state, host = _bytes_of_plan(plan, config, share)
-    most = int(np.argmax(weights + state))
+    weights, vectors, state, host = _bytes_of_plan(plan, config, model, share)
+    most = int(np.argmax(weights + vectors + state))
     note = f"tables in host memory: {host.max() / GIB:.3f} GiB of a rank" if host.any() else ""
-    return {"tables": int(weights[most]), "optimiser of tables": int(state[most])}, note
+    parts = {"tables": int(weights[most]), "optimiser of tables": int(state[most])}
+    return parts | ({"vectors from files": int(vectors[most])} if source.spec.vector_tables else {}), note
 
 
-def _bytes_of_plan(plan: ShardingPlan, config: Config, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of each rank [ranks]: weights and state in GPU memory, and both in host memory."""
-    weights, state, host = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+def _bytes_of_plan(
+    plan: ShardingPlan, config: Config, model: RankingModel, ranks: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of each rank [ranks]: learned rows, those that files give and state in GPU memory, all in host memory."""
+    weights, vectors, state, host = np.zeros((4, ranks))
+    given = model.embedding.assemble.spec.vector_tables
+    parameters = {name.split(".")[-2]: each for name, each in model.named_parameters() if ".embeddings." in name}
     for collection in plan.plan.values():
-        for table in collection.values():
+        for name, table in collection.items():
+            parameter, rows_of = parameters[name], vectors if name in given else weights
             for shard in table.sharding_spec.shards if table.sharding_spec is not None else ():
                 rank, (rows, columns) = shard.placement.rank(), shard.shard_sizes
-                own, moments = rows * columns * 4, rows * STATE[config.optimizer.sparse](columns)
+                own = rows * columns * parameter.element_size()
+                moments = rows * STATE[config.optimizer.sparse](columns) if parameter.requires_grad else 0
                 share = 1.0
                 if table.compute_kernel.startswith("fused_uvm"):
                     cached = table.compute_kernel == "fused_uvm_caching"
                     factor = table.cache_params.load_factor if table.cache_params is not None else None
                     share = (0.2 if factor is None else factor) if cached else 0.0  # FBGEMM's own share is 0.2
                     host[rank] += own + moments
-                weights[rank] += own * share
+                rows_of[rank] += own * share
                 state[rank] += moments * share
-    return weights, state, host
+    return weights, vectors, state, host
 
 
 def _dense(config: Config, model: RankingModel, ranks: int, node_ranks: int) -> dict[str, int]:

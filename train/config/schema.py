@@ -85,8 +85,9 @@ class HistoryConfig:
 
 @dataclass
 class TransformConfig:
-    """A column made of others, by exactly one of cross, bucketize, log, clip, hash and lookup."""
+    """A column made of others, by exactly one of cross, bucketize, log, clip, hash, lookup and copy."""
 
+    copy: str | None = None  # ids: those of this column, or its lists, under a name that may have another table
     cross: list[str] = field(default_factory=list)  # ids: combinations of these columns' ids
     bucketize: str | None = None  # ids: the interval between `edges` in which this column's number is
     edges: list[float] = field(default_factory=list)  # rising; an edge belongs to the interval above it
@@ -107,6 +108,19 @@ class VectorConfig:
 
     width: int = option(MISSING, least=1)  # numbers of each vector
     scale: str = option("standard", choices=["standard", "none"])  # standard: each number by its mean and deviation
+
+
+@dataclass
+class TableVectorsConfig:
+    """An embedding table whose rows are vectors from files, one for each id."""
+
+    files: list[str] = MISSING  # as those of a join
+    id: str = MISSING  # their column of ids
+    vector: str = MISSING  # their column of vectors
+    width: int = option(MISSING, least=1)  # numbers of each vector
+    scale: str = option("standard", choices=["standard", "none"])  # by mean and deviation of the files' vectors
+    dtype: str = option("fp32", choices=["fp32", "fp16"])  # of the rows in memory and in checkpoints
+    frozen: bool = True  # rows do not learn; false: they are where the table begins
 
 
 @dataclass
@@ -149,6 +163,7 @@ class EventsConfig(DataConfig):
     missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean
     missing_indicator: list[str] = field(default_factory=list)  # globs of numeric columns: another is 1 where missing
     list_separator: str = "|"  # of list columns that arrive as text
+    table_vectors: dict[str, TableVectorsConfig] = field(default_factory=dict)  # embedding table -> its vectors by id
     transforms: dict[str, TransformConfig] = field(default_factory=dict)  # name of a column -> how it is made of others
     tables: dict[str, str] = field(default_factory=dict)  # column -> embedding table; default: a table of its own name
     vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow

@@ -29,6 +29,7 @@ from train.data.requests import Requests
 from train.data.storage import store
 from train.data.storage.files import Table
 from train.data.storage.writer import Block, VendorBlock, Writer
+from train.data.vector_tables import VectorFiles
 
 
 @dataclass
@@ -109,14 +110,23 @@ def make_ids(
     training: Iterable[Occurrences],
     earlier: mapping.Mapping | None,
     new_ids: bool,
+    vectors: VectorFiles | None = None,
 ) -> tuple[Hashing | Vocabulary, FeatureSpec]:
-    """Rows for the ids that occur in training, saved, and the spec with the sizes of the tables."""
+    """Rows for the ids that occur in training, or have one of `vectors`, saved, and the spec with the sizes of the
+    tables. The rows of tables of `vectors` are written, too."""
+    counts, known = _min_counts(config, spec, new_ids), earlier.ids if earlier else None
+    counted, given = list(training), list[Occurrences]()
+    if vectors is not None:
+        given = list(vectors.occurrences())
+        vectors.report(counted)
     if config.id_map == "hash":
-        ids: Hashing | Vocabulary = Hashing(config.hash_rows)
+        ids: Hashing | Vocabulary = Hashing(config.hash_rows, Vocabulary(given, counts, known))
     else:
-        known = earlier.ids if earlier else None
-        ids = Vocabulary(training, _min_counts(config, spec, new_ids), known, config.oov_rows)
-        ids.save(folder / mapping.FOLDER)
+        learned = [each for each in counted if each[0] not in spec.vector_tables]
+        ids = Vocabulary([*learned, *given], counts, known, config.oov_rows)
+    ids.save(folder / mapping.FOLDER)
+    if vectors is not None:
+        vectors.write(folder, ids)
     return ids, dataclasses.replace(spec, tables={name: ids.size(name) for name in spec.tables})
 
 
@@ -138,6 +148,7 @@ def write(
     earlier: mapping.Mapping | None = None,
     new_ids: bool = True,
     real_labels: Sequence[str] = (),
+    vectors: VectorFiles | None = None,
 ) -> None:
     """Write the prepared form.
 
@@ -152,7 +163,7 @@ def write(
     if not training.any():
         raise ValueError(empty_training(config, len(requests.order)))
     counted = _training_ids(spec, columns, histories, training, requests.bounds["train"])
-    ids, spec = make_ids(folder, config, spec, counted, earlier, new_ids)
+    ids, spec = make_ids(folder, config, spec, counted, earlier, new_ids, vectors)
     known = Labels(spec, real_labels)
     known.train(labels[training], None if weights is None else weights[training])
     known.see(labels[np.append(requests.order, requests.earlier)])
@@ -183,7 +194,7 @@ def write(
         history = histories[event.name]
         writer.events(event, [history_field(history, field, columns) for field in event.fields], history.times)
     writer.close()
-    save_meta(folder, config, spec, table, requests.bounds, ids, known, dense, earlier, new_ids)
+    save_meta(folder, config, spec, table, requests.bounds, ids, known, dense, earlier, new_ids, vectors)
 
 
 def save_meta(
@@ -197,17 +208,20 @@ def save_meta(
     dense: Dense,
     earlier: mapping.Mapping | None,
     new_ids: bool,
+    vectors: VectorFiles | None = None,
 ) -> None:
-    transforms = mapping.transforms_of(config)
+    transforms, digests = mapping.transforms_of(config), vectors.digests if vectors else {}
+    statistics = dense.statistics | (vectors.statistics if vectors else {})
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
         "bounds": bounds,
         "label_rates": earlier.label_rates if earlier and not new_ids else labels.rates(),
         "label_bounds": labels.bounds(),
-        "numeric": dense.statistics,
+        "numeric": statistics,
         "missing": dense.missing | labels.unobserved(),
-        "fingerprint": _fingerprint(spec, ids, dense, transforms),
+        "fingerprint": _fingerprint(spec, ids, statistics, transforms, digests),
         "transforms": transforms,
+        "vectors": digests,
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
@@ -224,18 +238,28 @@ def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[st
     """How often an id must occur in training to get a row, by table."""
     if stray := sorted(set(config.table_min_count) - set(spec.tables)):
         raise ValueError(f"data.table_min_count names {stray}, which are no tables; there are {sorted(spec.tables)}")
+    if given := sorted(set(config.table_min_count) & set(spec.vector_tables)):
+        raise ValueError(
+            f"data.table_min_count names {given[0]}, whose ids are those of data.table_vectors; leave it out"
+        )
     counts = {table: config.table_min_count.get(table, config.min_count) for table in spec.tables}
+    counts |= dict.fromkeys(spec.vector_tables, 1)
     return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 
 def _fingerprint(
-    spec: FeatureSpec, ids: Hashing | Vocabulary, dense: Dense, transforms: Mapping[str, Mapping[str, Any]]
+    spec: FeatureSpec,
+    ids: Hashing | Vocabulary,
+    statistics: Mapping[str, Mapping[str, float]],
+    transforms: Mapping[str, Mapping[str, Any]],
+    vectors: Mapping[str, str],
 ) -> str:
-    """Of everything that decides which row an id of a feature becomes and how numbers are scaled."""
+    """Of everything that decides which row an id of a feature becomes, how numbers are scaled and what files give."""
     # Six digits: sums round differently on other processors.
     names = ("mean", "std", "fill")
-    scales = [(name, *(f"{used[key]:.6g}" for key in names if key in used)) for name, used in dense.statistics.items()]
-    text = json.dumps([list(spec.lookups()), ids.digest(), scales, *([transforms] if transforms else [])])
+    scales = [(name, *(f"{used[key]:.6g}" for key in names if key in used)) for name, used in statistics.items()]
+    further = [each for each in (transforms, vectors) if each]
+    text = json.dumps([list(spec.lookups()), ids.digest(), scales, *further])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -35,7 +35,7 @@ from train.process.files import write_json
 DESCRIPTION = "reader.json"
 """In the folder of an export, beside the vocabulary: the configuration of the data, without its files."""
 PARTS = ("request", "candidates", "histories", "time")
-_FILES = ("root", "cache_dir", "files", "valid_files", "test_files", "joins", "vocabulary_of")
+_FILES = ("root", "cache_dir", "files", "valid_files", "test_files", "joins", "vocabulary_of", "table_vectors")
 
 
 class RequestReader:
@@ -68,12 +68,10 @@ class RequestReader:
         known = mapping.read(run_dir)
         self.numeric = known.numeric
         self.oov_rows = known.oov_rows
-        self._rows: dict[str, dict[str, int]] | None = None
-        if known.ids is not None:
-            self._rows = {
-                table: {text: row for row, text in enumerate(texts.to_pylist(), first_row(self.oov_rows))}
-                for table, texts in known.ids.items()
-            }
+        self._rows = {
+            table: {text: row for row, text in enumerate(texts.to_pylist(), first_row(self.oov_rows))}
+            for table, texts in known.ids.items()
+        }
 
     @classmethod
     def from_pretrained(cls, folder: Path | str) -> Self:
@@ -213,7 +211,7 @@ class RequestReader:
 
     def _known(self, table: str, values: Sequence[Any]) -> np.ndarray:
         ids = texts_as_ids(values)
-        if self._rows is None:
+        if table not in self._rows:
             return Hashing(self.spec.tables[table]).ids(table, ids)
         unknown = rows_of_unknown(ids.values, self.oov_rows).tolist()
         rows = [self._rows[table].get(text, row) for text, row in zip(ids.values.to_pylist(), unknown, strict=True)]
@@ -305,7 +303,10 @@ class _Columns:
     def ids(self, name: str) -> Coded:
         if name in self.reader.transforms:
             return self.reader.transforms.ids(name, self)
-        return texts_as_ids([_column(row, name, self.whose) for row in self.rows])
+        return texts_as_ids(self.given(name))
+
+    def given(self, name: str) -> list[Any]:
+        return [_column(row, name, self.whose) for row in self.rows]
 
     def numbers(self, name: str) -> np.ndarray:
         if name in self.reader.transforms:

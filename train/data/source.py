@@ -14,6 +14,7 @@ from train.data.batch import Events, Ids, VendorColumns, pack, ranges
 from train.data.features import mapping
 from train.data.storage import store
 from train.data.storage.files import locate
+from train.data.vector_tables import array_name
 
 
 class Source(Protocol):
@@ -115,6 +116,10 @@ class PreparedSource:
 
     def locate(self, row: int) -> str:
         return locate(self.meta["files"], self.meta["first_row"], row)
+
+    def vectors(self, table: str) -> np.ndarray:
+        """[rows, width] of a table that files give, memory-mapped."""
+        return self._arrays[array_name(table)]
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
         arrays = self._arrays

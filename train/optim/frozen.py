@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def freeze(model: RankingModel, globs: Sequence[str]) -> None:
-    """Switch off the gradients of parameters that a glob matches, by their name or that of a module which holds them.
+    """Switch off the gradients of parameters that a glob matches, by their name or that of a module which holds them,
+    and of tables of vectors that do not learn.
 
     Raises ValueError for a glob that matches nothing, and when only tables are left to train.
     """
@@ -23,6 +24,10 @@ def freeze(model: RankingModel, globs: Sequence[str]) -> None:
             parameter.requires_grad_(False)
         elements = sum(parameter.numel() for parameter in matched)
         log.info("frozen by %s: %s tensors of %s elements", glob, len(matched), f"{elements:,}")
+    for table, given in model.embedding.assemble.spec.vector_tables.items():
+        if given.frozen:
+            (name,) = (name for name in parameters if name.endswith(f".embeddings.{table}.weight"))
+            parameters[name].requires_grad_(False)
     tables = {table for each in model.embedding.collections for table in each.parameters()}
     if not any(parameter.requires_grad for parameter in set(parameters.values()) - tables):
         raise ValueError(

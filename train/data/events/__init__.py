@@ -32,6 +32,7 @@ from train.data.requests import Requests, group_requests, vendor_runs
 from train.data.storage import store
 from train.data.storage.files import find_files, locate
 from train.data.storage.rows import Rows
+from train.data.vector_tables import VectorFiles
 
 __all__ = ["cache_folder", "feature_spec", "prepare", "read_rows"]
 
@@ -39,6 +40,7 @@ __all__ = ["cache_folder", "feature_spec", "prepare", "read_rows"]
 def cache_folder(config: EventsConfig) -> Path:
     """Where these events are prepared."""
     others = [join.files for join in config.joins] + [history.files for history in config.histories.values()]
+    others += [vectors.files for vectors in config.table_vectors.values()]
     sets = (*files_by_split(config), *(find_files(each, config.root) for each in others))
     found = [file for files in sets for file in files]
     known = mapping.files(Path(config.vocabulary_of)) if config.vocabulary_of else []
@@ -57,18 +59,24 @@ def prepare(config: EventsConfig, folder: Path) -> None:
     earlier = earlier_mapping(config, spec)
     check_once([file for files in files_by_split(config) for file in files])
     files = labelled_rows(config)
+    vectors = VectorFiles(config, earlier) if config.table_vectors else None
     chunks = files.chunks(config.rows_at_once)
     first, second = next(chunks), next(chunks, None)
     if second is None:
-        _prepare_whole(config, folder, spec, earlier, first)
+        _prepare_whole(config, folder, spec, earlier, vectors, first)
         return
     begun = iter([first, second])
     del first, second  # which are freed one after the other
-    streamed.prepare(config, folder, spec, earlier, files.count(), chain(begun, chunks))
+    streamed.prepare(config, folder, spec, earlier, vectors, files.count(), chain(begun, chunks))
 
 
 def _prepare_whole(
-    config: EventsConfig, folder: Path, spec: FeatureSpec, earlier: mapping.Mapping | None, rows: Rows
+    config: EventsConfig,
+    folder: Path,
+    spec: FeatureSpec,
+    earlier: mapping.Mapping | None,
+    vectors: VectorFiles | None,
+    rows: Rows,
 ) -> None:
     columns = read_columns(config, rows)
     rows.report(config.max_skipped)
@@ -111,6 +119,7 @@ def _prepare_whole(
         earlier=earlier,
         new_ids=config.new_ids,
         real_labels=config.real_labels,
+        vectors=vectors,
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from modules.batch import FeatureSpec
-from train.config.schema import EventsConfig
+from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
 from train.data.events.names import features, numbers, numeric, table_of, vectors, wanted
 from train.data.features import mapping
 from train.data.features.columns import NUMBER
@@ -111,6 +111,19 @@ def check(config: EventsConfig) -> None:
         )
     if both := sorted(set(config.request_vectors) & set(config.candidate_vectors)):
         raise ValueError(f"data.request_vectors and data.candidate_vectors both name {both[0]!r}; name it once")
+    tables = {config.tables.get(name, name) for name in used}
+    for table, given in config.table_vectors.items():
+        key = f"data.table_vectors.{table}"
+        if table not in tables:
+            raise ValueError(
+                f"{key} is no table of a feature or a field; there are {sorted(tables)}. To have a learned row and a "
+                f"vector of one id, copy the column, e.g. data.transforms={{{table}: {{copy: item_id}}}}, and name "
+                f"{table} among the features"
+            )
+        if table in {*vectors(config), *numeric(config)}:
+            raise ValueError(f"{key} has the name of a column of numbers; give its table another one by data.tables")
+        if given.dtype != "fp32" and not given.frozen:
+            raise ValueError(f"{key}.dtype={given.dtype} goes with frozen: true; rows that learn need fp32")
     for name, fill in config.missing_fill.items():
         if not math.isfinite(fill):
             raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")
@@ -145,20 +158,27 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
             f"data.vocabulary_of={earlier.path} filled in missing numbers by {fills}, this configuration by "
             f"{config.missing_fill}; give data.missing_fill the former"
         )
-    for name, vector in vectors(config).items():
+    described: dict[str, VectorConfig | TableVectorsConfig] = {**vectors(config), **config.table_vectors}
+    for name, vector in described.items():
         known = "none" if name in earlier.numeric else "standard" if f"{name}[0]" in earlier.numeric else vector.scale
         if known != vector.scale:
             raise ValueError(
                 f"data.vocabulary_of={earlier.path} was given {name!r} with scale={known}, this configuration has "
                 f"{vector.scale}; use the former"
             )
+    if earlier.vectors.keys() != config.table_vectors.keys():
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} was given vectors for the tables {sorted(earlier.vectors)}, this "
+            f"configuration has data.table_vectors of {sorted(config.table_vectors)}; use the same"
+        )
     if earlier.transforms != mapping.transforms_of(config):
         raise ValueError(
             f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "
             "or its weights would be given other ids and numbers"
         )
-    hashed = sorted(set(earlier.sizes.values())) if earlier.ids is None else []
-    if hashed != ([config.hash_rows] if config.id_map == "hash" else []):
+    hashed = sorted(earlier.hashed)
+    hashing = config.id_map == "hash" and spec.tables.keys() - config.table_vectors.keys()
+    if hashed != ([config.hash_rows] if hashing else []):
         theirs = f"data.id_map=hash data.hash_rows={hashed[0]}" if hashed else "data.id_map=vocabulary"
         raise ValueError(f"data.vocabulary_of={earlier.path} gives ids other rows than this run; use {theirs}")
     if earlier.oov_rows != config.oov_rows:

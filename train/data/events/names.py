@@ -7,6 +7,7 @@ from train.config.schema import EventsConfig, VectorConfig
 from train.data.features.numeric import numeric_features
 from train.data.features.transforms import Transforms
 from train.data.storage.rows import comparison
+from train.data.vector_tables import vector_tables
 
 
 def feature_spec(config: EventsConfig) -> FeatureSpec:
@@ -37,6 +38,7 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         vendor_dense=numeric_features(config.vendor_numeric, config.missing_indicator),
         request_vectors=vectors_of(config.request_vectors),
         candidate_vectors=vectors_of(config.candidate_vectors),
+        vector_tables=vector_tables(config),
     )
 
 

@@ -38,6 +38,7 @@ from train.data.requests import Requests, form_requests, held_out, split_bounds,
 from train.data.storage.files import locate
 from train.data.storage.rows import Rows
 from train.data.storage.writer import Block, VendorBlock, Writer
+from train.data.vector_tables import VectorFiles
 
 MOST_PARTS = 1024
 
@@ -47,6 +48,7 @@ def prepare(
     folder: Path,
     spec: FeatureSpec,
     earlier: mapping.Mapping | None,
+    vectors: VectorFiles | None,
     count: int,
     chunks: Iterator[Rows],
 ) -> None:
@@ -76,7 +78,7 @@ def prepare(
         counts.add(shards, shard, int(train[0][shard]), int(train[1][shard]))
     if not counts.rows:
         raise ValueError(empty_training(config, shards.candidates))
-    ids, spec = make_ids(folder, config, spec, counts.occurrences(), earlier, config.new_ids)
+    ids, spec = make_ids(folder, config, spec, counts.occurrences(), earlier, config.new_ids, vectors)
     statistics = counts.numbers.statistics(earlier.numeric if earlier else {})
     writer = Writer(folder, spec, ids)
     for slab in range(shards.slabs):
@@ -90,7 +92,7 @@ def prepare(
     writer.close()
     none = np.zeros((0, 0), np.float32)
     known = Dense(none, none, statistics, missing=counts.numbers.missing())
-    save_meta(folder, config, spec, last.table, bounds, ids, counts.labels, known, earlier, config.new_ids)
+    save_meta(folder, config, spec, last.table, bounds, ids, counts.labels, known, earlier, config.new_ids, vectors)
     shutil.rmtree(work)
 
 

@@ -28,15 +28,21 @@ ABOUT = "mapping.json"
 
 @dataclass(frozen=True)
 class Mapping:
-    """Of an earlier run: `ids` by table in the order of their rows, None where they are hashed into `sizes` rows."""
+    """Of an earlier run: `ids` by table in the order of their rows; tables without are hashed into `sizes` rows."""
 
     path: Path
     fingerprint: str
     numeric: dict[str, dict[str, float]]  # mean and std by feature
     label_rates: dict[str, float]  # positive rate of training labels by task
     sizes: dict[str, int]
-    ids: dict[str, pa.StringArray] | None
+    ids: dict[str, pa.StringArray]
     transforms: dict[str, dict[str, Any]]  # how columns were made of others
+    vectors: dict[str, str]  # digest of the rows of tables that files gave
+
+    @property
+    def hashed(self) -> set[int]:
+        """Sizes of the tables whose ids are hashed."""
+        return {rows for table, rows in self.sizes.items() if table not in self.ids}
 
     @property
     def oov_rows(self) -> int:
@@ -57,7 +63,7 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
     if (prepared / FOLDER).exists():
         shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates", "transforms")}
+    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates", "transforms", "vectors")}
     write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
 
 
@@ -85,8 +91,9 @@ def read(run_dir: Path) -> Mapping:
         known["numeric"],
         known["label_rates"],
         known["tables"],
-        ids or None,
+        ids,
         known.get("transforms", {}),
+        known.get("vectors", {}),
     )
 
 

@@ -22,7 +22,7 @@ from train.data.features.vocabulary import hash_texts
 
 OF_NUMBERS = ("bucketize", "log", "clip")
 TO_NUMBERS = ("log", "clip")
-KINDS = ("cross", "bucketize", "log", "clip", "hash", "lookup")
+KINDS = ("cross", "bucketize", "log", "clip", "hash", "lookup", "copy")
 SETTINGS = {"bucketize": ("edges",), "clip": ("least", "most"), "hash": ("buckets",), "lookup": ("table", "default")}
 BETWEEN = "\x1f"
 """Between the ids of a cross: a character that no id has."""
@@ -34,6 +34,14 @@ class Columns(Protocol):
     def ids(self, name: str) -> Coded: ...
 
     def numbers(self, name: str) -> np.ndarray: ...
+
+
+class Given(Columns, Protocol):
+    """Rows of a request."""
+
+    def given(self, name: str) -> list[Any]:
+        """The values of a column as they came."""
+        ...
 
 
 class Transforms:
@@ -76,9 +84,17 @@ class Transforms:
         if kind == "bucketize":
             return _bucketize(columns.numbers(_reads(each)[0]), each.edges)
         parts = [columns.ids(read) for read in _reads(each)]
+        if kind == "copy":
+            return parts[0]
         if kind == "cross":
             return _cross(parts)
         return _hash(parts[0], each.buckets) if kind == "hash" else _lookup(parts[0], each)
+
+    def copied(self, name: str) -> str | None:
+        """The column that a copy is of, by way of other copies; None for what another transform makes."""
+        while name in self._all and (source := self._all[name].copy):
+            name = source
+        return None if name in self._all else name
 
     def numbers(self, name: str, columns: Columns) -> np.ndarray:
         """[N] float64 numbers of a column that a transform makes, NaN for missing."""
@@ -88,13 +104,15 @@ class Transforms:
         numbers = columns.numbers(_reads(each)[0])
         return signed_log(numbers) if kind == "log" else np.clip(numbers, each.least, each.most)
 
-    def derive(self, rows: Sequence[Mapping[str, Any]], names: Iterable[str], columns: Columns) -> list[dict[str, Any]]:
+    def derive(self, rows: Sequence[Mapping[str, Any]], names: Iterable[str], columns: Given) -> list[dict[str, Any]]:
         """`rows` of a request, which are also `columns`, with the values of those of `names` that transforms make."""
         made: dict[str, list[Any]] = {}
         for name in names:
             if name not in self._all:
                 continue
-            if _kind(self._all[name]) in TO_NUMBERS:
+            if source := self.copied(name):  # which may have lists
+                made[name] = columns.given(source)
+            elif _kind(self._all[name]) in TO_NUMBERS:
                 made[name] = [None if math.isnan(number) else number for number in self.numbers(name, columns).tolist()]
             else:
                 ids = self.ids(name, columns)

@@ -126,28 +126,38 @@ class Vocabulary:
 
 
 class Hashing:
-    """Row 1 + hash(text) mod (rows - 1): no vocabulary, no unseen ids, but collisions."""
+    """Row 1 + hash(text) mod (rows - 1): no vocabulary, no unseen ids, but collisions.
 
-    def __init__(self, rows: int) -> None:
+    Tables of `given`, whose rows come from files, have that vocabulary.
+    """
+
+    oov_rows = 0
+
+    def __init__(self, rows: int, given: Vocabulary | None = None) -> None:
         if rows < 2:
             raise ValueError(f"data.hash_rows={rows} leaves no row beside the unknown one; use at least 2, e.g. 100000")
         self.num_rows = rows
+        self._given = given or Vocabulary((), {})
 
     def size(self, table: str) -> int:
-        return self.num_rows
+        return self._given.size(table) if table in self._given.tables else self.num_rows
 
     def ids(self, table: str, column: Coded | CodedLists) -> np.ndarray:
         return self.rows(table, column.values)[column.codes]
 
     def rows(self, table: str, values: pa.StringArray) -> np.ndarray:
+        if table in self._given.tables:
+            return self._given.rows(table, values)
         hashed = hash_texts(values) % np.uint64(self.num_rows - 1)
         return _with_missing(hashed.astype(np.int64) + UNKNOWN_ID + 1)
 
     def digest(self) -> str:
-        return f"hash into {self.num_rows}"
+        return f"hash into {self.num_rows}" + (f", {self._given.digest()}" if self._given.tables else "")
 
     def save(self, folder: Path) -> None:
-        """Hashing has nothing to save."""
+        """As a vocabulary; hashing itself has nothing to save."""
+        if self._given.tables:
+            self._given.save(folder)
 
 
 def occurrences(column: Coded | CodedLists, chosen: np.ndarray | slice = slice(None)) -> np.ndarray:

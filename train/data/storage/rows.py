@@ -173,7 +173,10 @@ class Rows:
 
     def lists(self, name: str, separator: str) -> CodedLists:
         if name in self.transforms:
-            raise ValueError(f"data.transforms.{name} makes one value a row, and lists are needed")
+            source = self.transforms.copied(name)
+            if source is None:
+                raise ValueError(f"data.transforms.{name} makes one value a row, and lists are needed")
+            return self.lists(source, separator)
         side = self._side(name)
         if side:
             return side[0].once("lists", name, separator).take(side[1])

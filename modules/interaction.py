@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from kernels.core import dispatch
 from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows, request_part
 from modules.core.checks import check_maximum
 from modules.mlp import MLP, SharedLinear, linear_of_both
 from modules.norms import rms_norm
+
+
+def inner_products(tokens: Tensor, others: Tensor) -> Tensor:
+    """Inner products of each of tokens [C, n, d] with each of others [C, m, d]: [C, n, m]."""
+    tokens, others = dispatch.autocast_operands(tokens=tokens, others=others)
+    if torch.compiler.is_compiling():
+        return torch.bmm(tokens, others.mT)
+    return cast(Tensor, _InnerProducts.apply(tokens, others))
+
+
+class _InnerProducts(torch.autograd.Function):
+    """PyTorch's own gradient of `others` would be a transposed view, which whatever reads it next copies."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, others: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, others)
+        return torch.bmm(tokens, others.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, others = ctx.saved_tensors
+        return torch.bmm(grad, others), torch.bmm(grad.mT, tokens)
 
 
 class DotInteraction(nn.Module):
@@ -42,7 +68,7 @@ class DotInteraction(nn.Module):
         """ValueError for another number of tokens than the pairs were made for."""
         if tokens.shape[1] != self.num_tokens:
             raise ValueError(f"the layer was built for {self.num_tokens} tokens, got a tensor {list(tokens.shape)}")
-        gram = torch.bmm(tokens, tokens.mT).flatten(1)
+        gram = inner_products(tokens, tokens).flatten(1)
         return gram.index_select(1, self.pairs) * self.scale
 
     def across(self, tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:

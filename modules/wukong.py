@@ -13,7 +13,7 @@ from kernels.jagged import jagged_dense_bmm
 from kernels.tokens import EPSILON
 from modules.broadcast import CandidateRows, request_part
 from modules.core.side_stream import SideStream
-from modules.interaction import DotInteraction, products_across
+from modules.interaction import DotInteraction, inner_products, products_across
 from modules.lce import LCE, compress_together
 from modules.mlp import MLP, SharedLinear
 from modules.norms import rms_norm
@@ -114,7 +114,7 @@ class WukongLayer(nn.Module):
             return self.fmb(candidate, request, rows)
         if projected is None:
             projected = self.project(candidate, request, rows)
-        products = torch.bmm(candidate, projected.mT)
+        products = inner_products(candidate, projected)
         if request is not None and rows is not None:
             across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
             products = torch.cat([across.mT, products], dim=1)
@@ -259,12 +259,12 @@ class WukongExperts(nn.Module):
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
         request_part(self.num_request, request, rows, "tokens")
+        number = len(self.experts)
+        shares = _Deal.apply(candidate, number)
+        shares_of_request = [None] * number if request is None else _Deal.apply(request, number)
         works, results = [], []
         for index, (first, *rest) in enumerate(self.experts):
-            own = candidate[:, index :: len(self.experts)].contiguous()
-            shared = None
-            if request is not None and first.num_request:
-                shared = request[:, index :: len(self.experts)].contiguous()
+            own, shared = shares[index], shares_of_request[index] if first.num_request else None
             with SideStream(own, shared, lane=index) as work:
                 tokens = first(own, shared, rows if shared is not None else None)
                 for layer in rest:
@@ -272,6 +272,25 @@ class WukongExperts(nn.Module):
             works.append(work)
             results.append(tokens)
         return torch.cat([work.join(tokens) for work, tokens in zip(works, results, strict=True)], dim=1)
+
+
+class _Deal(torch.autograd.Function):
+    """The share of each of `number` experts, contiguous: tokens[:, i::number].
+
+    Gradients are written side by side; those of slices would each be a tensor of zeros around them, to be added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, number: int) -> tuple[Tensor, ...]:
+        ctx.shape = tokens.shape
+        return tuple(tokens[:, index::number].contiguous() for index in range(number))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].new_empty(ctx.shape)
+        for index, gradient in enumerate(gradients):
+            whole[:, index :: len(gradients)] = gradient
+        return whole, None
 
 
 def _sum_of_squares(pairs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.checks import check_offsets
-from kernels.core.dispatch import Backend
+from kernels.core.dispatch import Backend, triton_floats
 from kernels.ikbo import lce_torch, reference
 from kernels.ikbo.lce_operator import MAX_LEVELS
 
@@ -29,8 +29,8 @@ def linear_compression(
 
     candidate [C, Kc, N], request [R, Kr, N], w_candidate [M, Kc], w_request [M, Kr], floating tensors of one dtype and
     any strides. The candidates of request r are offsets[r]:offsets[r + 1] of candidate_offsets [R + 1], int32 or int64;
-    a request may have none. The product of each request is computed once and added in at least float32; the backend
-    `torch` rounds it to the dtype before.
+    a request may have none. The product of each request is computed once and added in at least float32; backends
+    other than `hopper` may round it to the dtype before.
 
     A tree of more levels, such as user, vendor, ad, gives `request`, `w_request` and `candidate_offsets` as sequences
     of equal length, at most 3, in the order of `nested_offsets`, outermost first, here [user, vendor]: offsets[i] say
@@ -126,6 +126,7 @@ def _hopper(
 dispatch.declare(
     "linear_compression",
     Backend("hopper", "kernels.ikbo.hopper.lce_operators:linear_compression", _hopper),
+    Backend("triton", "kernels.ikbo.triton.operators:linear_compression", triton_floats),
     Backend("torch", lce_torch.linear_compression),
     Backend("reference", reference.linear_compression),
 )

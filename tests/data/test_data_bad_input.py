@@ -52,11 +52,15 @@ def whole(source, split="train"):
         ("1,9,1,nan,1", "column 'price' is nan, expected a finite number"),
         ("1,9,1,inf,1", "column 'price' is inf, expected a finite number"),
         ("1,9,1,0.5,2", "column 'click' is 2, expected a label of 0, 1 or nothing"),
-        ("1,9,1,0.5,yes", "column 'click' is yes, expected a finite number"),
+        (
+            "1,9,1,0.5,yes",
+            "column 'click' is yes, expected a finite number or nothing (a label of words is a comparison: 'click == W",
+        ),
         (
             "1,soon,1,0.5,1",
             "column 'time' is soon, expected a time as data.time_format (or that of its history) says: seconds",
         ),
+        ("1,2024-03-01T05:06:07Z,1,0.5,1", "says: seconds since 1970 ('%Y-%m-%dT%H:%M:%SZ' fits)"),
         ("1,,1,0.5,1", "column 'time' is None, expected a time"),
         (",9,1,0.5,1", "column 'user' is None, expected an id"),
         ("1,9,1,0.5", "4 columns, expected 5"),
@@ -269,6 +273,8 @@ def test_lists_that_are_not_aligned(tmp_path):
 def test_empty_history(tmp_path, caplog):
     batch = whole(build_source(config_of(tmp_path, histories={"seen": HistoryConfig(["item"], where={"click": 7})})))
     assert "no row meets where: {click: 7}; the column holds e.g. ['0', '1']" in caplog.text
+    build_source(config_of(tmp_path, histories={"seen": HistoryConfig(["item"], where={"price": True})}))
+    assert "no row meets where: {price: True} (YAML reads yes, no" in caplog.text
     assert batch.histories.values().numel() == 0
     assert batch.lookup.stride() == batch.num_requests
 
@@ -358,6 +364,10 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
         ({"time_format": "h"}, r"data\.time_format='h'"),
         ({"histories": {"a": HistoryConfig(["item"], time_format="h")}}, r"data\.histories\.a\.time_format='h'"),
         ({"log_numeric": ["item"]}, r"data\.log_numeric names \['item'\]"),
+        (
+            {"candidate_categorical": ["item", "i.d", "i_d"]},
+            r"'i\.d' and 'i_d' would share the table 'i_d'.* data\.tables, e\.g\. i\.d: other",
+        ),
         ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
         ({"labels": {}}, "at least one task"),
         ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),

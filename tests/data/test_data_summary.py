@@ -40,6 +40,7 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
     assert ["seen.item", "10", "7.50", "100.0%", "100.0%"] in lines
     assert ["search.query", "1", "0.00", "none", "none"] in lines
     assert ["price", "0.0%", "0.0%"] in lines
+    assert "nothing is known in train of: brand, search.query, price".split() in lines
 
 
 def test_rows_without_a_time_have_no_dates():

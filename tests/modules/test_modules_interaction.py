@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modules.broadcast import CandidateRows
-from modules.interaction import CrossNet, DHENLayer, DotInteraction
+from modules.interaction import CrossNet, DHENLayer, DotInteraction, inner_products
 from modules.wukong import WukongLayer
 
 
@@ -122,3 +122,10 @@ def test_shared_tokens_of_a_wukong_layer_are_tokens_of_every_candidate(num_out: 
     cotangent = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(y, (own, shared), cotangent) for y in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_gradients_of_inner_products_are_no_views() -> None:
+    tokens, others = (torch.randn(3, count, 5, dtype=torch.float64, requires_grad=True) for count in (4, 2))
+    assert torch.autograd.gradcheck(inner_products, (tokens, others))
+    made = torch.autograd.grad(inner_products(tokens, others).square().sum(), (tokens, others))
+    assert all(each.is_contiguous() for each in made)

@@ -127,16 +127,21 @@ def test_what_is_wrong_is_answered_in_words(ranking: Rows, service: Service) -> 
 
 
 def test_a_call_too_many_is_refused_and_others_are_served_side_by_side(service: Service) -> None:
-    both, app = threading.Barrier(2, timeout=60), App(service, threads=2, most_waiting=2)
+    both, refused = threading.Barrier(2, timeout=60), threading.Event()
+    app = App(service, threads=2, most_waiting=2)
 
     def scored(requests: list[Any]) -> list[Any]:
         both.wait()  # ends when two threads are here
+        refused.wait(timeout=60)
         return []
 
     app.service = type("Slow", (), {"__call__": lambda self, r: scored(r), "tasks": ("click",)})()
 
     async def three() -> list[int]:
-        return [status for status, *_ in await asyncio.gather(*(call(app, "/score", b"[]") for _ in range(3)))]
+        *served, last = [asyncio.create_task(call(app, "/score", b"[]")) for _ in range(3)]
+        answers = [await last]
+        refused.set()
+        return [status for status, *_ in [*await asyncio.gather(*served), *answers]]
 
     assert complete(three()) == [200, 200, 503]
 

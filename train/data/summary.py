@@ -16,8 +16,8 @@ SAMPLE = 256
 
 
 def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
-    """Two tables: requests and times of each split with label rates; how much of a feature is known in the first and
-    the last split.
+    """Two tables: requests and times of each split with label rates, and features without any known value; how much of
+    a feature is known in the first and the last split.
 
     `dated` false: the source has no times, and none are printed. An id is known if it has a row of its own, a number if
     it is not the mean, which missing numbers become.
@@ -34,10 +34,13 @@ def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
     for kind, names in (("label", source.spec.tasks), ("number", tuple(lacking.keys() - {*source.spec.tasks}))):
         if shares := [text for name, text in lacking.items() if name in names]:
             lines.append(f"training rows without a {kind}: {', '.join(shares)}")
-    splits, lines = "\n".join(lines), []
 
     ends = list(samples)[:: max(1, len(samples) - 1)]
     rows = list(zip(*(_features(source, samples[split]) for split in ends), strict=True))
+    if empty := [name for (name, _, _, known), *_ in rows if known in ("none", "0.0%")]:
+        lines.append(f"nothing is known in {ends[0]} of: {', '.join(empty)}")
+    splits, lines = "\n".join(lines), []
+
     width = max(len(row[0][0]) for row in rows)
     titles = "".join(f"  {f'known in {split}':>14}" for split in ends)
     lines.append(f"{'feature':<{width}} {'table rows':>12}  {'a request':>9}{titles}")

@@ -20,6 +20,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from modules.batch import RequestBatch
 from train.process.distributed import World
 
+SMALL = 2**20
+"""Values of a gradient below which the guard copies it beside others, in place of reading it where it is."""
+
 
 class FiniteGuard:
     """Watches the input of a `TokenAssembly`; keeps one verdict a step on the device until `report` reads them."""
@@ -102,6 +105,15 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.guard.judge(list(gradients))
+        # All small ones are copied into one tensor: two launches in place of two for each.
+        small = [each.numel() < SMALL and each.dtype is torch.float32 for each in gradients]
+        packed = [each.flatten() for each, is_small in zip(gradients, small, strict=True) if is_small]
+        large = [each for each, is_small in zip(gradients, small, strict=True) if not is_small]
+        together = [torch.cat(packed)] if packed else []
+        ctx.guard.judge([*together, *large])
         finite = ctx.guard.finite.bool()
-        return (None, *(torch.where(finite, gradient, ctx.guard.zero.to(gradient.dtype)) for gradient in gradients))
+        passed = [torch.where(finite, each, ctx.guard.zero.to(each.dtype)) for each in [*together, *large]]
+        parts = iter(passed.pop(0).split([len(each) for each in packed]) if packed else ())
+        rest = iter(passed)
+        chosen = (next(parts if is_small else rest) for is_small in small)
+        return None, *(part.view(each.shape) for part, each in zip(chosen, gradients, strict=True))

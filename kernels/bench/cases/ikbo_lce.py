@@ -193,9 +193,11 @@ def _stages(shape: Shape, device: torch.device) -> Problem:
     def prepare(backend: str) -> Runner:
         return Runner(lambda: inputs.compress(backend))
 
-    contenders: dict[str, Callable[[], Runner]] = {}
-    if "hopper" in backends_of("linear_compression", prepare):
-        contenders["3: one kernel (hopper)"] = partial(prepare, "hopper")
+    contenders: dict[str, Callable[[], Runner]] = {
+        f"4: one kernel ({name})" if name == "hopper" else f"3: added in the epilogue ({name})": partial(prepare, name)
+        for name in ("hopper", "triton")
+        if name in backends_of("linear_compression", prepare)
+    }
     contenders |= {
         "2: rows of weights aligned (torch)": partial(prepare, "torch"),
         "1: decomposed": lambda: Runner(

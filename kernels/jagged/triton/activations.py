@@ -103,6 +103,19 @@ def slope(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def with_slope(z, ACTIVATION: tl.constexpr):
+    """(`activate`, `slope`) at z, neither FAST, which share what is long."""
+    if ACTIVATION == "gelu":
+        normal = 0.5 + 0.5 * _erf(z * 0.7071067811865476)
+        y = z * normal
+        dy = normal + z * 0.3989422804014327 * tl.exp2(z * z * -0.7213475204444817)
+    else:
+        y = activate(z, ACTIVATION, False)
+        dy = slope(z, ACTIVATION, False)
+    return y, dy
+
+
+@triton.jit
 def kept(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """What a forward keeps for its backward: z, or with FAST the derivative there, as exact when rounded as z is."""
     if FAST:

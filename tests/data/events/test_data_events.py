@@ -290,8 +290,9 @@ def test_names_that_are_no_file_names(tmp_path):
     batch = whole(source)
     assert batch.histories.keys() == ["x/y.item"]
     for name in names:
-        read = [words(source, name)[i] for i in batch.candidate_sparse[name].values()]
+        read = [words(source, name.replace(".", "_"))[i] for i in batch.candidate_sparse[name].values()]
         assert read == [str(row % 3) for row in batch.row.tolist()]
+    assert source.spec.tables.keys() == {"user", "item", "a/b", "100%", "c_d"}  # a dot parts names of parameters
 
 
 def test_fingerprint_tells_which_rows_ids_get_and_how_numbers_are_scaled(tmp_path):

@@ -17,6 +17,7 @@ from train.data.features.columns import (
     read_milliseconds,
     read_numbers,
     read_time_lists,
+    time_format_of,
 )
 from train.data.features.vocabulary import Hashing, Vocabulary, hash_texts, occurrences
 
@@ -145,6 +146,22 @@ def test_times():
     moment = datetime.datetime(1970, 1, 2, 0, 0, 1)
     assert read([moment, None], "s", pa.timestamp("us")) == [86401000, None]
     assert read([moment.date(), None], "s", pa.date32()) == [86400000, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2024-03-01 00:00:47", "%Y-%m-%d %H:%M:%S"),
+        ("2024-03-01T00:00:47.25Z", "%Y-%m-%dT%H:%M:%S.%fZ"),
+        ("2024/03/01", "%Y/%m/%d"),
+        ("1709251247", "s"),
+        ("1709251247000", "ms"),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_a_usual_time_format_is_found(text, expected):
+    assert time_format_of(text) == expected
 
 
 def test_vocabulary_knows_training_ids_only(tmp_path):

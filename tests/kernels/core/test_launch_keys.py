@@ -35,6 +35,7 @@ from kernels.ikbo.hopper import lce_weight
 from kernels.ikbo.triton import groups as triton_groups
 from kernels.ikbo.triton import levels
 from kernels.jagged.hopper.linear import backward as linear_backward
+from kernels.jagged.hopper.linear import backward_fp32
 from kernels.jagged.hopper.linear import forward as linear_forward
 from kernels.jagged.hopper.linear import weight as linear_weight
 from kernels.jagged.hopper.square import inner_product, outer_product
@@ -211,7 +212,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = residual.add_rms_norm(values, change, places)
             for d_total in (normed, None):
-                residual.add_rms_norm_backward(d_total, normed, picked, normed, places)
+                residual._add_rms_norm_backward(d_total, normed, picked, normed, places)
         for name, factor in itertools.product(("none", "silu"), (None, x)):
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)
@@ -270,7 +271,7 @@ def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    for module in (linear_forward, linear_backward, linear_weight):
+    for module in (linear_forward, linear_backward, backward_fp32, linear_weight):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     for rows, (inner, width), dtype, elsewhere in itertools.product(
         ((1,), (64, 0, 100), (3,) * 40),
@@ -293,10 +294,16 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         grad, x = grad.float(), x.float()
         grad, weight = shifted(grad) if elsewhere else grad, weight.float()
         linear_weight.weight_gradient(grad, x)
+        for kind, sums in (("none", False), ("given", True), ("relu", True)):
+            backward_fp32.gradients_single(grad, grad, x, offsets, weight, kind, sums)
     assert hits[linear_forward._launch]
     assert hits[linear_weight._launch]
-    assert hits[linear_backward._launch]
-    assert hits[linear_backward._launch_finish]
+    for launcher in (
+        linear_backward._launch,
+        linear_backward._launch_finish,
+        backward_fp32._launch,
+    ):
+        assert hits[launcher]
 
 
 def test_products_of_rows_with_themselves(

@@ -132,9 +132,9 @@ def test_products_are_counted_at_their_own_number_of_rows() -> None:
     assert counter.get_total_flops() == 3 * forward
 
 
-def test_torch_serves_levels_without_tokens_on_hopper() -> None:
+def test_triton_serves_levels_without_tokens_on_hopper() -> None:
     hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.float16}
-    for least_depth, serves in ((0, "torch"), (1, "hopper")):
+    for least_depth, serves in ((0, "triton"), (1, "hopper")):
         text = dispatch.explain(
             "linear_compression", **hopper, num_out=433, width=256, num_levels=1, least_depth=least_depth
         )

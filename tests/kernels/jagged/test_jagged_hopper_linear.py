@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kernels import jagged
 from kernels.core import dispatch
-from kernels.jagged.hopper.linear import backward, forward
+from kernels.jagged.hopper.linear import backward, backward_fp32, forward
 from kernels.jagged.hopper.linear import weight as linear_weight
 from kernels.jagged.pointwise import ACTIVATIONS
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
@@ -32,6 +32,7 @@ def test_compiles(precision: str, keep: bool) -> None:
     dtype, line = ("bf16", 64) if half else ("fp32", 32)
     columns = 4 if thrice else 1 if half else 2
     constants = {"SHARED": half, "COLUMNS": columns, "D_PIECES": 256 // line, "TRANSPOSED": False, "THRICE": thrice}
+    constants["SLOPE"] = precision == "tf32"
     constants |= {"ACTIVATION": "gelu", "BIAS": True, "ROW_BIAS": True, "KEEP": keep, "EVEN": True}
     constants["LEVELS"] = 2
     signature = {name: "i32" for name in kernel.arg_names if name not in constants}
@@ -73,6 +74,29 @@ def test_gradients_compile() -> None:
     )
     assert compiled.spill_bytes <= FEW_WORDS
     assert compiled.contains("wgmma.mma_async")
+    assert compiled.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("kind", ["none", "given"])
+def test_gradients_of_float32_compile(kind: str) -> None:
+    kernel = backward_fp32._linear_gradients_single_kernel
+    constants = {"D": 256, "KIND": kind, "SUMS": True, "LEVELS": 2}
+    signature = {name: "i32" for name in kernel.arg_names if name not in constants}
+    signature |= dict.fromkeys(("partials", "sums", "dx"), "*fp32") | {"offsets": "*i64"}
+    signature |= dict.fromkeys(("grad_desc", "point_desc"), descriptor("fp32", 32, 64))
+    signature |= {"weight_desc": descriptor("fp32", 64, 64), "x_desc": descriptor("fp32", 32, 128)}
+    compiled = compile_ahead(
+        kernel,
+        signature,
+        constants,
+        target="sm_90",
+        divisible_by_16=("E",),
+        gluon=True,
+        maxnreg=backward_fp32._MAX_REGISTERS,
+    )
+    assert compiled.spill_bytes <= 2 * FEW_WORDS
+    assert compiled.contains("wgmma.mma_async")
+    assert not compiled.serialized
     assert compiled.shared_bytes <= 227 * 1024
 
 
@@ -224,6 +248,37 @@ def test_weight_gradient_of_float32(shape: tuple[int, int, int]) -> None:
     exact = grad.double().mT @ x.double()
     assert float((dw - exact).norm() / exact.norm()) < 1e-6
     assert torch.equal(dw, linear_weight.weight_gradient(grad, x))
+
+
+@hopper
+@pytest.mark.parametrize("kind", ["none", "given", "relu"])
+@pytest.mark.parametrize("lengths", [lengths for lengths in LENGTHS if sum(lengths)], ids=lambda value: str(value)[:20])
+def test_gradients_of_tf32(lengths: list[int], kind: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    offsets = offsets_of(lengths).cuda()
+    row = torch.arange(len(lengths), device="cuda").repeat_interleave(offsets.diff())
+    for width, inner in ((256, 256), (136, 248)):
+        grad, point, x, weight = (
+            torch.randn(shape, device="cuda", generator=generator)
+            for shape in ((len(row), width), (len(row), width), (len(row), inner), (width, inner))
+        )
+        arguments = (grad, point, x, offsets, weight, kind, True)
+        with poisoned_empty():
+            served = backward_fp32.gradients_single(*arguments)
+        dz = grad.double()
+        if kind != "none":
+            dz = dz * (point if kind == "given" else point > 0)
+        exact = (dz @ weight.double(), dz.mT @ x.double(), dz.new_zeros(len(lengths), width).index_add_(0, row, dz))
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(served, exact, strict=True)]
+        assert max(errors[:2]) < 2e-3, errors
+        assert errors[2] < 1e-6, errors
+        again = backward_fp32.gradients_single(*arguments)
+        assert all(torch.equal(a, b) for a, b in zip(served, again, strict=True))
+        # What is not finite stays in its row.
+        grad[0, 3] = float("nan")
+        point[0, 3] = 1.0
+        sums = backward_fp32.gradients_single(*arguments)[2]
+        assert sums.isnan().nonzero().tolist() == [[int(row[0]), 3]]
 
 
 @hopper

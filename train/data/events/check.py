@@ -9,7 +9,7 @@ from pathlib import Path
 
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
-from train.data.events.names import features, numbers, numeric, vectors, wanted
+from train.data.events.names import features, numbers, numeric, table_of, vectors, wanted
 from train.data.features import mapping
 from train.data.features.columns import NUMBER
 from train.data.features.numeric import INDICATOR, matching
@@ -85,6 +85,12 @@ def check(config: EventsConfig) -> None:
     used = {*features(config), *(name for history in config.histories.values() for name in history.fields)}
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
+    for column in sorted(name for name in used - config.tables.keys() if "." in name):
+        if same := [name for name in sorted(used - {column}) if table_of(config, name) == table_of(config, column)]:
+            raise ValueError(
+                f"columns {column!r} and {same[0]!r} would share the table {table_of(config, column)!r}, since names "
+                f"of tables have no dots; name one or, to share it, both in data.tables, e.g. {column}: other"
+            )
     scaled, read = set(numeric(config)), set(numbers(config))
     for key, stray, there in (
         ("tables", set(config.tables) - used, used),

@@ -14,7 +14,7 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
     """The features that the configuration names; table sizes are not known yet."""
 
     def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
-        return tuple(SparseFeature(name, config.tables.get(name, name), is_list) for name in names)
+        return tuple(SparseFeature(name, table_of(config, name), is_list) for name in names)
 
     def vectors_of(columns: dict[str, VectorConfig]) -> tuple[VectorFeature, ...]:
         return tuple(VectorFeature(name, each.width) for name, each in columns.items())
@@ -40,6 +40,11 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         candidate_vectors=vectors_of(config.candidate_vectors),
         vector_tables=vector_tables(config),
     )
+
+
+def table_of(config: EventsConfig, column: str) -> str:
+    """The table of a column's ids. A dot separates the parts of a parameter's name, so no table has one by itself."""
+    return config.tables.get(column, column.replace(".", "_"))
 
 
 def max_candidates(config: EventsConfig) -> int:

@@ -176,7 +176,6 @@ class _Counts:
         logs: Mapping[str, tuple[LogFields, PartFiles]],
     ) -> None:
         self._spec, self._fields, self._logs = spec, fields, logs
-        self._tables = config.tables
         self.rows = 0
         self.numbers, self.labels = Numbers(config), Labels(spec, config.real_labels)
         # of ("", column), of ("", list feature) and of (event type, field) where events are not rows

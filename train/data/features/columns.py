@@ -26,6 +26,10 @@ QUOTED = r"""^(?:'(.*)'|"(.*)")$"""
 """An item of such a list, without the quotes around it."""
 BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
 """Digits of truth values, and the texts that stand for them."""
+TIME_FORMATS = (
+    *(f"%Y-%m-%d{between}%H:%M:%S{end}" for end in ("", "Z", ".%f", ".%fZ") for between in (" ", "T")),
+    *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d", "s", "ms"),
+)
 LATEST = 253_402_300_799_999
 """Milliseconds to the end of the year 9999. Numbers beyond it are milliseconds read as seconds, or nanoseconds."""
 
@@ -202,6 +206,12 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
     times = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])
     bad |= np.abs(times) > LATEST
     return np.where(bad, 0.0, times).astype(np.int64), bad
+
+
+def time_format_of(text: str) -> str | None:
+    """The first of the usual `time_format`s that reads a text; None if none does."""
+    column = pa.chunked_array([[text]], pa.string())
+    return next((usual for usual in TIME_FORMATS if not read_milliseconds(column, usual)[1][0]), None)
 
 
 def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:

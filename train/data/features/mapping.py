@@ -81,7 +81,10 @@ def files(run_dir: Path) -> list[Path]:
 def read(run_dir: Path) -> Mapping:
     *tables, about = sorted(files(run_dir), key=lambda file: file.name == ABOUT)
     known = json.loads(about.read_text())
-    ids = {unquote(file.stem): pq.read_table(file, columns=["value"])["value"].combine_chunks() for file in tables}
+    ids = {
+        unquote(file.name.removesuffix(".parquet")): pq.read_table(file, columns=["value"])["value"].combine_chunks()
+        for file in tables
+    }
     return Mapping(
         run_dir,
         known["fingerprint"],

@@ -201,21 +201,23 @@ class Rows:
         vectors[np.isnan(vectors).any(1)] = np.nan
         return vectors
 
-    def numbers(self, name: str) -> np.ndarray:
+    def numbers(self, name: str, otherwise: str = "") -> np.ndarray:
         """[N] float64 with NaN for missing; text that is no number, infinity and NaN are malformed.
 
-        In a column of `nan_missing` NaN is missing.
+        In a column of `nan_missing` NaN is missing. `otherwise`: what else can be done, for the error.
         """
         if name in self.transforms:
             return self.transforms.numbers(name, self)
         side = self._side(name)
         if side:
-            return np.append(side[0].once("numbers", name), np.nan)[side[1]]
+            return np.append(side[0].once("numbers", name, otherwise), np.nan)[side[1]]
         nan_is_missing = name in self.nan_missing
         numbers, bad = self._read(name, lambda column: columns.read_numbers(column, nan_is_missing))
         expected = "expected a finite number or nothing"
         if bad.any() and self._value(name, int(np.flatnonzero(bad)[0])).lower() == "nan":
             expected += f" (with data=events, data.missing_nan=[{name}] takes NaN for nothing)"
+        else:
+            expected += otherwise
         self.flag(bad, name, expected)
         return np.where(bad, np.nan, numbers)
 
@@ -236,7 +238,7 @@ class Rows:
         if sign == "==":
             ids = self.ids(column)
             return np.where(ids.codes < 0, np.nan, self.having(ids, [value], name))
-        numbers = self.numbers(column)
+        numbers = self.numbers(column, f" (a label of words is a comparison: '{column} == WORD')")
         if sign:
             return np.where(np.isnan(numbers), np.nan, numbers >= float(value))
         if real:
@@ -258,7 +260,8 @@ class Rows:
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 since 1970; a missing or unreadable time is malformed."""
         times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
-        self.flag(bad, name, _expected_time(time_format))
+        example = self._value(name, int(np.flatnonzero(bad)[0])) if bad.any() else ""
+        self.flag(bad, name, _expected_time(time_format, example))
         return times
 
     def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
@@ -277,6 +280,8 @@ class Rows:
     def having(self, ids: Coded, accepted: Sequence[object], condition: str) -> np.ndarray:
         """`ids.isin(accepted)`; `report` warns when no row meets the `condition`."""
         met = ids.isin(accepted)
+        if any(isinstance(value, bool) for value in accepted):
+            condition += " (YAML reads yes, no, on and off as true and false unless they are quoted)"
         self.notes.condition(condition, bool(met.any()), ids.values)
         return met
 
@@ -366,7 +371,8 @@ def comparison(label: str) -> tuple[str, str, str]:
     return column.strip(), sign, value.strip()
 
 
-def _expected_time(time_format: str) -> str:
+def _expected_time(time_format: str, value: str = "") -> str:
     written = {"s": "seconds since 1970", "ms": "milliseconds since 1970"}.get(time_format, repr(time_format))
-    other = "s, ms or a strptime pattern, e.g. '%Y-%m-%d %H:%M:%S'"
+    fitting = columns.time_format_of(value)
+    other = f"{fitting!r} fits" if fitting else "s, ms or a strptime pattern, e.g. '%Y-%m-%d %H:%M:%S'"
     return f"expected a time as data.time_format (or that of its history) says: {written} ({other})"

@@ -106,4 +106,7 @@ def load_meta(folder: Path) -> dict[str, Any]:
 
 def load(folder: Path) -> dict[str, np.ndarray]:
     """The saved arrays by name, memory-mapped."""
-    return {unquote(path.stem): np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}
+    return {
+        unquote(path.name.removesuffix(".npy")): np.asarray(np.load(path, mmap_mode="r"))
+        for path in folder.glob("*.npy")
+    }

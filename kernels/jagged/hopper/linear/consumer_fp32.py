@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.core.hopper import barrier, halves
 from kernels.jagged.hopper.linear.tiles import ROWS
-from kernels.jagged.triton.activations import activate
+from kernels.jagged.triton.activations import activate, with_slope
 
 
 @gluon.jit
@@ -61,28 +61,31 @@ def _store(out, z, first, column, total, E):
 @gluon.jit
 def _finish(z, out, for_backward, bias, row_bias, row, row_bias_stride, first, column, total, E,
             ACTIVATION: gl.constexpr, BIAS: gl.constexpr, LATE: gl.constexpr, KEEP: gl.constexpr,
-            EVEN: gl.constexpr):  # fmt: skip
+            SLOPE: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """From registers: four threads of a matrix instruction's result have a whole sector of 32 bytes.
 
     LATE: the biases of rows are added here, because there are no registers for all of them beside what is kept or
-    parts of operands.
+    parts of operands. SLOPE: what is kept is the activation's slope, and not what that was applied to.
     """
     if z.shape[1] > (32 if KEEP else 64):
         left, right = halves(z)
         HALF: gl.constexpr = z.shape[1] // 2
         _finish(left, out, for_backward, bias, row_bias, row, row_bias_stride, first, column, total, E, ACTIVATION,
-                BIAS, LATE, KEEP, EVEN)  # fmt: skip
+                BIAS, LATE, KEEP, SLOPE, EVEN)  # fmt: skip
         _finish(right, out, for_backward, bias, row_bias, row, row_bias_stride, first, column + HALF, total, E,
-                ACTIVATION, BIAS, LATE, KEEP, EVEN)  # fmt: skip
+                ACTIVATION, BIAS, LATE, KEEP, SLOPE, EVEN)  # fmt: skip
     else:
         z = _biased(z, column, bias, E, BIAS, EVEN)
         if LATE:
             LAYOUT: gl.constexpr = z.type.layout
             row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
             z += _row_biases(row_bias, row, column, row_bias_stride, E, z.shape[1], EVEN, LAYOUT)
-        y = activate(z, ACTIVATION, False)
+        if KEEP and SLOPE:
+            y, point = with_slope(z, ACTIVATION)
+        else:
+            y, point = activate(z, ACTIVATION, False), z
         if KEEP:
-            _store(for_backward, z, first, column, total, E)
+            _store(for_backward, point, first, column, total, E)
         _store(out, y, first, column, total, E)
 
 
@@ -167,7 +170,7 @@ def _thrice(ring, weights, rests, full, empty, begin, D_PIECES: gl.constexpr, LA
 def multiply_single(ring, weights, rests, rows, barriers, split, out, for_backward, bias, row_bias, row_bias_stride,
                     total, E, COLUMNS: gl.constexpr, D_PIECES: gl.constexpr, ACTIVATION: gl.constexpr,
                     BIAS: gl.constexpr, ROW_BIAS: gl.constexpr, KEEP: gl.constexpr, EVEN: gl.constexpr,
-                    THRICE: gl.constexpr, C: gl.constexpr):  # fmt: skip
+                    THRICE: gl.constexpr, SLOPE: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C of float32 operands: every other tile."""
     WIDTH: gl.constexpr = weights.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 8])
@@ -197,5 +200,5 @@ def multiply_single(ring, weights, rests, rows, barriers, split, out, for_backwa
             if not LATE:
                 z += added
         _finish(z, out, for_backward, bias, row_bias, row if ROW_BIAS else 0, row_bias_stride, first, column, total, E,
-                ACTIVATION, BIAS, ROW_BIAS and LATE, KEEP, EVEN)  # fmt: skip
+                ACTIVATION, BIAS, ROW_BIAS and LATE, KEEP, SLOPE, EVEN)  # fmt: skip
         tile += 2

@@ -22,6 +22,7 @@ from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, next_power_of_2, precision_of, steps_of
 from kernels.jagged.hopper.linear.backward import SPAN, gradients
+from kernels.jagged.hopper.linear.backward_fp32 import SPAN_OUT, gradients_single
 from kernels.jagged.hopper.linear.consumer import multiply
 from kernels.jagged.hopper.linear.consumer_fp32 import multiply_single
 from kernels.jagged.hopper.linear.loader import HELD, find, load, place
@@ -72,6 +73,7 @@ def _linear_kernel(
     EVEN: gl.constexpr,
     LEVELS: gl.constexpr,
     THRICE: gl.constexpr,
+    SLOPE: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     SINGLE: gl.constexpr = dtype == gl.float32
@@ -116,10 +118,10 @@ def _linear_kernel(
             [
                 (multiply_single, (ring, weights, rests, rows, barriers, once.index(1), out, for_backward, bias,
                                    row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
-                                   KEEP, EVEN, THRICE, 0)),
+                                   KEEP, EVEN, THRICE, SLOPE, 0)),
                 (multiply_single, (second, weights, rests, rows, seconds, once.index(1), out, for_backward, bias,
                                    row_bias, row_bias_stride, total, E, COLUMNS, D_PIECES, ACTIVATION, BIAS, ROW_BIAS,
-                                   KEEP, EVEN, THRICE, 1)),
+                                   KEEP, EVEN, THRICE, SLOPE, 1)),
                 (load, (x_desc, weight_desc, ring, weights, barriers, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED, 0,
                         2)),
                 (load, (x_desc, weight_desc, second, weights, seconds, total, COLUMNS, D_PIECES, AHEAD, TRANSPOSED, 1,
@@ -171,7 +173,9 @@ _launch = Launcher(_linear_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
 
 def _together(dtype: torch.dtype, width: int, inner: int) -> bool:
     """Whether one kernel makes all gradients, for which slopes of the activation are kept."""
-    return dtype is not torch.float32 and width in SPAN and inner in SPAN
+    if dtype is torch.float32:
+        return precision_of(dtype) == "tf32" and width in SPAN_OUT and inner in SPAN
+    return width in SPAN and inner in SPAN
 
 
 @custom_op("gemsmith::jagged_linear_stream")
@@ -184,7 +188,7 @@ def linear(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `triton.linear.linear`, for widths in multiples of 8 up to MAX_WIDTH."""
+    """As `triton.linear.linear`, for widths in multiples of 8 up to MAX_WIDTH; in tf32, too, slopes may be kept."""
     total, inner = x.shape
     width = weight.shape[0]
     out, for_backward = x.new_empty(total, width), x.new_empty(total if keep else 0, width)
@@ -215,6 +219,7 @@ def linear(
         width % block_e == 0,
         cdiv(steps_of(offsets.shape[0] - 1), 5),
         thrice,
+        single and _together(x.dtype, weight.shape[0], inner),
     )
     sizes = (row_bias.stride(0), width)
     out_desc = descriptor(out, ROWS.value, piece)
@@ -261,13 +266,15 @@ def _times(grad, offsets, weight):
 
 def _backward(ctx, grad, _):
     x, offsets, weight, *point = ctx.saved_tensors
-    together = _together(x.dtype, *weight.shape) and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]
-    if grad is None or not together:
+    # A float32 forward may have kept, where tf32 was not allowed, what the activation was applied to.
+    together = _together(x.dtype, *weight.shape) and ctx.activation in ("none", "relu", "given")
+    if grad is None or not (together and ctx.needs_input_grad[0] and ctx.needs_input_grad[2]):
         thrice = precision_of(x.dtype) == "tf32x3"
         return linear_backward(_times, weight_gradient if thrice else weight_product, ctx, grad, _)
+    all_gradients = gradients_single if x.dtype is torch.float32 else gradients
     needs_sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     return linear_gradients(
-        ctx, *gradients(grad, point[0] if point else grad, x, offsets, weight, ctx.activation, needs_sums)
+        ctx, *all_gradients(grad, point[0] if point else grad, x, offsets, weight, ctx.activation, needs_sums)
     )
 
 

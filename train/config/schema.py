@@ -131,6 +131,10 @@ class EventsConfig(DataConfig):
     files: list[str] = MISSING  # parquet or CSV files, folders, globs
     valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
     test_files: list[str] = field(default_factory=list)
+    # seconds that training waits for further files once those that it knows are used up; 0: it takes no others
+    follow_wait: float = 0.0
+    follow: list[str] = field(default_factory=list)  # where they appear, as files; none given: where `files` says
+    manifest: str | None = None  # with follow_wait, text file that names complete files, one a line; others wait
     csv_separator: str = ","
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)

@@ -35,7 +35,18 @@ from train.process.files import write_json
 DESCRIPTION = "reader.json"
 """In the folder of an export, beside the vocabulary: the configuration of the data, without its files."""
 PARTS = ("request", "candidates", "histories", "time")
-_FILES = ("root", "cache_dir", "files", "valid_files", "test_files", "joins", "vocabulary_of", "table_vectors")
+_FILES = (
+    "root",
+    "cache_dir",
+    "files",
+    "valid_files",
+    "test_files",
+    "joins",
+    "vocabulary_of",
+    "table_vectors",
+    "follow",
+    "manifest",
+)
 
 
 class RequestReader:

@@ -35,6 +35,7 @@ from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
+from train.parallel.managed import review
 from train.process import length, precision, versions
 from train.process import lock as lock_of_run
 from train.process.distributed import World
@@ -425,6 +426,7 @@ class Trainer:
         self.progress.tracker = self.tracker.state_dict()
         if self.distillation is not None and self.distillation.adapter is not None:
             self.progress.adapter = self.distillation.adapter.state()
+        review(self.job.ranking_model.embedding)
         with self.meters.paused(), self.tracker.between_steps():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step

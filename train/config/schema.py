@@ -40,7 +40,7 @@ class DataConfig:
     max_candidates: int = option(8, least=1)  # of one request
     # vocabulary: saved, built on the training split | hash: into hash_rows rows
     id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
-    hash_rows: int = 100_000
+    hash_rows: int = option(100_000, most=2**31 - 1)
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
     oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids

@@ -268,6 +268,7 @@ class TokenAssembly(nn.Module):
         self.vendor_dense = nn.Linear(len(spec.vendor_dense), dim) if spec.vendor_dense else None
         self.request_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.request_vectors)
         self.candidate_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.candidate_vectors)
+        self.vendor_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.vendor_vectors)
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
@@ -297,8 +298,9 @@ class TokenAssembly(nn.Module):
 
     def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
         tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)
+        tokens += _vector_tokens(self.vendor_vectors, vendors.dense)
         if self.vendor_dense is not None:
-            tokens.append(self.vendor_dense(vendors.dense))
+            tokens.append(self.vendor_dense(vendors.dense[:, : len(self.spec.vendor_dense)]))
         return torch.stack(tokens, 1)
 
     def _side(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.distributed.test_following import BASE, ROWS, table_of, write
@@ -26,12 +29,21 @@ from train.process.distributed import World
 ALONE = cast(World, SimpleNamespace(by_first=lambda make: make(), broadcast=lambda value: value, is_first=True))
 
 
-def config_of(folder: Path, *overrides: str) -> Config:
-    (folder / "log").mkdir(exist_ok=True)
-    paths = (f"data.root='{folder}/log'", "data.files=['day*.parquet']", f"data.cache_dir='{folder}/cache'")
+@cache
+def composed() -> Config:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose("train", [*BASE, *paths, "data.follow_wait=0.05", *overrides]))
+        return to_config(compose("train", [*BASE, "data.files=['day*.parquet']", "data.follow_wait=0.05"]))
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    (folder / "log").mkdir(exist_ok=True)
+    config = deepcopy(composed())
+    data_of(config).root, config.data.cache_dir = f"{folder}/log", f"{folder}/cache"
+    for override in overrides:
+        (group, key), text = override.split("=", 1)[0].split("."), override.split("=", 1)[1]
+        setattr(getattr(config, group), key, yaml.safe_load(text))
+    return config
 
 
 def data_of(config: Config) -> EventsConfig:

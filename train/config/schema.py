@@ -162,6 +162,7 @@ class EventsConfig(DataConfig):
     vendor_categorical: list[str] = field(default_factory=list)  # features of vendors, equal for all their candidates
     vendor_list: list[str] = field(default_factory=list)
     vendor_numeric: list[str] = field(default_factory=list)
+    vendor_vectors: dict[str, VectorConfig] = field(default_factory=dict)
     log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
     missing_nan: list[str] = field(default_factory=list)  # globs of number, label, weight columns: NaN there is missing
     missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean

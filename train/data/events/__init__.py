@@ -144,7 +144,7 @@ def _dense(
     vendor = np.zeros((0, 0), np.float32)
     if vendors is not None:
         begins = order[np.cumsum(vendors[1]) - vendors[1]]
-        vendor = dense(config, spec.vendor_dense, of(begins), len(begins), statistics)
+        vendor = dense(config, spec.vendor_dense, of(begins), len(begins), statistics, spec.vendor_vectors)
     return Dense(request, candidate, statistics, vendor, numbers.missing())
 
 

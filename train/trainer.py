@@ -230,6 +230,7 @@ class Trainer:
             return not self._finished()
         assert self.follower is not None
         if self.progress.step > self.saved_step and self._trusted():
+            self._settle_tables()
             self._save()
         with self.meters.paused(), self.tracker.between_steps():
             more = self.follower.take(self.progress.parts, self.progress.epoch, self._between_files)
@@ -288,7 +289,7 @@ class Trainer:
             validating = ended or within or last or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
-                self._average_tables()
+                self._settle_tables()  # what is validated is what is saved
                 if validating:
                     self._validate()
                 self._save()
@@ -332,6 +333,11 @@ class Trainer:
     def _average_tables(self) -> None:
         if self.job.copies is not None:
             self.job.copies.average()
+
+    def _settle_tables(self) -> None:
+        """Bring tables to where a run that begins here would have them."""
+        self._average_tables()
+        review(self.job.ranking_model.embedding)
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
@@ -426,7 +432,6 @@ class Trainer:
         self.progress.tracker = self.tracker.state_dict()
         if self.distillation is not None and self.distillation.adapter is not None:
             self.progress.adapter = self.distillation.adapter.state()
-        review(self.job.ranking_model.embedding)
         with self.meters.paused(), self.tracker.between_steps():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step

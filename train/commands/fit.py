@@ -94,6 +94,8 @@ class _Planning(World):
 
 def fit(config: Config, ranks: int, node_ranks: int, gpu_gib: float) -> Fit:
     """What this configuration takes on each of `ranks` GPUs of `gpu_gib`, `node_ranks` of them on a node."""
+    if config.precision.name == "auto":
+        config.precision.name = "bf16"  # as GPUs have it
     source = build_source(config.data)
     length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
     model = _model(config, source)

@@ -20,7 +20,14 @@ from hydra import compose, initialize_config_dir
 from tests.distributed.test_following import BASE, ROWS, table_of, write
 from tests.launching import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, EventsConfig, HistoryConfig, register_schema
+from train.config.schema import (
+    Config,
+    EventsConfig,
+    HistoryConfig,
+    TableVectorsConfig,
+    TransformConfig,
+    register_schema,
+)
 from train.data import build_source, following
 from train.data.following import Follower, complete, pin
 from train.data.source import PreparedSource
@@ -109,6 +116,29 @@ def test_new_ids_follow_the_rule_of_unseen_ones(tmp_path: Path, oov: tuple[str, 
     new = [item >= 20 for item in table_of(1)["item"].to_pylist()]
     batch = follower.source.batch("train", np.arange(ROWS))
     assert set(batch.candidate_sparse["item"].values()[np.array(new)[batch.row]].tolist()) <= rows
+
+
+def test_tables_of_vectors_stay_as_they_began(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    write(tmp_path / "log", 0)
+    pq.write_table(
+        pa.table({"id": range(30), "v": [[float(id)] * 4 for id in range(30)]}), tmp_path / "vectors.parquet"
+    )
+    config = config_of(tmp_path)
+    data = data_of(config)
+    data.table_vectors = {"content": TableVectorsConfig([f"{tmp_path}/vectors.parquet"], "id", "v", 4, "none")}
+    data.transforms, data.candidate_categorical = {"content": TransformConfig(copy="item")}, ["item", "content"]
+    pin(config, ALONE, tmp_path)
+    first = build_source(data)
+    first.keep_mapping(tmp_path)
+    follower = Follower(config, ALONE, tmp_path, first)
+    parts = follower.begin()
+    write(tmp_path / "log", 1)
+    (tmp_path / "vectors.parquet").unlink()  # which is read once
+    assert follower.take(parts, 1, nothing)
+    batch = follower.source.batch("train", np.arange(ROWS))
+    vectors = follower.first.vectors("content")[batch.candidate_sparse["content"].values().numpy()]
+    assert vectors[:, 0].tolist() == [float(table_of(1)["item"][row].as_py()) for row in batch.row.tolist()]
 
 
 def test_files_that_are_not_complete_wait(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from modules.pretrained import PretrainedModel
 from train.commands.export import export_model
 from train.config.schema import EventsConfig, HistoryConfig
 from train.data import build_source
-from train.process import versions
 from train.process.files import write_json
+from train.record import versions
 from train.serving.asgi import App
 from train.serving.service import Service
 

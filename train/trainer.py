@@ -36,7 +36,7 @@ from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
 from train.parallel.managed import review
-from train.process import length, precision, versions
+from train.process import length, precision
 from train.process import lock as lock_of_run
 from train.process.distributed import World
 from train.process.files import new_folder, write_json
@@ -44,6 +44,7 @@ from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
 from train.process.stall import StallWatch
+from train.record import versions
 from train.record.advice import advice
 from train.record.meters import Meters
 from train.record.tracing import StepTracer

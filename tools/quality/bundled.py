@@ -25,7 +25,7 @@ from train.config.compose import to_config
 from train.config.schema import register_schema
 from train.data import Source, build_source
 from train.metrics import MetricSet
-from train.process import versions
+from train.record import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = "+experiment=movielens_quality"

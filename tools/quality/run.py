@@ -30,7 +30,7 @@ from hydra import compose, initialize_config_dir
 
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema
-from train.process import versions
+from train.record import versions
 
 if TYPE_CHECKING:
     from train.process.distributed import World

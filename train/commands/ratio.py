@@ -32,8 +32,8 @@ from modules.models.interformer import InterFormer
 from train.config.overrides import split_options
 from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
-from train.process import versions
 from train.process.files import write_json
+from train.record import versions
 from train.record.plots import plot_ratios
 
 ROUNDS = 10

@@ -36,9 +36,9 @@ from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
 from train.data import build_source
-from train.process import versions
 from train.process.files import write_json
 from train.process.precision import compute_dtype
+from train.record import versions
 from train.serving.scorer import ABOUT, PROGRAM, Replayed, Scorer, read_about
 
 ROUNDS = 20

@@ -1,1 +1,1 @@
-"""The process of a rank: its group, signals, stalls, memory, files and versions."""
+"""The process of a rank: its group, signals, stalls, memory and files."""

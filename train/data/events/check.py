@@ -111,7 +111,7 @@ def check(config: EventsConfig) -> None:
         )
     if both := sorted(set(config.request_vectors) & set(config.candidate_vectors)):
         raise ValueError(f"data.request_vectors and data.candidate_vectors both name {both[0]!r}; name it once")
-    tables = {config.tables.get(name, name) for name in used}
+    tables = {table_of(config, name) for name in used}
     for table, given in config.table_vectors.items():
         key = f"data.table_vectors.{table}"
         if table not in tables:

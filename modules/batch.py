@@ -94,6 +94,7 @@ class FeatureSpec:
     vendor_dense: tuple[str, ...] = ()
     request_vectors: tuple[VectorFeature, ...] = ()
     candidate_vectors: tuple[VectorFeature, ...] = ()
+    vendor_vectors: tuple[VectorFeature, ...] = ()
     vector_tables: dict[str, VectorTable] = dataclasses.field(default_factory=dict)  # of `tables`, by name
 
     def __post_init__(self) -> None:
@@ -134,6 +135,7 @@ class FeatureSpec:
             vendor_dense=tuple(saved.get("vendor_dense", ())),
             request_vectors=tuple(VectorFeature(**item) for item in saved.get("request_vectors", ())),
             candidate_vectors=tuple(VectorFeature(**item) for item in saved.get("candidate_vectors", ())),
+            vendor_vectors=tuple(VectorFeature(**item) for item in saved.get("vendor_vectors", ())),
             vector_tables={name: VectorTable(**item) for name, item in saved.get("vector_tables", {}).items()},
         )
 
@@ -161,6 +163,11 @@ class FeatureSpec:
         return (*self.request_dense, *(name for vector in self.request_vectors for name in vector.columns))
 
     @property
+    def vendor_columns(self) -> tuple[str, ...]:
+        """Of `Vendors.dense`."""
+        return (*self.vendor_dense, *(name for vector in self.vendor_vectors for name in vector.columns))
+
+    @property
     def candidate_columns(self) -> tuple[str, ...]:
         """Of `RequestBatch.candidate_dense`."""
         return (*self.candidate_dense, *(name for vector in self.candidate_vectors for name in vector.columns))
@@ -173,7 +180,7 @@ class FeatureSpec:
     @property
     def num_vendor_tokens(self) -> int:
         """0: requests have candidates, and no vendors between."""
-        return len(self.vendor) + bool(self.vendor_dense)
+        return len(self.vendor) + len(self.vendor_vectors) + bool(self.vendor_dense)
 
     @property
     def num_candidate_tokens(self) -> int:
@@ -195,7 +202,7 @@ class Vendors:
     """
 
     sparse: KeyedJaggedTensor  # keys: spec.vendor, stride V
-    dense: Tensor  # [V, m_v] float32
+    dense: Tensor  # [V, m_v] float32, columns: spec.vendor_columns
     offsets: Tensor  # [R + 1] int64
     candidate_offsets: Tensor  # [V + 1] int64
 

@@ -135,12 +135,24 @@ class TokenConfig:
     dropout: float = option(0.0, below=1, example=0.1)
 
 
+@dataclasses.dataclass
+class ManagedTable:
+    """A table whose rows go to the ids that occur most, out of any number of ids."""
+
+    rows: int = option(0, least=2, example=100_000)
+    min_count: int = option(1, least=1)  # occurrences between two reviews from which an id may get a row
+    # who loses a row: the rarest id | the rarest, divided by the steps since it last occurred
+    evict: str = option("distance_lfu", choices=["lfu", "distance_lfu"])
+    every: int = option(100, least=1)  # steps between reviews, which give rows to ids
+
+
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig(TokenConfig):
     """What all models share: the schema of the configuration's group `model`."""
 
     name: str
     table_dims: dict[str, int] = option({})  # table -> another width of its rows, projected to dim
+    managed_tables: dict[str, ManagedTable] = option({})  # tables with fewer rows than ids, which the ids take in turns
     table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
+from modules.config import ManagedTable
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -62,6 +63,7 @@ class FeatureEmbedding(nn.Module):
         device: torch.device | str = "meta",
         table_dims: Mapping[str, int] | None = None,
         *,
+        managed_tables: Mapping[str, ManagedTable] | None = None,
         table_std: float | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -78,39 +80,53 @@ class FeatureEmbedding(nn.Module):
         features: dict[str, list[str]] = {}
         for name, table in spec.lookups():
             features.setdefault(table, []).append(name)
-        collections = {
-            width: EmbeddingCollection(
-                tables=[
-                    EmbeddingConfig(
-                        name=table,
-                        num_embeddings=spec.tables[table],
-                        embedding_dim=width,
-                        feature_names=features[table],
-                        data_type=DataType.FP16 if _dtype(spec, table) is torch.float16 else DataType.FP32,
-                        init_fn=_initial(spec, table, table_std or 1 / math.sqrt(width)),
-                    )
-                    for table in tables
-                ],
-                device=torch.device(device),
-            )
+        managed = managed_tables or {}
+        _check_tables(spec, managed, "managed_tables", ".rows=100000")
+        configs = {
+            width: [
+                EmbeddingConfig(
+                    name=table,
+                    num_embeddings=managed[table].rows if table in managed else spec.tables[table],
+                    embedding_dim=width,
+                    feature_names=features[table],
+                    data_type=DataType.FP16 if _dtype(spec, table) is torch.float16 else DataType.FP32,
+                    init_fn=_initial(spec, table, table_std or 1 / math.sqrt(width)),
+                )
+                for table in tables
+            ]
             for width, tables in _tables_by_width(spec, dim, table_dims or {}).items()
         }
-        first, *further = collections
-        self.collection = collections[first]
+        plain = {width: [table for table in tables if table.name not in managed] for width, tables in configs.items()}
+        collections = {
+            width: EmbeddingCollection(tables=tables, device=torch.device(device))
+            for width, tables in plain.items()
+            if tables
+        }
+        first, *further = collections or [0]
+        self.collection = collections.get(first)
         self.further = nn.ModuleDict({str(width): collections[width] for width in further})
+        self.managed = nn.ModuleDict()
+        if managed:
+            from modules.managed import managed_collection
+
+            for width, tables in configs.items():
+                if chosen := [table for table in tables if table.name in managed]:
+                    self.managed[str(width)] = managed_collection(chosen, managed, spec.tables, str(device))
         self.union = _Union()
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     @property
     def collections(self) -> list[EmbeddingCollection]:
-        """One for each width of tables."""
-        return [self.collection, *cast("Iterable[EmbeddingCollection]", self.further.values())]
+        """One for each width of tables, and one more where there are managed ones."""
+        first = [] if self.collection is None else [self.collection]
+        inner = (each._embedding_module for each in self.managed.values())
+        return [*first, *cast("Iterable[EmbeddingCollection]", (*self.further.values(), *inner))]
 
     def forward(self, batch: RequestBatch) -> Tokens:
-        embedded = self.collection(batch.lookup)
-        if self.further:
-            embedded = self.union(embedded, *(collection(batch.lookup) for collection in self.further.values()))
-        return self.assemble(embedded, batch)
+        parts = [] if self.collection is None else [self.collection(batch.lookup)]
+        parts += [collection(batch.lookup) for collection in self.further.values()]
+        parts += [collection(batch.lookup)[0] for collection in self.managed.values()]
+        return self.assemble(self.union(*parts) if len(parts) > 1 else parts[0], batch)
 
 
 def _initial(spec: FeatureSpec, table: str, std: float) -> Callable[[Tensor], Tensor]:
@@ -124,17 +140,7 @@ def _dtype(spec: FeatureSpec, table: str) -> torch.dtype:
 
 def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int]) -> dict[int, list[str]]:
     """Tables that are looked up by the width of their rows, `dim` first. ValueError for those that cannot be."""
-    if given := sorted(table_dims.keys() & spec.vector_tables.keys()):
-        raise ValueError(
-            f"model.table_dims.{given[0]}={table_dims[given[0]]}: the rows of this table are vectors from files, of "
-            f"width {spec.vector_tables[given[0]].width}; leave it out"
-        )
-    if unknown := sorted(table_dims.keys() - spec.tables.keys()):
-        tables = sorted(spec.tables)
-        raise ValueError(
-            f"model.table_dims names {unknown[0]!r}; the tables are {', '.join(tables)}, e.g. "
-            f"+model.table_dims.{tables[0]}=16"
-        )
+    _check_tables(spec, table_dims, "table_dims", "=16")
     widths: dict[int, list[str]] = {}
     for table in dict.fromkeys(table for _, table in spec.lookups()):
         if "." in table:
@@ -145,6 +151,21 @@ def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int])
         own = spec.vector_tables[table].width if table in spec.vector_tables else table_dims.get(table, dim)
         widths.setdefault(own, []).append(table)
     return {width: widths[width] for width in sorted(widths, key=lambda width: width != dim)}
+
+
+def _check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, value: str) -> None:
+    """ValueError for a table that the data does not have, or whose rows it gives."""
+    if given := sorted(named.keys() & spec.vector_tables.keys()):
+        raise ValueError(
+            f"model.{key}.{given[0]}={named[given[0]]}: the rows of this table are vectors from files, of "
+            f"width {spec.vector_tables[given[0]].width}; leave it out"
+        )
+    if unknown := sorted(named.keys() - spec.tables.keys()):
+        tables = sorted(spec.tables)
+        raise ValueError(
+            f"model.{key} names {unknown[0]!r}; the tables are {', '.join(tables)}, e.g. "
+            f"+model.{key}.{tables[0]}{value}"
+        )
 
 
 class LocalEmbedding(nn.Module):
@@ -247,6 +268,7 @@ class TokenAssembly(nn.Module):
         self.vendor_dense = nn.Linear(len(spec.vendor_dense), dim) if spec.vendor_dense else None
         self.request_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.request_vectors)
         self.candidate_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.candidate_vectors)
+        self.vendor_vectors = nn.ModuleList(nn.Linear(vector.width, dim) for vector in spec.vendor_vectors)
         narrow = {table: width for table, width in (table_dims or {}).items() if width != dim}
         self.projections = nn.ModuleDict({table: nn.Linear(width, dim, bias=False) for table, width in narrow.items()})
         for projection in self.projections.parameters():
@@ -276,8 +298,9 @@ class TokenAssembly(nn.Module):
 
     def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
         tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)
+        tokens += _vector_tokens(self.vendor_vectors, vendors.dense)
         if self.vendor_dense is not None:
-            tokens.append(self.vendor_dense(vendors.dense))
+            tokens.append(self.vendor_dense(vendors.dense[:, : len(self.spec.vendor_dense)]))
         return torch.stack(tokens, 1)
 
     def _side(

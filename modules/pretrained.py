@@ -37,6 +37,11 @@ class PretrainedModel(RankingModel):
 
     def __init__(self, config: ModelConfig, spec: FeatureSpec, device: torch.device | str = "cpu") -> None:
         """`device`: of the embedding tables; "meta" for weights that are loaded with `assign=True`."""
+        if config.managed_tables:
+            raise ValueError(
+                f"model.managed_tables: which id has which row of {', '.join(config.managed_tables)} is no weight, and "
+                "exported models do not have it; score with train.evaluate, or train without managed tables"
+            )
         embedding = LocalEmbedding(
             spec,
             config.dim,

@@ -195,6 +195,7 @@ def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
         model.dim,
         "meta",
         model.table_dims,
+        managed_tables=model.managed_tables,
         table_std=model.table_std,
         dropout=model.embedding_dropout,
     )

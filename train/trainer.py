@@ -21,9 +21,12 @@ from train.checkpoint import warm_start
 from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
 from train.config.environment import to_saved
-from train.config.schema import Config
+from train.config.schema import Config, EventsConfig
+from train.data import following
+from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
 from train.data.loading.loader import build_loader
+from train.data.source import Source
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
 from train.loss import shares_of_tasks
@@ -32,6 +35,7 @@ from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
+from train.parallel.managed import review
 from train.process import length, precision, versions
 from train.process import lock as lock_of_run
 from train.process.distributed import World
@@ -60,14 +64,20 @@ class Trainer:
         setup_logging(self.run_dir, world.rank)
         precision.settle(config.precision, world, self.run_dir)
         length.restore(config, world, self.run_dir)
+        following.pin(config, world, self.run_dir)
         self.job = build(config, world)
         self.source, self.model = self.job.source, self.job.model
-        self.num_requests = self.source.num_requests("train")
+        self.training: Source = self.source  # which is that of newer files once there are any
+        self.num_requests = self.training.num_requests("train")
         if self.num_requests == 0:
             raise ValueError("the training split holds no request; enlarge data.split[0] or bring more data")
         runtime, optimizer = config.runtime, config.optimizer
         self.global_batch = config.data.batch_size * world.size
         self.progress = Progress()
+        self.follower: Follower | None = None
+        if isinstance(config.data, EventsConfig) and config.data.follow_wait:
+            self.follower = Follower(config, world, self.run_dir, self.source)
+            self.progress.parts = self.follower.begin()
         self.total_steps = self._last_step()
         self._check_schedule()
         self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
@@ -76,7 +86,7 @@ class Trainer:
             ranking_model.embedding.assemble,
             world,
             window=self.log_every,
-            locate=self.source.locate,
+            locate=lambda row: self.training.locate(row),
             remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
         graphs = runtime.cuda_graphs and world.device.type == "cuda"
@@ -121,7 +131,7 @@ class Trainer:
             reset_peak_memory(self.world.device)
             started = time.monotonic()
             with self.tracer.run(), self.preemption, self.stall:
-                while not self._finished():
+                while self._continues():
                     self._train_epoch()
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
                 self._log()
@@ -146,6 +156,10 @@ class Trainer:
             checkpoint.check_data(saved, self.source.fingerprint)
             checkpoint.check_config(saved, dataclasses.asdict(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
+            if self.follower is not None:
+                self.progress.parts = self.progress.parts or self.follower.begin()
+                self.follower.restore(self.progress.parts, self.progress.epoch, self.progress.consumed)
+                self._take(self.follower.source)
             # With another number of ranks or another batch size, the same end is at another step.
             self.total_steps = self._last_step()
             self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
@@ -178,9 +192,8 @@ class Trainer:
     def _last_step(self) -> int:
         """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
         runtime, progress = self.config.runtime, self.progress
-        return runtime.steps or progress.step + progress.steps_left(
-            self.num_requests, self.global_batch, runtime.epochs
-        )
+        epochs = progress.parts[-1]["end"] if progress.parts else runtime.epochs
+        return runtime.steps or progress.step + progress.steps_left(self.num_requests, self.global_batch, epochs)
 
     def _check_schedule(self) -> None:
         """Warn about settings that have no effect with the length of this run and its splits."""
@@ -195,7 +208,7 @@ class Trainer:
                 f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
                 "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
             )
-        if self.world.is_first and optimizer.warmup_steps > steps // optimizer.accumulate:
+        if self.world.is_first and optimizer.warmup_steps > steps // optimizer.accumulate and self.follower is None:
             log.warning(
                 "the run ends at dense step %s, before the learning rate has reached its peak; to reach it, lower "
                 "optimizer.warmup_steps=%s",
@@ -204,13 +217,44 @@ class Trainer:
             )
 
     def _finished(self) -> bool:
+        return self.progress.step >= self.total_steps or self._stopped_early()
+
+    def _stopped_early(self) -> bool:
         stop = self.config.runtime.early_stop
-        return self.progress.step >= self.total_steps or bool(stop and self.progress.stale_validations >= stop)
+        return bool(stop and self.progress.stale_validations >= stop)
+
+    def _continues(self) -> bool:
+        """Whether there is another epoch, for which this may wait until files come that the run has not seen."""
+        used_up = self.follower is not None and self.progress.epoch >= self.progress.parts[-1]["end"]
+        if not used_up or (self._finished() and (self._stopped_early() or self.config.runtime.steps)):
+            return not self._finished()
+        assert self.follower is not None
+        if self.progress.step > self.saved_step and self._trusted():
+            self._settle_tables()
+            self._save()
+        with self.meters.paused(), self.tracker.between_steps():
+            more = self.follower.take(self.progress.parts, self.progress.epoch, self._between_files)
+        if not more:
+            return False
+        self._take(self.follower.source)
+        self.total_steps = self._last_step()
+        self.optimizer.restore(self.progress.step, self.total_steps // self.config.optimizer.accumulate)
+        self.tracker.extend(self.total_steps)
+        return True
+
+    def _between_files(self) -> None:
+        self.stall.passed(self.progress.step)
+        if self.preemption.agreed_now():
+            self._stop()
+
+    def _take(self, source: Source) -> None:
+        """Train on this source from now on."""
+        self.training, self.num_requests = source, source.num_requests("train")
 
     def _train_epoch(self) -> None:
         progress, runtime, data = self.progress, self.config.runtime, self.config.data
         loader = build_loader(
-            self.source,
+            self.training,
             "train",
             batch_size=data.batch_size,
             seed=runtime.seed,
@@ -245,7 +289,7 @@ class Trainer:
             validating = ended or within or last or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
             if saving and (last or self._trusted()):
-                self._average_tables()
+                self._settle_tables()  # what is validated is what is saved
                 if validating:
                     self._validate()
                 self._save()
@@ -289,6 +333,11 @@ class Trainer:
     def _average_tables(self) -> None:
         if self.job.copies is not None:
             self.job.copies.average()
+
+    def _settle_tables(self) -> None:
+        """Bring tables to where a run that begins here would have them."""
+        self._average_tables()
+        review(self.job.ranking_model.embedding)
 
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():

@@ -9,8 +9,9 @@ kernels, but not the operator.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -103,12 +104,33 @@ class Operator:
             return self.definition(*arguments)
 
 
-def custom_op(name: str, *, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+def custom_op(
+    name: str, *, schema: str | None = None, like: str | Sequence[str] | None = None
+) -> Callable[[Callable[..., Any]], Operator]:
     """Decorator that makes the function below it an operator, for every device.
 
-    `schema` is needed where the annotations of the function do not say it.
+    `schema` is needed where the annotations of the function do not say it. `like` names the argument whose shape and
+    dtype the result has, contiguous, or one for each of several results; other operators `register_fake`.
     """
-    return lambda function: Operator(name, schema, function)
+
+    def make(function: Callable[..., Any]) -> Operator:
+        made = Operator(name, schema, function)
+        if like is not None:
+            made.register_fake(_empty_like(function, like))
+        return made
+
+    return make
+
+
+def _empty_like(function: Callable[..., Any], like: str | Sequence[str]) -> Callable[..., Any]:
+    names = list(signature(function).parameters)
+    places = [names.index(name) for name in ([like] if isinstance(like, str) else like)]
+
+    def fake(*arguments: Any) -> Any:
+        results = [arguments[place].new_empty(arguments[place].shape) for place in places]
+        return results[0] if isinstance(like, str) else tuple(results)
+
+    return fake
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:

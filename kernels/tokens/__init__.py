@@ -181,8 +181,8 @@ def _rotated(
 
 
 for _op, _function, _supports, _specification in (
-    ("activate", "activation_operator:activate", _activated, reference.activate),
-    ("add_rms_norm", "residual_operator:add_rms_norm", _added, reference.add_rms_norm),
+    ("activate", "activation:activate", _activated, reference.activate),
+    ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
     ("permute", "permutation_operator:permute", triton_floats, reference.permute),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),

@@ -186,7 +186,7 @@ def small_batch(
     vendors, vendor = None, None
     if spec.num_vendor_tokens:  # a request's one vendor: how many there are is not counted, so FLOPs are at least these
         offsets = torch.arange(num_requests + 1, device=device)
-        dense = tokens(num_requests, len(spec.vendor_dense))
+        dense = tokens(num_requests, len(spec.vendor_columns))
         vendors = Vendors(ids(spec.vendor, num_requests), dense, offsets, candidate_offsets)
         vendor = tokens(num_requests, spec.num_vendor_tokens, dim)
 

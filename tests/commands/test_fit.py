@@ -63,6 +63,10 @@ def test_activations_grow_with_the_batch_and_shrink_where_layers_run_again() -> 
     assert again < 0.7 * small
 
 
+def test_precision_is_what_gpus_settle_on() -> None:
+    assert report("precision=auto").parts == report().parts
+
+
 def test_ids_of_a_batch_are_counted_once_for_each_table() -> None:
     result = report("data.batch_size=64")
     source = build_source(config().data)

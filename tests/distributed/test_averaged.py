@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
-from tests.launching import TINY, train_here, train_ranks
+from tests.launching import TINY_DLRM, train_here, train_ranks
 from train import evaluate
 from train.commands import export
 from train.record.tracking import Record, read_metrics
 
 DECAY = 0.5
-RUN = (*TINY, "runtime.steps=6", "runtime.eval_every=3", "checkpoint.keep=9", "optimizer.warmup_steps=0")
+RUN = (*TINY_DLRM, "runtime.steps=6", "runtime.eval_every=3", "checkpoint.keep=9", "optimizer.warmup_steps=0")
 AVERAGED = (*RUN, f"optimizer.ema_decay={DECAY}")
 
 

@@ -10,7 +10,7 @@ import torch
 from modules.embedding import FeatureEmbedding
 from tests.distributed.test_resume import training
 from tests.distributed.test_step import Step
-from tests.launching import TINY, train_here
+from tests.launching import TINY_DLRM, train_here
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
 from train.config.schema import GroupConfig, OptimizerConfig
@@ -131,18 +131,18 @@ def test_a_run_with_everything_resumes_where_it_stopped(tmp_path: Path) -> None:
         "checkpoint.every=2", "checkpoint.keep=9",
     )  # fmt: skip
     whole = tmp_path / "whole"
-    train_here(whole, *keys, base=TINY)
+    train_here(whole, *keys, base=TINY_DLRM)
     resumed = tmp_path / "resumed" / "checkpoints"
     resumed.mkdir(parents=True)
     (whole / "checkpoints" / "step_00000002").rename(resumed / "step_00000002")
-    train_here(resumed.parent, *keys, base=TINY)
+    train_here(resumed.parent, *keys, base=TINY_DLRM)
     losses = [[record.values["loss"] for record in training(run)] for run in (whole, resumed.parent)]
     assert losses[0][2:] == losses[1]
 
 
 def test_validations_within_an_epoch(tmp_path: Path) -> None:
     train_here(tmp_path, "runtime.evals_per_epoch=3", "runtime.epochs=1", "runtime.steps=0", "data.num_requests=90",
-               "data.batch_size=10", base=TINY)  # fmt: skip
+               "data.batch_size=10", base=TINY_DLRM)  # fmt: skip
     records = [record for record in read_metrics(tmp_path / METRICS_FILE) if record.split == "valid"]
     assert [record.step for record in records] == [3, 6, 9]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import train_here, train_ranks
+from tests.launching import TINY_DLRM, train_here, train_ranks
 from train.record.tracking import Record, read_metrics
 
 EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dropout=0.1")
@@ -16,7 +16,7 @@ EVERY = ("checkpoint.every=3", "runtime.steps=6", "checkpoint.keep=5", "model.dr
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    train_here(run_dir, *EVERY)
+    train_here(run_dir, *EVERY, base=TINY_DLRM)
     return run_dir
 
 
@@ -54,9 +54,9 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
     # Two ranks validate on the way, with the ids of the next batch exchanged already: their losses do not change by it.
-    train_ranks(2, whole, *exact, "runtime.eval_every=2")
+    train_ranks(2, whole, *exact, "runtime.eval_every=2", base=TINY_DLRM)
     shutil.copytree(whole / "checkpoints" / "step_00000003", smaller / "checkpoints" / "step_00000003")
-    train_ranks(1, smaller, *exact, "data.batch_size=32")
+    train_ranks(1, smaller, *exact, "data.batch_size=32", base=TINY_DLRM)
     expected = {record.step: record.values["loss"] for record in training(whole)}
     assert [record.step for record in training(smaller)] == [4, 5, 6]
     # Same global batches; float32 sums over two ranks are taken in another order.
@@ -78,7 +78,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
 )
 def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, finished: Path) -> None:
     with pytest.raises(ValueError, match=named):
-        train_here(finished, *EVERY, override)
+        train_here(finished, *EVERY, override, base=TINY_DLRM)
 
 
 @pytest.mark.reliability(
@@ -89,15 +89,15 @@ def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_00000003"
     shutil.copytree(finished / "checkpoints" / checkpoint.name, checkpoint)
     with pytest.raises(ValueError, match="holds another model"):
-        train_here(tmp_path / "a", "model.dim=32", f"checkpoint.load='{checkpoint}'")
+        train_here(tmp_path / "a", "model.dim=32", f"checkpoint.load='{checkpoint}'", base=TINY_DLRM)
     with pytest.raises(ValueError, match="is not a readable checkpoint"):
-        train_here(tmp_path / "b", f"checkpoint.load='{tmp_path}/absent'")
+        train_here(tmp_path / "b", f"checkpoint.load='{tmp_path}/absent'", base=TINY_DLRM)
     for file in checkpoint.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(
         ValueError, match=r"step_00000003 is damaged \(__0_0.distcp has 1,000 bytes, [\d,]+ were written"
     ):
-        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'")
+        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'", base=TINY_DLRM)
     (checkpoint / "manifest.json").unlink()  # as of a run from before there were any
     with pytest.raises(ValueError, match=r"step_00000003 is damaged \(\w+Error: [^\n]*\); use another checkpoint"):
-        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'")
+        train_here(tmp_path / "c", f"checkpoint.load='{checkpoint}'", base=TINY_DLRM)

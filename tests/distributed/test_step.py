@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import FeatureSpec, RequestBatch
+from modules.config import ManagedTable
 from modules.embedding import FeatureEmbedding, Tokens
 from modules.models.baselines import DLRM
 from modules.models.ranking import RankingModel
@@ -66,11 +67,12 @@ class Step:
         *,
         index_dedup: bool = False,
         table_ranks: int = 0,
+        managed: dict[str, ManagedTable] | None = None,
     ) -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
         config = Config(
-            model=DLRM.Config(dim=DIM),
+            model=DLRM.Config(dim=DIM, managed_tables=managed or {}),
             data=SyntheticConfig(batch_size=6),
             precision=PrecisionConfig(name="fp32"),
             optimizer=optimizer,
@@ -86,7 +88,7 @@ class Step:
             runtime=RuntimeConfig(),
         )
         torch.manual_seed(0)
-        model = RankingModel(FeatureEmbedding(self.spec, DIM), MeanArch(self.spec))
+        model = RankingModel(FeatureEmbedding(self.spec, DIM, managed_tables=managed), MeanArch(self.spec))
         self.embedding = model.embedding
         mesh = table_mesh(config.parallel, self.world, 60.0)
         ids = {name: 1.0 for name, _ in self.spec.lookups()}

@@ -11,11 +11,11 @@ import pytest
 
 from tests.distributed.test_incremental import saved
 from tests.distributed.test_resume import training
-from tests.launching import TINY, train_here, train_ranks
+from tests.launching import TINY_DLRM, train_here, train_ranks
 from train import evaluate
 from train.commands import export, score
 
-MIXED = (*TINY, "+model.table_dims={item: 8, user: 32, category: 8}", "runtime.steps=6", "precision=fp32")
+MIXED = (*TINY_DLRM, "+model.table_dims={item: 8, user: 32, category: 8}", "runtime.steps=6", "precision=fp32")
 
 
 def steps(ranks: int) -> tuple[str, ...]:

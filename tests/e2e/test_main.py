@@ -167,21 +167,21 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
 
 def test_a_run_whose_best_validation_had_no_gauc_resumes(tmp_path: Path) -> None:
     for _ in range(2):
-        train_here(tmp_path / "run", "data.batch_size=1", "runtime.eval_steps=1", "runtime.steps=2")
+        train_here(tmp_path / "run", "data.batch_size=1", "runtime.eval_steps=1", "runtime.steps=2", base=TINY_DLRM)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["valid"]["click/gauc"] is None
 
 
 def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.accumulate=4 is more than the 3 steps"):
-        train_here(tmp_path / "run", "optimizer.accumulate=4", "runtime.steps=3")
-    train_here(tmp_path / "rising", "optimizer.warmup_steps=3", "runtime.steps=2")
+        train_here(tmp_path / "run", "optimizer.accumulate=4", "runtime.steps=3", base=TINY_DLRM)
+    train_here(tmp_path / "rising", "optimizer.warmup_steps=3", "runtime.steps=2", base=TINY_DLRM)
     assert "to reach it, lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
 
 
 @pytest.mark.reliability("more ranks than rows of data", "ranks without a row take part with empty batches")
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
-    train_ranks(2, tmp_path / "run", *few)
+    train_ranks(2, tmp_path / "run", *few, base=TINY_DLRM)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 2
 
 

@@ -195,16 +195,6 @@ def test_the_order_of_old_events_counts():
     assert (model(embedding(swapped), swapped) - model(embedding(batch), batch)).abs().min() > 1e-6
 
 
-def test_compiles_into_one_graph_that_serves_other_lengths():
-    spec = random_spec()
-    model, embedding = interformer(spec, num_layers=1).eval(), FeatureEmbedding(spec, DIM, "cpu")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    for lengths in ((5, 2, 0, 4, 1), (1, 6, 3, 0, 2)):
-        batch = random_batch(spec, lengths=lengths)
-        tokens = embedding(batch)
-        torch.testing.assert_close(compiled(tokens, batch), model(tokens, batch))
-
-
 def test_number_of_summary_tokens_is_the_papers():
     model = interformer(random_spec())
     first = model.heads.first[0]

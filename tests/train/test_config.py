@@ -83,6 +83,11 @@ from train.process import length
         ("data=synthetic data.mean_history=0", "data.mean_history=0.0 must be above 0, e.g. data.mean_history=20"),
         ("data=synthetic data.num_items=0", "data.num_items=0 must be above 0"),
         ("data=synthetic data.zipf=1e9", "data.zipf=1000000000.0 must be at most 100, e.g. data.zipf=1.05"),
+        ("+model.managed_tables={item:{min_count:2}}", "managed_tables.item.rows=0 must be at least 2, e.g. "),
+        (
+            "parallel.table_ranks=2 +model.managed_tables={item:{rows:8}}",
+            "copies would give the same row to different ids; use parallel.table_ranks=0",
+        ),
         ("parallel.table_average_every=4", "needs copies of the tables, each on parallel.table_ranks ranks"),
         (
             "parallel.table_ranks=8 parallel.tables=[{match:[item],kernels:[fused_uvm]}]",

@@ -26,6 +26,7 @@ from train.checkpoint.read import read, read_metadata
 from train.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
 from train.config.compose import from_dict
 from train.optim.dense import Optimizer
+from train.parallel.managed import check_ranks
 from train.process.distributed import World
 from train.process.files import fault_of
 
@@ -187,7 +188,11 @@ def load(
 def take(
     path: Path, state: dict[str, Any], model: DistributedModelParallel, world: World, planner: LoadPlanner | None = None
 ) -> None:
-    """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables."""
+    """Read the tensors of `state`, of all or a part of the model, in place, and hand them to it and its tables.
+
+    ValueError if these ranks cannot go on with managed tables of the saved ones.
+    """
+    check_ranks(path, model, read_meta(path).get("world_size", world.size), world.size)
     plain = moments.read_converted(path, state, read_metadata(path))
     read(path, plain, planner=planner, group=world.checkpoint_group)
     # Sharded dense tensors describe the model's own memory, which they have been read into.

@@ -28,6 +28,7 @@ class Progress:
     skipped_steps: int = 0  # because a loss or gradient was not finite
     tokens_per_expert: list[int] = field(default_factory=list)  # of all routers and ranks since the last dense step
     adapter: list[float] = field(default_factory=list)  # of a teacher, see train.evaluate.distill
+    parts: list[dict[str, Any]] = field(default_factory=list)  # of files, see train.data.following
     tracker: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

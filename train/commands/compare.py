@@ -206,9 +206,11 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):
             arch = build_arch(config.model, source.spec)
-            model = RankingModel(
-                FeatureEmbedding(source.spec, config.model.dim, table_dims=config.model.table_dims), arch
+            own = config.model
+            embedding = FeatureEmbedding(
+                source.spec, own.dim, table_dims=own.table_dims, managed_tables=own.managed_tables
             )
+            model = RankingModel(embedding, arch)
         weights[arm.name] = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights[arm.name]["data_fingerprint"] = source.fingerprint
     first = weights[arms[0].name]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -35,7 +34,7 @@ from train.data import build_source
 from train.data.source import Source
 from train.loss import TaskLosses
 from train.optim.frozen import freeze
-from train.optim.sparse import GIB, ids_per_request, plan_tables
+from train.optim.sparse import GIB, ids_per_request, plan_tables, sharders_of
 from train.parallel.mesh import sizes, table_ranks
 from train.parallel.recompute import Recomputed, recompute
 from train.process import length
@@ -95,6 +94,8 @@ class _Planning(World):
 
 def fit(config: Config, ranks: int, node_ranks: int, gpu_gib: float) -> Fit:
     """What this configuration takes on each of `ranks` GPUs of `gpu_gib`, `node_ranks` of them on a node."""
+    if config.precision.name == "auto":
+        config.precision.name = "bf16"  # as GPUs have it
     source = build_source(config.data)
     length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
     model = _model(config, source)
@@ -121,7 +122,8 @@ def _ids(config: Config, source: Source) -> tuple[int, int]:
 def _model(config: Config, source: Source) -> RankingModel:
     """The model in host memory, its tables on `meta`."""
     torch.manual_seed(config.runtime.seed)
-    embedding = FeatureEmbedding(source.spec, config.model.dim, "meta", config.model.table_dims)
+    own = config.model
+    embedding = FeatureEmbedding(source.spec, own.dim, "meta", own.table_dims, managed_tables=own.managed_tables)
     spec = output_spec(source.spec, TaskLosses(config.tasks, source.spec.tasks))
     model = RankingModel(embedding, build_arch(config.model, spec))
     apply_recipe(model, config.precision.name, config.precision.quantize)
@@ -138,7 +140,7 @@ def _tables(
     planned, share = copy.deepcopy(config), table_ranks(config.parallel, ranks)
     planned.parallel.hbm_gib = planned.parallel.hbm_gib or gpu_gib
     try:
-        plan = plan_tables(model, [EmbeddingCollectionSharder()], planned, world, ids_per_request(source))
+        plan = plan_tables(model, sharders_of(planned, world), planned, world, ids_per_request(source))
     except ValueError as error:
         whole = sum(table.numel() * 4 for each in model.embedding.collections for table in each.parameters())
         rows = sum(

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from modules.batch import FeatureSpec, RequestBatch, select_rows
+from modules.batch import FeatureSpec, RequestBatch, VectorFeature, select_rows
 from modules.precision import in_high_precision
 from train.build import Job
 from train.checkpoint import load as checkpoint
@@ -47,7 +47,7 @@ def features_of(spec: FeatureSpec) -> list[str]:
     indicators = {name + INDICATOR for name in dense}
     numeric = [name for name in dense if name not in indicators]
     sparse = [feature.name for feature in spec.of_rows]
-    vectors = [vector.name for vector in (*spec.request_vectors, *spec.candidate_vectors)]
+    vectors = [vector.name for vector in (*spec.request_vectors, *spec.vendor_vectors, *spec.candidate_vectors)]
     events = [event.name for event in spec.histories]
     return list(dict.fromkeys([*sparse, *numeric, *vectors, *events]))
 
@@ -66,13 +66,11 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
         rows = shuffled(count)
         if name in [feature.name for feature in features]:
             changes[f"{side}_sparse"] = _with_rows(getattr(batch, f"{side}_sparse"), [name], rows)
-        own = next((vector.columns for vector in vectors if vector.name == name), (name, name + INDICATOR))
-        if chosen := [columns.index(each) for each in own if each in columns]:
+        if chosen := _columns_of(name, vectors, columns):
             changes[f"{side}_dense"] = _with_columns(getattr(batch, f"{side}_dense"), chosen, rows)
-    vendors = batch.vendors
-    if vendors is not None and name in (*(feature.name for feature in spec.vendor), *spec.vendor_dense):
+    vendors, chosen = batch.vendors, _columns_of(name, spec.vendor_vectors, spec.vendor_columns)
+    if vendors is not None and (chosen or name in [feature.name for feature in spec.vendor]):
         rows = shuffled(vendors.num_vendors)
-        chosen = [spec.vendor_dense.index(each) for each in (name, name + INDICATOR) if each in spec.vendor_dense]
         changes["vendors"] = replace(
             vendors,
             sparse=_with_rows(vendors.sparse, [name], rows),
@@ -84,6 +82,12 @@ def permuted(batch: RequestBatch, spec: FeatureSpec, name: str, generator: torch
             changes["histories"] = _with_rows(batch.histories, event.keys, rows)
             changes["history_times"] = _with_rows(batch.history_times, [name], rows)
     return replace(batch, **changes)
+
+
+def _columns_of(name: str, vectors: Sequence[VectorFeature], columns: Sequence[str]) -> list[int]:
+    """Where the numbers of a vector are, or a number and its indicator."""
+    own = next((vector.columns for vector in vectors if vector.name == name), (name, name + INDICATOR))
+    return [columns.index(each) for each in own if each in columns]
 
 
 def _with_columns(numbers: Tensor, columns: list[int], rows: Tensor) -> Tensor:

@@ -103,6 +103,12 @@ def validate(config: Config) -> None:
             f"parallel.table_ranks={config.parallel.table_ranks} with parallel.tables kernels={in_host[0].kernels}: "
             "copies of tables in host memory cannot be averaged; use kernels: [fused] or parallel.table_ranks=0"
         )
+    if config.parallel.table_ranks and model.managed_tables:
+        raise ValueError(
+            f"parallel.table_ranks={config.parallel.table_ranks} with model.managed_tables="
+            f"{sorted(model.managed_tables)}: copies would give the same row to different ids; use "
+            "parallel.table_ranks=0 or no managed tables"
+        )
     if config.parallel.table_average_every > 1 and not config.parallel.table_ranks:
         raise ValueError(
             f"parallel.table_average_every={config.parallel.table_average_every} needs copies of the tables, each on "

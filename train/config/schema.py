@@ -40,7 +40,7 @@ class DataConfig:
     max_candidates: int = option(8, least=1)  # of one request
     # vocabulary: saved, built on the training split | hash: into hash_rows rows
     id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
-    hash_rows: int = 100_000
+    hash_rows: int = option(100_000, most=2**31 - 1)
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
     table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
     oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids
@@ -131,6 +131,10 @@ class EventsConfig(DataConfig):
     files: list[str] = MISSING  # parquet or CSV files, folders, globs
     valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
     test_files: list[str] = field(default_factory=list)
+    # seconds that training waits for further files once those that it knows are used up; 0: it takes no others
+    follow_wait: float = 0.0
+    follow: list[str] = field(default_factory=list)  # where they appear, as files; none given: where `files` says
+    manifest: str | None = None  # with follow_wait, text file that names complete files, one a line; others wait
     csv_separator: str = ","
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
@@ -158,6 +162,7 @@ class EventsConfig(DataConfig):
     vendor_categorical: list[str] = field(default_factory=list)  # features of vendors, equal for all their candidates
     vendor_list: list[str] = field(default_factory=list)
     vendor_numeric: list[str] = field(default_factory=list)
+    vendor_vectors: dict[str, VectorConfig] = field(default_factory=dict)
     log_numeric: list[str] = field(default_factory=list)  # numeric columns scaled by sign(x) log(1 + |x|) first
     missing_nan: list[str] = field(default_factory=list)  # globs of number, label, weight columns: NaN there is missing
     missing_fill: dict[str, float] = field(default_factory=dict)  # numeric column -> a missing number; default: mean

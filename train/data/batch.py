@@ -154,7 +154,7 @@ def empty_batch(spec: FeatureSpec) -> RequestBatch:
         labels=np.zeros((0, len(spec.tasks))),
         group=none,
         row=none,
-        vendor=VendorColumns(unknown(spec.vendor, 0), np.zeros((0, len(spec.vendor_dense))), np.zeros(1), none)
+        vendor=VendorColumns(unknown(spec.vendor, 0), np.zeros((0, len(spec.vendor_columns))), np.zeros(1), none)
         if spec.num_vendor_tokens
         else None,
     )

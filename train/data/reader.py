@@ -35,7 +35,18 @@ from train.process.files import write_json
 DESCRIPTION = "reader.json"
 """In the folder of an export, beside the vocabulary: the configuration of the data, without its files."""
 PARTS = ("request", "candidates", "histories", "time")
-_FILES = ("root", "cache_dir", "files", "valid_files", "test_files", "joins", "vocabulary_of", "table_vectors")
+_FILES = (
+    "root",
+    "cache_dir",
+    "files",
+    "valid_files",
+    "test_files",
+    "joins",
+    "vocabulary_of",
+    "table_vectors",
+    "follow",
+    "manifest",
+)
 
 
 class RequestReader:
@@ -157,7 +168,8 @@ class RequestReader:
         derived = self._derived(candidates, spec.vendor, spec.vendor_dense, whose, owners)
         first = np.repeat(np.cumsum(sizes) - sizes, sizes).tolist()
         numbers = dict.fromkeys(self.indicated.get(name, name) for name in spec.vendor_dense)
-        for name in (*(feature.name for feature in spec.vendor), *numbers):
+        vectors = [vector.name for vector in spec.vendor_vectors]
+        for name in (*(feature.name for feature in spec.vendor), *numbers, *vectors):
             values = [_column(row, name, whose) for row in derived]
             for place, value in enumerate(values):
                 if not _equal(value, values[first[place]]):
@@ -169,7 +181,7 @@ class RequestReader:
         firsts = [derived[place] for place in dict.fromkeys(first)]
         return VendorColumns(
             sparse=[self._ids(feature, firsts, whose) for feature in spec.vendor],
-            dense=self._numbers(spec.vendor_dense, firsts, whose),
+            dense=self._numbers(spec.vendor_dense, firsts, whose, spec.vendor_vectors),
             counts=each,
             candidates=sizes,
         )

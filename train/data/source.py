@@ -105,6 +105,10 @@ class PreparedSource:
         first, end = self.meta["bounds"][split]
         return end - first
 
+    def num_candidates(self, split: str) -> int:
+        first, end = self._arrays["candidate_offsets"][list(self.meta["bounds"][split])].tolist()
+        return end - first
+
     def label_rates(self) -> dict[str, float]:
         return self.meta["label_rates"]
 

@@ -67,8 +67,10 @@ def _features(source: Source, batch: RequestBatch) -> Iterator[tuple[str, str, s
     for names, values in numbers:
         for name, column in zip(names, values.unbind(1), strict=False):  # vectors are behind the numbers
             yield name, "", "", _share(column != 0)
-    of_candidates = (spec.candidate_vectors, batch.candidate_dense)
-    for vectors, values in ((spec.request_vectors, batch.request_dense), of_candidates):
+    of_sides = [(spec.request_vectors, batch.request_dense), (spec.candidate_vectors, batch.candidate_dense)]
+    if batch.vendors is not None:
+        of_sides.insert(1, (spec.vendor_vectors, batch.vendors.dense))
+    for vectors, values in of_sides:
         widths = [vector.width for vector in vectors]
         parts = values[:, values.shape[1] - sum(widths) :].split(widths, 1) if widths else ()
         for vector, part in zip(vectors, parts, strict=True):

@@ -21,10 +21,10 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, QuantizedComm
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
 
 from modules.models.ranking import RankingModel
-from train.config.schema import Config, OptimizerConfig, TablesConfig
+from train.config.schema import Config, TablesConfig
 from train.data.source import Source
 from train.optim.groups import chosen, grouped
-from train.parallel import dedup, whole_tables
+from train.parallel import dedup, managed, whole_tables
 from train.parallel.copies import environment, of_group
 from train.parallel.dense import data_parallel
 from train.parallel.mesh import Mesh, table_ranks
@@ -58,13 +58,8 @@ def shard(
         )
     if config.parallel.index_dedup:
         dedup.serve_cpu()
-    _give_optimizers(model, config.optimizer, config.parallel.tables)
-    # The generic parameter of ModuleSharder is invariant, hence the annotation.
-    sharders: list[ModuleSharder[nn.Module]] = [
-        EmbeddingCollectionSharder(
-            qcomm_codecs_registry=_codecs(config, world), use_index_dedup=config.parallel.index_dedup
-        )
-    ]
+    _give_optimizers(model, config)
+    sharders = sharders_of(config, world)
     plan = plan_tables(model, sharders, config, world, ids)
     seed = config.runtime.seed * 1_000_003
     # Shards of one table are on several ranks: with equal seeds they would get equal weights, which copies need.
@@ -83,8 +78,20 @@ def shard(
     return parallel, plan
 
 
-def _give_optimizers(model: RankingModel, config: OptimizerConfig, tables: Sequence[TablesConfig]) -> None:
+def sharders_of(config: Config, world: World) -> list[ModuleSharder[nn.Module]]:
+    """What shards each kind of collection. Ids of managed tables are sent as often as they occur."""
+    codecs = _codecs(config, world)
+    # The generic parameter of ModuleSharder is invariant, hence the annotation.
+    sharders: list[ModuleSharder[nn.Module]] = [
+        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=config.parallel.index_dedup),
+        managed.ManagedTablesSharder(codecs),
+    ]
+    return sharders
+
+
+def _give_optimizers(model: RankingModel, whole: Config) -> None:
     """Each table its fused optimiser, with the settings of its group."""
+    config, tables = whole.optimizer, whole.parallel.tables
     names = {parameter: name for name, parameter in model.named_parameters()}
     rules = rules_of([name.split(".")[-2] for name in names.values() if ".embeddings." in name], tables)
     groups = grouped(list(names.values()), config.groups)
@@ -94,6 +101,11 @@ def _give_optimizers(model: RankingModel, config: OptimizerConfig, tables: Seque
             raise ValueError(
                 f"parallel.tables: {name} cannot be data_parallel, which the dense optimiser steps, and frozen "
                 "(optimizer.frozen); give it another sharding_types, e.g. [table_wise]"
+            )
+        if not table.requires_grad and name in whole.model.managed_tables:
+            raise ValueError(
+                f"model.managed_tables: rows of {name} begin anew when they go to another id, and cannot be "
+                "frozen (optimizer.frozen); leave one of the two out"
             )
         if not table.requires_grad:
             # Fused kernels update every table. SGD has no state, and at a rate of 0 no weight moves.
@@ -148,6 +160,7 @@ def plan_tables(
     """
     parallel = config.parallel
     ranks = table_ranks(parallel, world.size)
+    managed.split(model.embedding, ranks)
     on_gpu = world.device.type == "cuda"
     hbm = int(parallel.hbm_gib * GIB) if parallel.hbm_gib else None
     if on_gpu and hbm is None:
@@ -165,10 +178,17 @@ def plan_tables(
     rules = rules_of([table.name for table in tables], parallel.tables)
     constraints = {}
     for table in tables:
-        rule = rules[table.name]
+        rule, kinds = rules[table.name], types
         kernels = ["fused"] if ranks < world.size else rule.kernels  # copies in host memory cannot be averaged
+        if table.name in config.model.managed_tables:
+            kinds, kernels = ["row_wise"], ["fused"]
+            if {*(rule.sharding_types or kinds), *(rule.kernels or kernels)} != {*kinds, *kernels}:
+                raise ValueError(
+                    f"parallel.tables: {table.name} is one of model.managed_tables, which are sharded by rows in GPU "
+                    "memory; leave it out, or give it sharding_types: [row_wise] and kernels: [fused]"
+                )
         constraints[table.name] = ParameterConstraints(
-            sharding_types=types if rule.sharding_types is None else rule.sharding_types,
+            sharding_types=kinds if rule.sharding_types is None else rule.sharding_types,
             compute_kernels=None if kernels is None else [*kernels, "dense"],
             pooling_factors=[ids[feature] for feature in table.feature_names],
             min_partition=max(MIN_COLUMNS, -(-table.embedding_dim // (4 * ranks)) * 4),

@@ -81,6 +81,14 @@ class Preemption:
         self._clock, self._since = now, 0
         return stop or (self._interval == 1 and self._slow and self._conclude())
 
+    def agreed_now(self) -> bool:
+        """As `agreed`, where ranks wait together for something else than a step: every call is an agreement."""
+        if self.world.size == 1:
+            return self._told
+        told = torch.tensor([float(self._conclude() or self._told)])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.world.host_group)
+        return bool(told.item())
+
     def _conclude(self) -> bool:
         """Wait for the reduction that is under way: was any rank told? The same steps follow on all ranks."""
         if self._reduction is None:

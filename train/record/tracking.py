@@ -256,6 +256,15 @@ class Tracker:
         if self.tracking.progress == "always" or (self.tracking.progress == "auto" and sys.stderr.isatty()):
             self._bar = tqdm(total=total_steps, initial=resume_step or 0, unit="step", dynamic_ncols=True)
 
+    def extend(self, total_steps: int) -> None:
+        """The run has become longer."""
+        self._total_steps = total_steps
+        if self._endpoint is not None:
+            self._endpoint.total_steps = total_steps
+        if self._bar is not None:
+            self._bar.total = total_steps
+            self._bar.refresh()
+
     def advance(self) -> None:
         """One step is done."""
         if self._endpoint is not None:

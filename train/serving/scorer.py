@@ -200,7 +200,7 @@ def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
         ("candidate", spec.candidate_columns, batch.candidate_dense),
     ]
     if batch.vendors is not None:
-        sides.append(("vendor", spec.vendor_dense, batch.vendors.dense))
+        sides.append(("vendor", spec.vendor_columns, batch.vendors.dense))
     for whose, names, values in sides:
         finite = values.isfinite()
         if not finite.all():

@@ -156,7 +156,7 @@ def _rows(offsets: Tensor | None, x: Tensor) -> tuple[bool, Tensor, int]:
     return (False, x, 0) if offsets is None else (True, offsets.contiguous(), offsets.shape[0] - 1)
 
 
-@custom_op("gemsmith::jagged_elementwise")
+@custom_op("gemsmith::jagged_elementwise", like="x")
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str) -> Tensor:
     """x [N, ...], y [N, ...] or with `offsets` [B, ...] -> [N, ...]; op is 'add' or 'mul'."""
     out = x.new_empty(*x.shape)
@@ -175,12 +175,7 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activatio
     return out
 
 
-@elementwise.register_fake
-def _(x, y, offsets, op, activation):
-    return x.new_empty(x.shape)
-
-
-@custom_op("gemsmith::jagged_elementwise_gradient")
+@custom_op("gemsmith::jagged_elementwise_gradient", like=("x", "y"))
 def gradient(
     grad: Tensor, x: Tensor, y: Tensor, offsets: Tensor | None, op: str, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -212,11 +207,6 @@ def gradient(
     if dense:
         join(parts, offsets, dy, total, part)
     return dx, dy
-
-
-@gradient.register_fake
-def _(grad, x, y, offsets, op, activation):
-    return x.new_empty(x.shape), y.new_empty(y.shape)
 
 
 _launch_forward = Launcher(_elementwise_kernel)

@@ -180,15 +180,10 @@ to_jagged.register_autograd(
 )
 
 
-@custom_op("gemsmith::jagged_flip")
+@custom_op("gemsmith::jagged_flip", like="values")
 def flip(values: Tensor, offsets: Tensor) -> Tensor:
     """Each row backwards: [N, ...] -> [N, ...]."""
     return move("flip", values, torch.empty_like(values, memory_format=torch.contiguous_format), offsets.contiguous())
-
-
-@flip.register_fake
-def _(values, offsets):
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
 def _save_flip(ctx, inputs, output):

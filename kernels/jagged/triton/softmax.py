@@ -166,7 +166,7 @@ _launch_column = Launcher(_softmax_kernel)
 _launch_column_gradient = Launcher(_softmax_gradient_kernel)
 
 
-@custom_op("gemsmith::jagged_softmax")
+@custom_op("gemsmith::jagged_softmax", like="x")
 def softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """[N, W] -> [N, W], each column of each row separately."""
     out = x.new_empty(*x.shape)
@@ -175,22 +175,12 @@ def softmax(x: Tensor, offsets: Tensor) -> Tensor:
     return _launch_columns(_launch_column, offsets, out, flat(x))
 
 
-@softmax.register_fake
-def _(x, offsets):
-    return x.new_empty(x.shape)
-
-
-@custom_op("gemsmith::jagged_softmax_gradient")
+@custom_op("gemsmith::jagged_softmax_gradient", like="y")
 def softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = y.new_empty(*y.shape)
     if out.numel() == 0:
         return out
     return _launch_columns(_launch_column_gradient, offsets, out, flat(grad), flat(y))
-
-
-@softmax_gradient.register_fake
-def _(grad, y, offsets):
-    return y.new_empty(y.shape)
 
 
 def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
@@ -213,25 +203,15 @@ def _launch_matrix(x: Tensor, grad: Tensor | None, offsets: Tensor, squares: Ten
     return out
 
 
-@custom_op("gemsmith::jagged2_softmax")
+@custom_op("gemsmith::jagged2_softmax", like="x")
 def matrix_softmax(x: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
     """[sum of L_b^2] -> the same, each row of each matrix separately; num_values is offsets[B]."""
     return _launch_matrix(x, None, offsets, squares, num_values)
 
 
-@matrix_softmax.register_fake
-def _(x, offsets, squares, num_values):
-    return x.new_empty(x.shape)
-
-
-@custom_op("gemsmith::jagged2_softmax_gradient")
+@custom_op("gemsmith::jagged2_softmax_gradient", like="y")
 def matrix_softmax_gradient(grad: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, num_values: int) -> Tensor:
     return _launch_matrix(y, grad, offsets, squares, num_values)
-
-
-@matrix_softmax_gradient.register_fake
-def _(grad, y, offsets, squares, num_values):
-    return y.new_empty(y.shape)
 
 
 def _save_softmax(ctx, inputs, output):

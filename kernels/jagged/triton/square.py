@@ -257,7 +257,7 @@ def _(x, y, offsets, squares, total):
     return x.new_empty(total)
 
 
-@custom_op("gemsmith::jagged_inner")
+@custom_op("gemsmith::jagged_inner", like="y")
 def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool) -> Tensor:
     """a [sum of L_b^2], y [N, D] -> [N, D]."""
     out = y.new_empty(y.shape)
@@ -283,12 +283,7 @@ def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: boo
     return out
 
 
-@inner.register_fake
-def _(a, y, offsets, squares, transpose):
-    return y.new_empty(y.shape)
-
-
-@custom_op("gemsmith::jagged_inner_gradients")
+@custom_op("gemsmith::jagged_inner_gradients", like=("a", "y"))
 def inner_gradients(
     grad: Tensor, a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool
 ) -> tuple[Tensor, Tensor]:
@@ -317,11 +312,6 @@ def inner_gradients(
         **config,
     )
     return da, dy
-
-
-@inner_gradients.register_fake
-def _(grad, a, y, offsets, squares, transpose):
-    return a.new_empty(a.shape), y.new_empty(y.shape)
 
 
 def register_outer(outer: Any, inner: Any) -> None:

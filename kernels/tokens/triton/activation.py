@@ -7,12 +7,15 @@ step adds those of all programs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.core.launch import Launcher, aligned, processors
+from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv
 from kernels.tokens.triton.tokens import tiling
 
@@ -71,6 +74,7 @@ _launch_forward = Launcher(activate_kernel)
 _launch_backward = Launcher(activate_backward_kernel)
 
 
+@custom_op("gemsmith::activate", like="z")
 def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> Tensor:
     """activation(z + bias) * factor like z [..., E], contiguous, of bias [E] and factor like z."""
     z, bias = z.contiguous(), bias.contiguous()
@@ -81,6 +85,7 @@ def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) ->
     return out
 
 
+@custom_op("gemsmith::activate_backward")
 def activate_backward(
     grad: Tensor, z: Tensor, bias: Tensor, activation: str, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +100,25 @@ def activate_backward(
     tensors = (grad, z, bias, z if factor is None else factor.contiguous(), dz, dfactor, sums)
     _launch(_launch_backward, programs, z, tensors, activation, factor)
     return dz, sums.sum(0).to(bias.dtype), dfactor
+
+
+@activate_backward.register_fake
+def _(grad: Tensor, z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return z.new_empty(z.shape), bias.new_empty(bias.shape), z.new_empty(0 if factor is None else z.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    z, bias, ctx.activation, factor = inputs
+    ctx.save_for_backward(z, bias, factor)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    z, bias, factor = ctx.saved_tensors
+    dz, dbias, dfactor = activate_backward(grad, z, bias, ctx.activation, factor)
+    return dz, dbias, None, None if factor is None else dfactor
+
+
+activate.register_autograd(_backward, setup_context=_save)
 
 
 def _parts(z: Tensor) -> int:

@@ -6,6 +6,8 @@ the chosen rows afterwards, in place, to these few rows: no gradient of the size
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from kernels.core.constants import EPSILON
 from kernels.core.launch import Launcher, aligned
+from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv
 from kernels.tokens.triton.tokens import tile, tiling
 
@@ -76,7 +79,8 @@ _launch_backward = Launcher(add_rms_norm_backward_kernel)
 _launch_pick = Launcher(pick_rows_kernel)
 
 
-def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op("gemsmith::add_rms_norm")
+def _add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(x + change, of no size without a change; its norm; its rows of [rows]) of x and change [N, D] of one dtype."""
     x = x.contiguous()
     total = x.new_empty(0 if change is None else x.shape)
@@ -89,7 +93,14 @@ def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple
     return total, normed, picked
 
 
-def add_rms_norm_backward(
+@_add_rms_norm.register_fake
+def _(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0 if change is None else x.shape)
+    return total, x.new_empty(x.shape), x.new_empty(((0,) if rows is None else tuple(rows.shape)) + x.shape[1:])
+
+
+@custom_op("gemsmith::add_rms_norm_backward", like="total")
+def _add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor, d_picked: Tensor | None, total: Tensor, rows: Tensor | None
 ) -> Tensor:
     """The gradient [N, D] of x and of change, from those of the three results that have one."""
@@ -100,6 +111,34 @@ def add_rms_norm_backward(
     if rows is not None and d_picked is not None:
         _pick(d, rows, d_picked.contiguous(), give_back=True)
     return d
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, change, rows = inputs
+    ctx.has_change = change is not None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0] if ctx.has_change else x, rows)
+
+
+def _backward(
+    ctx: Any, d_total: Tensor | None, d_normed: Tensor | None, d_picked: Tensor | None
+) -> tuple[Tensor, Tensor | None, None]:
+    total, rows = ctx.saved_tensors
+    if d_normed is None:
+        d_normed = torch.zeros_like(total)
+    # Without a change the sum is not an output, and without `rows` none is picked.
+    d = _add_rms_norm_backward(
+        d_total if ctx.has_change else None, d_normed, None if rows is None else d_picked, total, rows
+    )
+    return d, d if ctx.has_change else None, None
+
+
+_add_rms_norm.register_autograd(_backward, setup_context=_save)
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    total, normed, picked = _add_rms_norm(x, change, rows)
+    return x if change is None else total, normed, picked
 
 
 def _pick(values: Tensor, rows: Tensor, picked: Tensor, give_back: bool) -> None:

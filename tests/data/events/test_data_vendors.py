@@ -16,10 +16,12 @@ import torch
 
 from modules.batch import RequestBatch
 from modules.core.flops import count_flops
+from modules.embedding import LocalEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
 from tests.modules.factories import random_batch, vendor_spec
-from train.config.schema import EventsConfig, HistoryConfig
+from train.commands import importance
+from train.config.schema import EventsConfig, HistoryConfig, VectorConfig
 from train.data import build_source, events
 from train.data.batch import empty_batch, pad_events
 from train.data.loading.dropout import drop_ids
@@ -28,6 +30,7 @@ from train.data.loading.sampling import sample_negatives
 from train.data.reader import RequestReader
 from train.data.requests import sorted_by_vendor, vendor_runs
 from train.data.source import PreparedSource
+from train.data.summary import summarise
 
 COUNT = 300
 
@@ -46,6 +49,7 @@ def make_rows() -> list[dict[str, Any]]:
         "town": [f"town{each % 2}" for each in shop],
         "tags": [tags[each] for each in shop],
         "fame": [fame[each] for each in shop],
+        "photo": [[None, [0.5, -1.0], [2.0, 0.25], [0.0, 3.0]][each] for each in shop],
         "click": generator.integers(2, size=COUNT).tolist(),
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -58,6 +62,7 @@ def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Event
         "time": "time", "request_window": 2000, "labels": {"click": "click"}, "request_categorical": ["user"],
         "candidate_categorical": ["item"], "vendor": "shop", "vendor_categorical": ["shop", "town"],
         "vendor_list": ["tags"], "vendor_numeric": ["fame"], "missing_indicator": ["fame"],
+        "vendor_vectors": {"photo": VectorConfig(2, "none")},
         "histories": {"seen": HistoryConfig(["item", "shop"])},
     }  # fmt: skip
     return EventsConfig(**settings | changes)
@@ -97,8 +102,9 @@ def features_of(batch: RequestBatch) -> dict[str, list[Any]]:
 def test_vendors_are_runs_of_candidates_with_the_features_of_their_rows(tmp_path: Path, split: str) -> None:
     rows = make_rows()
     source = source_of(config_of(tmp_path, rows))
-    plain = {"vendor": None, "vendor_categorical": [], "vendor_list": [], "vendor_numeric": []}
+    plain = {"vendor": None, "vendor_categorical": [], "vendor_list": [], "vendor_numeric": [], "vendor_vectors": {}}
     of_candidates = {"candidate_categorical": ["item", "shop", "town"], "candidate_list": ["tags"]}
+    of_candidates["candidate_vectors"] = {"photo": VectorConfig(2, "none")}
     other = source_of(config_of(tmp_path, rows, **plain, **of_candidates, candidate_numeric=["fame"]))
     batch, flat = whole(source, split), whole(other, split)
     check(batch)
@@ -145,7 +151,8 @@ def test_rows_prepared_through_the_disk_make_the_same_batches(tmp_path: Path, re
 
 @pytest.mark.parametrize("rows_at_once", [1000, 37])
 @pytest.mark.parametrize(
-    ("column", "value"), [("town", "elsewhere"), ("tags", ["b", "a"]), ("tags", ["a", "b", "c"]), ("fame", 1.0)]
+    ("column", "value"),
+    [("town", "elsewhere"), ("tags", ["b", "a"]), ("tags", ["a", "b", "c"]), ("fame", 1.0), ("photo", [2.0, 0.0])],
 )
 def test_a_vendor_whose_features_differ_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str, value: Any, rows_at_once: int
@@ -175,7 +182,13 @@ def test_a_vendor_whose_features_differ_is_named(
             r"data\.vendor_categorical=.* data\.vendor must name the column .*, e\.g\. data\.vendor=shop",
         ),
         (
-            {"vendor_categorical": [], "vendor_list": [], "vendor_numeric": [], "missing_indicator": []},
+            {
+                "vendor_categorical": [],
+                "vendor_list": [],
+                "vendor_numeric": [],
+                "vendor_vectors": {},
+                "missing_indicator": [],
+            },
             r"data\.vendor=shop has no feature; name at least one, e\.g\. data\.vendor_categorical=\[shop\]",
         ),
         ({"candidate_categorical": ["item", "shop"]}, r"unique over request, vendor, candidate .*\['shop'\]"),
@@ -246,7 +259,7 @@ def test_requests_in_plain_python_make_the_batches_of_the_files(tmp_path: Path) 
     config = config_of(tmp_path, rows)
     source, run = source_of(config), tmp_path / "run"
     source.keep_mapping(run)
-    (run / "config.json").write_text(json.dumps({"config": {"data": vars(config) | {"histories": {}}}}))
+    (run / "config.json").write_text(json.dumps({"config": {"data": dataclasses.asdict(config) | {"histories": {}}}}))
     read = RequestReader(run, source.spec)
     expected = source.batch("test", np.arange(4))
     asked = []
@@ -262,19 +275,41 @@ def test_requests_in_plain_python_make_the_batches_of_the_files(tmp_path: Path) 
     # In any other order, too, where a vendor comes up again.
     request = {"request": rows[0], "histories": {"seen": []}, "time": 0}
     mixed = [
-        rows[place] | {"shop": shop, "town": "town1", "tags": [], "fame": None} for place, shop in enumerate("xyx")
+        rows[place] | {"shop": shop, "town": "town1", "tags": [], "fame": None, "photo": None}
+        for place, shop in enumerate("xyx")
     ]
     again = read.batch([request | {"candidates": mixed}])
     assert again.vendors.candidate_offsets.tolist() == [0, 1, 2, 3]
     for change, message in (
         ({"town": "town0"}, "a candidate has town='town0', and another of the same shop='x' has 'town1'"),
         ({"tags": ["a"]}, r"a candidate has tags=\['a'\], and another"),
+        ({"photo": [1.0, 2.0]}, r"a candidate has photo=\[1.0, 2.0\], and another of the same shop='x' has None"),
         ({"shop": None}, "a candidate has shop=None; it must have a vendor"),
     ):
         with pytest.raises(ValueError, match=message):
             read.batch([request | {"candidates": [mixed[0], mixed[0] | change]}])
     with pytest.raises(ValueError, match="has no 'shop'"):
         read.batch([request | {"candidates": [{key: value for key, value in rows[0].items() if key != "shop"}]}])
+
+
+def test_a_vector_of_vendors_is_a_token_and_one_feature(tmp_path: Path) -> None:
+    source = source_of(config_of(tmp_path, make_rows()))
+    spec, batch = source.spec, whole(source, "train")
+    assert spec.num_vendor_tokens == 5
+    assert "photo" in importance.features_of(spec)
+    embedding = LocalEmbedding(spec, 8)
+    before = embedding(batch).vendor
+    changed = importance.permuted(batch, spec, "photo", torch.Generator().manual_seed(0))
+    after = embedding(changed).vendor
+    assert before is not None
+    assert after is not None
+    moved = (before != after).flatten(2).any(2).any(0)
+    assert before.shape[1:] == (5, 8)
+    assert moved.tolist() == [False, False, False, True, False]  # ids, the vector, then all numbers
+    assert changed.vendors is not None
+    assert batch.vendors is not None
+    assert torch.equal(changed.vendors.dense[:, :2], batch.vendors.dense[:, :2])
+    assert "photo" in summarise(source)[1]
 
 
 def test_flops_count_a_vendor_of_each_request() -> None:

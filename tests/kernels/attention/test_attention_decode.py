@@ -11,7 +11,7 @@ from kernels.attention import jagged_attention
 from kernels.core import dispatch
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty, serving
 from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs
-from tests.kernels.core.devices import SHARED_LIMITS
+from tests.kernels.core.devices import SHARED_LIMITS, TARGETS
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def test_in_the_interpreter(heads: tuple[int, int], widths: tuple[int, int], mon
     dispatch._chosen.clear()
 
 
-@pytest.mark.parametrize("target", SHARED_LIMITS)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("name", "width", "rows", "spill_bytes"), [
     ("forward", 64, 4, 0), ("backward", 64, 4, 0), ("backward", 128, 32, 0), ("forward", 256, 32, 0),
 ])  # fmt: skip

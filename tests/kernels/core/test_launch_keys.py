@@ -212,7 +212,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = residual.add_rms_norm(values, change, places)
             for d_total in (normed, None):
-                residual.add_rms_norm_backward(d_total, normed, picked, normed, places)
+                residual._add_rms_norm_backward(d_total, normed, picked, normed, places)
         for name, factor in itertools.product(("none", "silu"), (None, x)):
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)

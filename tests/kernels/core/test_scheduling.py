@@ -29,7 +29,7 @@ SMALL = {
     "mixed": ([40, 0, 7, 16, 33], [12, 9, 0, 70, 33]),
     "one long among empties": ([0] * 130 + [100] + [1] * 3, [40] * 134),
 }
-SKEWED = [min(1200, int(30 / u)) for u in torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()]
+SKEWED = [min(1200, int(30 / u)) for u in torch.rand(64, generator=torch.Generator().manual_seed(0)).tolist()]
 LONG = [8 * n for n in (1, 200, 64, 129, 70, 2)]
 # More rows than the kernel looks at in one step and than programs place one by one, some without others.
 MANY = lengths_of(300, 600, 3), lengths_of(300, 300, 4)
@@ -52,9 +52,10 @@ scheduling._FEW_ROWS = 200
 SHORT = 16
 tables = []
 short_tables = []
-for main, other, block_main, block_other, window, span in json.load(sys.stdin):
+schedules, num_listed = json.load(sys.stdin)
+for index, (main, other, block_main, block_other, window, span) in enumerate(schedules):
     main_offsets, other_offsets = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (main, other))
-    for short, found in ((0, tables), (SHORT, short_tables)):
+    for short, found in ((0, tables), (SHORT, short_tables))[: 2 if index < num_listed else 1]:
         numbers = (sum(main), max(other), block_main, block_other, tuple(window), None, span, short)
         table = tile_schedule(main_offsets, other_offsets.int(), *numbers)
         found.append(table[: 1 + int(table[0, 0])].tolist())
@@ -64,11 +65,11 @@ json.dump([tables, short_tables], sys.stdout)
 
 @pytest.fixture(scope="module")
 def both_tables() -> list[list[list[list[int]]]]:
-    """The schedules of SCHEDULES, and those without rows of at most 16 on both sides, from Triton's interpreter, which
-    is chosen when Triton is imported."""
+    """The schedules of SCHEDULES, and of the first NUM_LISTED those without rows of at most 16 on both sides, from
+    Triton's interpreter, which is chosen when Triton is imported."""
     result = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
-        input=json.dumps(SCHEDULES),
+        input=json.dumps([SCHEDULES, NUM_LISTED]),
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -114,7 +115,7 @@ def test_schedule_lists_every_tile_once(tables: list[list[list[int]]], index: in
     assert work == sorted(work, reverse=True)
 
 
-@pytest.mark.parametrize("index", range(len(SCHEDULES)))
+@pytest.mark.parametrize("index", range(NUM_LISTED))
 def test_short_rows_are_left_out_and_nothing_else_changes(both_tables: list[list[list[list[int]]]], index: int) -> None:
     main, other, *_ = SCHEDULES[index]
     _, *tiles = both_tables[0][index]

@@ -13,7 +13,7 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
 from kernels.ikbo.triton import lce
-from tests.kernels.core.devices import PRODUCTS, SHARED_LIMITS
+from tests.kernels.core.devices import PRODUCTS, SHARED_LIMITS, TARGETS
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.ikbo.lce_cases import SHAPES, Case, call
 
@@ -42,7 +42,7 @@ def test_interpreted(shape: str) -> None:
         )
 
 
-@pytest.mark.parametrize("target", SHARED_LIMITS)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", ["_compress_kernel", "_compress_weight_kernel"])
 def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     function = getattr(lce, kernel)

@@ -29,7 +29,7 @@ from kernels.tokens import (
     unbind,
 )
 from kernels.tokens.triton import norm_operator, permutation_operator, rotary_operator
-from tests.kernels.core.devices import SHARED_LIMITS
+from tests.kernels.core.devices import SHARED_LIMITS, TARGETS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
@@ -310,7 +310,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("target", SHARED_LIMITS)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("module", "name"),
     [

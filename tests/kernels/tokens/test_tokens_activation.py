@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from kernels.tokens import activate
-from kernels.tokens.triton import activation_operator
+from kernels.tokens.triton import activation
 from tests.kernels.tokens.test_tokens import EXACT, HAS_TRITON, ROUNDED, interpreted
 
 SUMMED = Tolerance("a sum of all rows in float32, results rounded", roundings=4, reduction=30_000)
@@ -53,12 +53,10 @@ def test_activation_reference_is_the_formula(name: str, factor: bool) -> None:
 def test_activation_in_the_interpreter(
     shape: tuple[int, ...], name: str, factor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kernels.tokens.triton import activation as triton_activation
-
     interpreted(monkeypatch)
-    monkeypatch.setattr(triton_activation, "processors", lambda device: 1)  # each program has several tiles of rows
-    monkeypatch.setattr(triton_activation, "_COLUMNS", 128)  # rows of 300 are split
-    check_activation(activation_operator.activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
+    monkeypatch.setattr(activation, "processors", lambda device: 1)  # each program has several tiles of rows
+    monkeypatch.setattr(activation, "_COLUMNS", 128)  # rows of 300 are split
+    check_activation(activation.activate, shape, name, factor, torch.float32, "cpu", ROUNDED)
 
 
 @pytest.mark.gpu
@@ -99,4 +97,4 @@ def test_more_than_two_to_the_31_elements() -> None:
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     for factor in (x[:, 1], None):
-        torch.library.opcheck(activation_operator.activate.definition, (x[:, 0], x[0, 1], "silu", factor))
+        torch.library.opcheck(activation.activate.definition, (x[:, 0], x[0, 1], "silu", factor))

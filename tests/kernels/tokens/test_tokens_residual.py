@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from kernels.tokens import add_rms_norm, reference
-from kernels.tokens.triton import residual_operator
+from kernels.tokens.triton import residual
 from tests.kernels.tokens.test_tokens import EXACT, HAS_TRITON, ROUNDED, interpreted, joined, normalised
 
 ADDED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300)]
@@ -61,7 +61,7 @@ def test_sum_and_norm_reference_is_the_formula(shape: tuple[int, ...], what: str
 @pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
 def test_sum_and_norm_in_the_interpreter(shape: tuple[int, ...], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
-    check_add(residual_operator.add_rms_norm, shape, what, torch.float32, "cpu", ROUNDED)
+    check_add(residual.add_rms_norm, shape, what, torch.float32, "cpu", ROUNDED)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -73,7 +73,7 @@ def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.
         x = torch.randn(4, 6, requires_grad=True)
         ours, expected = (
             torch.autograd.grad(sum(out[i].square().sum() for i in wanted), x)[0]
-            for out in (residual_operator.add_rms_norm(x, given, rows), reference.add_rms_norm(x, given, rows))
+            for out in (residual.add_rms_norm(x, given, rows), reference.add_rms_norm(x, given, rows))
         )
         torch.testing.assert_close(ours, expected)
 
@@ -116,4 +116,4 @@ def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
     rows = torch.tensor([[3, -1], [0, 1]], device="cuda")
     for change, places in ((x[:, 0], rows), (None, rows), (x[:, 0], None)):
-        torch.library.opcheck(residual_operator._add_rms_norm.definition, (x[:, 1], change, places))
+        torch.library.opcheck(residual._add_rms_norm.definition, (x[:, 1], change, places))

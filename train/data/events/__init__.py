@@ -62,12 +62,13 @@ def prepare(config: EventsConfig, folder: Path) -> None:
     vectors = VectorFiles(config, earlier) if config.table_vectors else None
     chunks = files.chunks(config.rows_at_once)
     first, second = next(chunks), next(chunks, None)
-    if second is None:
+    logs = [log_files(config, history).count() for history in config.histories.values() if history.files]
+    if second is None and max(logs, default=0) <= config.rows_at_once:
         _prepare_whole(config, folder, spec, earlier, vectors, first)
         return
-    begun = iter([first, second])
+    begun = iter([first] if second is None else [first, second])
     del first, second  # which are freed one after the other
-    streamed.prepare(config, folder, spec, earlier, vectors, files.count(), chain(begun, chunks))
+    streamed.prepare(config, folder, spec, earlier, vectors, max(files.count(), *logs, 0), chain(begun, chunks))
 
 
 def _prepare_whole(
@@ -143,7 +144,7 @@ def _dense(
     vendor = np.zeros((0, 0), np.float32)
     if vendors is not None:
         begins = order[np.cumsum(vendors[1]) - vendors[1]]
-        vendor = dense(config, spec.vendor_dense, of(begins), len(begins), statistics)
+        vendor = dense(config, spec.vendor_dense, of(begins), len(begins), statistics, spec.vendor_vectors)
     return Dense(request, candidate, statistics, vendor, numbers.missing())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 from modules.batch import FeatureSpec
@@ -47,7 +48,12 @@ def check(config: EventsConfig) -> None:
             f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
             f"users, let each request be one, data.user={config.request}"
         )
-    own = [("categorical", config.vendor_categorical), ("list", config.vendor_list), ("numeric", config.vendor_numeric)]
+    own = [
+        ("categorical", config.vendor_categorical),
+        ("list", config.vendor_list),
+        ("numeric", config.vendor_numeric),
+        ("vectors", list(config.vendor_vectors)),
+    ]
     named_of_vendors = {f"data.vendor_{kind}": names for kind, names in own if names}
     if named_of_vendors and not config.vendor:
         key, names = next(iter(named_of_vendors.items()))
@@ -107,10 +113,13 @@ def check(config: EventsConfig) -> None:
             )
     if twice := sorted(set(vectors(config)) & {*features(config), *numeric(config)}):
         raise ValueError(
-            f"column {twice[0]!r} is a vector (data.request_vectors, data.candidate_vectors); name it once"
+            f"column {twice[0]!r} is a vector (data.request_vectors, candidate_vectors, vendor_vectors); name it once"
         )
-    if both := sorted(set(config.request_vectors) & set(config.candidate_vectors)):
-        raise ValueError(f"data.request_vectors and data.candidate_vectors both name {both[0]!r}; name it once")
+    of_sides = (config.request_vectors, config.candidate_vectors, config.vendor_vectors)
+    kinds = ("request", "candidate", "vendor")
+    for (kind, mine), (other, theirs) in combinations(zip(kinds, of_sides, strict=True), 2):
+        if both := sorted(set(mine) & set(theirs)):
+            raise ValueError(f"data.{kind}_vectors and data.{other}_vectors both name {both[0]!r}; name it once")
     tables = {table_of(config, name) for name in used}
     for table, given in config.table_vectors.items():
         key = f"data.table_vectors.{table}"

@@ -38,6 +38,7 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         vendor_dense=numeric_features(config.vendor_numeric, config.missing_indicator),
         request_vectors=vectors_of(config.request_vectors),
         candidate_vectors=vectors_of(config.candidate_vectors),
+        vendor_vectors=vectors_of(config.vendor_vectors),
         vector_tables=vector_tables(config),
     )
 
@@ -57,7 +58,7 @@ def numeric(config: EventsConfig) -> list[str]:
 
 
 def vectors(config: EventsConfig) -> dict[str, VectorConfig]:
-    return {**config.request_vectors, **config.candidate_vectors}
+    return {**config.request_vectors, **config.candidate_vectors, **config.vendor_vectors}
 
 
 def numbers(config: EventsConfig) -> list[str]:

@@ -257,7 +257,7 @@ def _block(
         vendor = VendorBlock(
             *runs,
             sparse={feature.name: columns.sparse[feature.name].take(begins) for feature in spec.vendor},
-            dense=dense(config, spec.vendor_dense, numbers, len(begins), statistics),
+            dense=dense(config, spec.vendor_dense, numbers, len(begins), statistics, spec.vendor_vectors),
         )
     return Block(
         time=requests["time"],

@@ -56,6 +56,9 @@ def _differences(
     for name in config.vendor_numeric:
         values, expected = columns.numeric[name][rows], columns.numeric[name][first]
         yield name, (values != expected) & ~(np.isnan(values) & np.isnan(expected))
+    for name in config.vendor_vectors:
+        vectors, firsts = columns.vectors[name][rows], columns.vectors[name][first]
+        yield name, ((vectors != firsts) & ~(np.isnan(vectors) & np.isnan(firsts))).any(1)
     for name in config.vendor_list:
         yield name, _lists_differ(columns.lists[name], rows, first)
 

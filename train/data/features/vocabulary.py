@@ -80,7 +80,7 @@ class Vocabulary:
                 table,
                 len(earlier),
                 len(values) - len(earlier),
-                pc.sum(strange).as_py() - (len(values) - len(earlier)),
+                pc.sum(strange, min_count=0).as_py() - (len(values) - len(earlier)),
             )
         elif min_count > 1:
             occurred = np.count_nonzero(counts["count_sum"])

@@ -50,6 +50,7 @@ def find_remote(url: str) -> list[RemoteFile]:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url}: {error}; fsspec reads {protocol}:// with the package that it names") from None
+    filesystem.invalidate_cache()  # files may have come
     matches = filesystem.find(path) if filesystem.isdir(path) else filesystem.glob(path)
     shown = [match for match in sorted(matches) if not PurePosixPath(match).name.startswith((".", "_"))]
     return [RemoteFile(filesystem.unstrip_protocol(match), match, filesystem) for match in shown]

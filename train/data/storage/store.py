@@ -32,7 +32,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
-    "negative_rate", "rows_at_once", "verify_cache",
+    "negative_rate", "rows_at_once", "verify_cache", "follow", "follow_wait", "manifest",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 

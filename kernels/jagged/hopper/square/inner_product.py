@@ -206,7 +206,7 @@ def _run(stream: Tensor, own: Tensor, a: Tensor, offsets: Tensor, squares: Tenso
     )
 
 
-@custom_op("gemsmith::jagged_inner_stream")
+@custom_op("gemsmith::jagged_inner_stream", like="y")
 def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool) -> Tensor:
     """As `triton.square.inner`, for D in multiples of 8 up to 256."""
     out = y.new_empty(y.shape)
@@ -215,12 +215,7 @@ def inner(a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: boo
     return out
 
 
-@inner.register_fake
-def _(a, y, offsets, squares, transpose):
-    return y.new_empty(y.shape)
-
-
-@custom_op("gemsmith::jagged_inner_stream_gradients")
+@custom_op("gemsmith::jagged_inner_stream_gradients", like=("a", "y"))
 def inner_gradients(
     grad: Tensor, a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, transpose: bool
 ) -> tuple[Tensor, Tensor]:
@@ -229,11 +224,6 @@ def inner_gradients(
     if dy.numel():
         _run(grad, y, a, offsets, squares, da, dy, transpose, True)
     return da, dy
-
-
-@inner_gradients.register_fake
-def _(grad, a, y, offsets, squares, transpose):
-    return a.new_empty(a.shape), y.new_empty(y.shape)
 
 
 @custom_op("gemsmith::jagged_outer_long")

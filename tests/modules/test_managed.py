@@ -1,0 +1,123 @@
+"""Tables whose rows go to the ids that occur: which ids have a row, and whose it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from modules.batch import UNKNOWN_ID
+from modules.config import ManagedTable
+from modules.embedding import FeatureEmbedding
+from modules.managed import RowsOfIds, managed_collection
+from modules.models.baselines import DLRM
+from modules.pretrained import PretrainedModel
+from tests.modules.factories import random_spec
+
+IDS = 2**31 - 1
+ROWS, HOT = 40, 24
+
+
+def rows_of_ids(settings: ManagedTable) -> RowsOfIds:
+    table = EmbeddingConfig(settings.rows, 4, name="item", feature_names=["item"])
+    collection = managed_collection([table], {"item": settings}, {"item": IDS}, "cpu")
+    module = collection._managed_collision_collection._managed_collision_modules["item"]
+    assert isinstance(module, RowsOfIds)
+    return module
+
+
+def step(module: RowsOfIds, ids: Tensor) -> Tensor:
+    """Rows of a batch of ids, which count if the module is in training."""
+    return module({"item": JaggedTensor(ids, lengths=torch.tensor([len(ids)]))})["item"].values()
+
+
+def shared(rows: Tensor) -> int:
+    """How many ids have a row that another one has, too."""
+    _, counts = rows.unique(return_counts=True)
+    return int(counts[counts > 1].sum())
+
+
+def drift(evict: str) -> tuple[list[int], list[int]]:
+    """How many hot ids share a row, managed and hashed, at the ends of times in which a third of them changes."""
+    generator = torch.Generator().manual_seed(0)
+    module = rows_of_ids(ManagedTable(rows=ROWS, min_count=4, evict=evict, every=2))
+    managed, hashed = [], []
+    hot = torch.randint(1, IDS, (HOT,), generator=generator)
+    for _ in range(6):
+        hot = torch.cat([hot[HOT // 3 :], torch.randint(1, IDS, (HOT // 3,), generator=generator)])
+        for _ in range(8):
+            once = torch.randint(1, IDS, (100,), generator=generator)
+            step(module, torch.cat([hot.repeat(5), once]))
+        module.eval()
+        managed.append(shared(step(module, hot)))
+        assert (step(module, once) == ROWS - 1).all()  # the row of all ids without one
+        module.train()
+        hashed.append(shared((hot - 1) % (ROWS - 1) + UNKNOWN_ID + 1))
+    return managed, hashed
+
+
+def test_hot_ids_that_drift_keep_rows_of_their_own_where_hashed_ones_share() -> None:
+    managed, hashed = drift("distance_lfu")
+    assert managed == [0] * 6
+    assert min(hashed) > 2
+
+
+def test_what_was_frequent_long_ago_keeps_its_row_under_lfu() -> None:
+    managed, _ = drift("lfu")
+    assert managed[0] == 0
+    assert managed[-1] > 0
+
+
+def test_an_id_gets_a_row_once_it_has_occurred_often_enough_and_loses_it_to_a_better_one() -> None:
+    module = rows_of_ids(ManagedTable(rows=3, min_count=2, every=1))  # two rows, and that of all others
+    step(module, torch.tensor([7, 7, 8]))
+    assert module.open_slots().item() == 1
+    step(module, torch.tensor([8, 8]))
+    owners = {7: int(step(module, torch.tensor([7]))), 8: int(step(module, torch.tensor([8])))}
+    assert sorted(owners.values()) == [0, 1]
+    assert module.evict() is not None
+    for _ in range(4):
+        step(module, torch.tensor([8, 8, 9, 9, 9]))
+    module.eval()
+    assert step(module, torch.tensor([7, 8, 9])).tolist() == [2, owners[8], owners[7]]
+    assert owners[7] in module.evict().tolist()  # type: ignore[union-attr]
+
+
+def test_all_ids_since_a_review_count_however_batches_grow() -> None:
+    module = rows_of_ids(ManagedTable(rows=1000, min_count=2, every=4))
+    for size in (0, 1, 400):
+        step(module, torch.arange(1, size + 1))
+    step(module, torch.arange(1, 401))
+    module.eval()
+    assert len(step(module, torch.arange(1, 401)).unique()) == 400
+
+
+def test_parts_of_a_table_join_with_the_rows_that_their_ids_have() -> None:
+    whole = rows_of_ids(ManagedTable(rows=20, every=1))
+    parts = [whole.rebuild_with_output_id_range((first, first + 10), [0, 10, 20]) for first in (0, 10)]
+    ids = torch.arange(1, 9), torch.arange(1000, 1007)
+    expected = []
+    for part, own in zip(parts, ids, strict=True):
+        step(part, own)
+        part.eval()
+        expected.append(step(part, own))
+    states = [part.state_dict() for part in parts]
+    whole.load_state_dict(
+        {
+            name: torch.cat([state[name] for state in states]) if name.startswith("_mch") else value
+            for name, value in states[0].items()
+        }
+    )
+    whole.eval()
+    assert torch.equal(step(whole, torch.cat(ids)), torch.cat(expected))
+
+
+def test_tables_that_are_not_there_and_exports_are_refused() -> None:
+    managed = {"itme": ManagedTable(rows=4)}
+    with pytest.raises(ValueError, match=r"model\.managed_tables names 'itme'; .*\+model\.managed_tables\.item\.rows="):
+        FeatureEmbedding(random_spec(), 8, managed_tables=managed)
+    config = DLRM.Config(dim=8, managed_tables={"item": ManagedTable(rows=4)})
+    with pytest.raises(ValueError, match=r"exported models do not have it; score with train\.evaluate"):
+        PretrainedModel(config, random_spec())

@@ -20,11 +20,13 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import to_config
+from train.config.parser import accept_late_help
 from train.config.schema import register_schema
 from train.process import distributed
 from train.trainer import Trainer
 
 register_schema()
+accept_late_help()
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from train.checkpoint.load import of_first_rank
+from train.checkpoint.manifest import SummedFiles
 from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
 from train.config.schema import RuntimeConfig
@@ -121,3 +122,12 @@ def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(tmp_path: Path
     assert of_first_rank(None, late) == seen
     none = cast(World, SimpleNamespace(broadcast=lambda own: None))
     assert of_first_rank(seen, none) is None
+
+
+def test_a_file_that_is_closed_is_not_flushed_once_more(tmp_path: Path) -> None:
+    """Which the interpreter does when it lets go of the stream; Python 3.14 printed the error."""
+    files = SummedFiles()
+    with files.create_stream(tmp_path / "file", "wb") as stream:
+        stream.write(b"ab")
+    stream.close()
+    assert files.sums["file"]["bytes"] == 2

@@ -75,7 +75,8 @@ class _Summed(io.IOBase):
         return self._stream.fileno()
 
     def flush(self) -> None:
-        self._stream.flush()
+        if not self._stream.closed:  # flushed once more when the interpreter lets go of this object
+            self._stream.flush()
 
 
 def write(path: Path, files: SummedFiles, others: Iterable[str], world: World) -> None:

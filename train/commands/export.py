@@ -48,6 +48,7 @@ from train.data.reader import keep_reader
 from train.data.source import Source
 from train.process.files import write_json
 from train.process.precision import compute_dtype
+from train.process.quiet import quieten
 from train.serving.scorer import ABOUT, PROGRAM
 
 TIMED_CANDIDATES = 1000
@@ -113,6 +114,7 @@ def operator_modules(program: ExportedProgram) -> list[str]:
 
 
 def main(arguments: list[str]) -> Path:
+    quieten()
     defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000", "compile": "true"}
     options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR out=DIR")
     most, compiling = options["max_candidates"], options["compile"]

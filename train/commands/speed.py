@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from modules.batch import RequestBatch
 from train.config.compose import to_config
+from train.config.parser import accept_late_help
 from train.config.schema import Config, register_schema
 from train.process import distributed
 from train.process.distributed import World
@@ -27,6 +28,7 @@ from train.record.tracing import TRACED_STEPS, StepTracer
 from train.trainer import Trainer
 
 register_schema()
+accept_late_help()
 SPEED_FILE = "speed.json"
 
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 
 KNOWN_WARNINGS = (
+    (UserWarning, "torch.distributed is disabled, unavailable or uninitialized"),  # commands of one process
     (FutureWarning, ".*ShardedTensor"),
     (FutureWarning, ".*broadcast_buffers"),
 )

@@ -120,7 +120,7 @@ def check(config: EventsConfig) -> None:
     for (kind, mine), (other, theirs) in combinations(zip(kinds, of_sides, strict=True), 2):
         if both := sorted(set(mine) & set(theirs)):
             raise ValueError(f"data.{kind}_vectors and data.{other}_vectors both name {both[0]!r}; name it once")
-    tables = {config.tables.get(name, name) for name in used}
+    tables = {table_of(config, name) for name in used}
     for table, given in config.table_vectors.items():
         key = f"data.table_vectors.{table}"
         if table not in tables:

@@ -282,15 +282,14 @@ class _Deal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, number: int) -> tuple[Tensor, ...]:
-        ctx.shape = tokens.shape
         return tuple(tokens[:, index::number].contiguous() for index in range(number))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].new_empty(ctx.shape)
-        for index, gradient in enumerate(gradients):
-            whole[:, index :: len(gradients)] = gradient
-        return whole, None
+        least = min(gradient.shape[1] for gradient in gradients)
+        whole = torch.stack([gradient[:, :least] for gradient in gradients], 2).flatten(1, 2)
+        rest = [gradient[:, least:] for gradient in gradients if gradient.shape[1] > least]
+        return torch.cat([whole, *rest], 1) if rest else whole, None
 
 
 def _sum_of_squares(pairs: Tensor) -> Tensor:

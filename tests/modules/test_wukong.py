@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
 from modules.models.wukong import Wukong
-from modules.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer
+from modules.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer, _Deal
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 
@@ -167,3 +167,10 @@ def test_a_token_reaches_the_results_of_its_own_expert_only() -> None:
 def test_more_experts_than_tokens_is_an_error() -> None:
     with pytest.raises(ValueError, match="num_experts=3 share 2 tokens of a candidate, at least one each"):
         experts(2, 0, 3)
+
+
+@pytest.mark.parametrize(("count", "number"), [(6, 3), (7, 3), (2, 3), (1, 1)])
+def test_shares_of_experts_give_their_gradients_back(count: int, number: int) -> None:
+    tokens = torch.randn(2, count, 3, dtype=torch.float64, requires_grad=True)
+    assert all(torch.equal(share, tokens[:, index::number]) for index, share in enumerate(_Deal.apply(tokens, number)))
+    assert torch.autograd.gradcheck(lambda tokens: _Deal.apply(tokens, number), (tokens,))

@@ -58,7 +58,7 @@ quickstart: env
 	  launch/torchrun.sh +experiment=quickstart $(ARGS)
 	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: env
 	$(PYTEST) -m 'not slow' $(ARGS)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 from modules.config import ManagedTable
+from modules.managed_local import LocalRowsOfIds
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -181,30 +182,41 @@ class LocalEmbedding(nn.Module):
         device: torch.device | str = "cpu",
         table_dims: Mapping[str, int] | None = None,
         *,
+        managed_tables: Mapping[str, ManagedTable] | None = None,
         table_std: float | None = None,
         dropout: float = 0.0,
     ) -> None:
         """The arguments are those of `FeatureEmbedding`."""
         super().__init__()
         self.spec = spec
-        tables = {
-            width: _LocalTables(spec, names, width, device, table_std)
-            for width, names in _tables_by_width(spec, dim, table_dims or {}).items()
+        managed = managed_tables or {}
+        _check_tables(spec, managed, "managed_tables", ".rows=100000")
+        widths = _tables_by_width(spec, dim, table_dims or {})
+        plain = {width: [table for table in tables if table not in managed] for width, tables in widths.items()}
+        collections = {
+            width: _LocalTables(spec, {table: spec.tables[table] for table in tables}, width, device, table_std)
+            for width, tables in plain.items()
+            if tables
         }
-        first, *further = tables
-        self.collection = tables[first]
-        self.further = nn.ModuleDict({str(width): tables[width] for width in further})
+        first, *further = collections or [0]
+        self.collection = collections.get(first)
+        self.further = nn.ModuleDict({str(width): collections[width] for width in further})
+        self.managed = nn.ModuleDict()
+        for width, tables in widths.items():
+            if rows := {table: managed[table].rows for table in tables if table in managed}:
+                self.managed[str(width)] = _LocalManagedTables(spec, rows, width, device, table_std)
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     def forward(self, batch: RequestBatch) -> Tokens:
         if self.spec.num_vendor_tokens:
             _vendors(batch)
-        collections = [self.collection, *cast("Iterable[_LocalTables]", self.further.values())]
-        tables = {name: table for each in collections for name, table in each.embeddings.items()}
+        first = [] if self.collection is None else [self.collection]
+        collections = cast("Iterable[_Tables]", [*first, *self.further.values(), *self.managed.values()])
+        collection_of = {table: collection for collection in collections for table in collection.tables}
         ids = [feature for part in batch.sparse for feature in part.values().split(part.length_per_key())]
         embedded = {
-            name: _LookedUp(tables[table](rows).float())
-            for (name, table), rows in zip(self.spec.lookups(), ids, strict=True)
+            name: _LookedUp(collection_of[table](table, of_feature).float())
+            for (name, table), of_feature in zip(self.spec.lookups(), ids, strict=True)
         }
         return self.assemble(embedded, batch)
 
@@ -217,15 +229,45 @@ def _vendors(batch: RequestBatch) -> Vendors:
 
 class _LocalTables(nn.Module):
     def __init__(
-        self, spec: FeatureSpec, names: Sequence[str], width: int, device: torch.device | str, std: float | None
+        self, spec: FeatureSpec, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None
     ) -> None:
         super().__init__()
         tables = {}
-        for table in names:
-            weight = torch.empty(spec.tables[table], width, dtype=_dtype(spec, table), device=device)
+        for table, count in rows.items():
+            weight = torch.empty(count, width, dtype=_dtype(spec, table), device=device)
             _initial(spec, table, std or 1 / math.sqrt(width))(weight)
-            tables[table] = nn.Embedding(spec.tables[table], width, _weight=weight)
+            tables[table] = nn.Embedding(count, width, _weight=weight)
         self.embeddings = nn.ModuleDict(tables)
+
+    @property
+    def tables(self) -> list[str]:
+        return list(self.embeddings)
+
+    def forward(self, table: str, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.embeddings[table](ids))
+
+
+class _LocalManagedTables(nn.Module):
+    """Its parts are called as TorchRec's."""
+
+    def __init__(
+        self, spec: FeatureSpec, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None
+    ) -> None:
+        super().__init__()
+        self._embedding_module = _LocalTables(spec, rows, width, device, std)
+        rows_of_ids = {table: LocalRowsOfIds(count, spec.tables[table], device) for table, count in rows.items()}
+        self._managed_collision_collection = nn.ModuleDict({"_managed_collision_modules": nn.ModuleDict(rows_of_ids)})
+
+    @property
+    def tables(self) -> list[str]:
+        return self._embedding_module.tables
+
+    def forward(self, table: str, ids: Tensor) -> Tensor:
+        rows_of_ids = cast(nn.ModuleDict, self._managed_collision_collection["_managed_collision_modules"])
+        return cast(Tensor, self._embedding_module(table, rows_of_ids[table](ids)))
+
+
+_Tables = _LocalTables | _LocalManagedTables
 
 
 @dataclass

@@ -37,16 +37,12 @@ class PretrainedModel(RankingModel):
 
     def __init__(self, config: ModelConfig, spec: FeatureSpec, device: torch.device | str = "cpu") -> None:
         """`device`: of the embedding tables; "meta" for weights that are loaded with `assign=True`."""
-        if config.managed_tables:
-            raise ValueError(
-                f"model.managed_tables: which id has which row of {', '.join(config.managed_tables)} is no weight, and "
-                "exported models do not have it; score with train.evaluate, or train without managed tables"
-            )
         embedding = LocalEmbedding(
             spec,
             config.dim,
             device,
             config.table_dims,
+            managed_tables=config.managed_tables,
             table_std=config.table_std,
             dropout=config.embedding_dropout,
         )
@@ -91,7 +87,7 @@ class PretrainedModel(RankingModel):
 def load_embedding(folder: Path) -> LocalEmbedding:
     """The embedding of a folder's model alone: it takes no code of the model."""
     config, spec = read_description(folder)
-    embedding = LocalEmbedding(spec, config.dim, "meta", config.table_dims)
+    embedding = LocalEmbedding(spec, config.dim, "meta", config.table_dims, managed_tables=config.managed_tables)
     _assign(embedding, folder, "embedding.")
     return embedding.eval()
 

@@ -42,6 +42,7 @@ from train.optim.vector_tables import give_rows
 from train.parallel.copies import TableCopies
 from train.parallel.experts import share_experts
 from train.parallel.mesh import build_mesh, table_mesh
+from train.parallel.prefetch import cached
 from train.parallel.recompute import recompute
 from train.process import length, precision
 from train.process.distributed import World
@@ -65,6 +66,7 @@ class Job:
     losses: TaskLosses
     forward_flops: BatchFlops  # of the architecture
     copies: TableCopies | None = None  # of the tables, where there are several
+    prefetches: bool = False  # rows of cached tables
 
     @property
     def ranking_model(self) -> RankingModel:
@@ -136,9 +138,15 @@ def build(config: Config, world: World) -> Job:
     sharded, plan = shard(model, config, world, ids_per_request(source), mesh, tables)
     give_rows(sharded, source)
     copies = None if tables is None else TableCopies(sharded, tables, frozen)
+    prefetches = config.parallel.prefetch_tables and cached(plan)
+    if config.parallel.prefetch_tables and not prefetches:
+        log.warning(
+            "parallel.prefetch_tables=true has no effect: no table is in host memory with a cache on the GPU, as "
+            "parallel.tables=[{match: [TABLE], kernels: [fused_uvm_caching]}] makes it"
+        )
     log.info("tables: %s", _kinds(plan))
     log.debug("sharding plan:\n%s", plan)
-    return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops, copies)
+    return Job(config, world, source, sharded, str(plan), metrics, losses, forward_flops, copies, prefetches)
 
 
 def output_spec(spec: FeatureSpec, losses: TaskLosses) -> FeatureSpec:

@@ -36,6 +36,7 @@ from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
 from train.parallel.managed import review
+from train.parallel.prefetch import PrefetchPipeline
 from train.process import length, precision
 from train.process import lock as lock_of_run
 from train.process.distributed import World
@@ -94,9 +95,8 @@ class Trainer:
         self.optimizer = Optimizer(
             self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard, graphs=graphs
         )
-        self.pipeline = TrainPipelineSparseDist(
-            self.model, self.optimizer, world.device, custom_model_fwd=self._forward
-        )
+        kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist
+        self.pipeline = kind(self.model, self.optimizer, world.device, custom_model_fwd=self._forward)
         self.task_shares = shares_of_tasks(optimizer.task_weights, self.source.spec.tasks)
         self.loss_shares: Tensor | None = None  # all tasks count alike
         if optimizer.task_weights:

@@ -10,11 +10,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from modules.batch import UNKNOWN_ID
 from modules.config import ManagedTable
-from modules.embedding import FeatureEmbedding
+from modules.embedding import FeatureEmbedding, LocalEmbedding
 from modules.managed import RowsOfIds, managed_collection
-from modules.models.baselines import DLRM
-from modules.pretrained import PretrainedModel
-from tests.modules.factories import random_spec
+from modules.managed_local import OF_TRAINING, LocalRowsOfIds
+from tests.modules.factories import random_batch, random_spec
+from tests.serving.test_pretrained import tensors
 
 IDS = 2**31 - 1
 ROWS, HOT = 40, 24
@@ -97,27 +97,48 @@ def test_all_ids_since_a_review_count_however_batches_grow() -> None:
 def test_parts_of_a_table_join_with_the_rows_that_their_ids_have() -> None:
     whole = rows_of_ids(ManagedTable(rows=20, every=1))
     parts = [whole.rebuild_with_output_id_range((first, first + 10), [0, 10, 20]) for first in (0, 10)]
-    ids = torch.arange(1, 9), torch.arange(1000, 1007)
-    expected = []
-    for part, own in zip(parts, ids, strict=True):
-        step(part, own)
+    middle = (IDS + 1) // 2
+    known = torch.arange(9), torch.arange(middle, middle + 7)
+    asked, expected = [], []
+    for part, ids in zip(parts, known, strict=True):
+        step(part, ids)
         part.eval()
-        expected.append(step(part, own))
+        asked.append(torch.cat([ids, ids + 100, ids.max() + 1 + torch.arange(2)]))
+        expected.append(step(part, asked[-1]))
     states = [part.state_dict() for part in parts]
-    whole.load_state_dict(
-        {
-            name: torch.cat([state[name] for state in states]) if name.startswith("_mch") else value
-            for name, value in states[0].items()
-        }
-    )
+    joined = {
+        name: torch.cat([state[name] for state in states]) if name.startswith("_mch") else value
+        for name, value in states[0].items()
+    }
+    local = LocalRowsOfIds(20, IDS, "cpu")
+    local.load_state_dict({name: value for name, value in joined.items() if name not in OF_TRAINING})
+    assert torch.equal(local(torch.cat(asked)), torch.cat(expected))  # those without a row too
+    with pytest.raises(IndexError):
+        torch.nn.Embedding(20, 1)(local(torch.tensor([2 * middle])))
+    whole.load_state_dict(joined)
     whole.eval()
-    assert torch.equal(step(whole, torch.cat(ids)), torch.cat(expected))
+    assert torch.equal(step(whole, torch.cat(known)), local(torch.cat(known)))
 
 
-def test_tables_that_are_not_there_and_exports_are_refused() -> None:
+def test_exported_tables_look_up_what_training_does() -> None:
+    spec, managed = random_spec(), {"item": ManagedTable(rows=8, every=1), "tag": ManagedTable(rows=4, evict="lfu")}
+    trained = FeatureEmbedding(spec, 8, "cpu", {"tag": 4}, managed_tables=managed)
+    for seed in range(3):
+        trained(random_batch(spec, seed=seed))
+    state = {name: value for name, value in trained.eval().state_dict().items() if not name.endswith(OF_TRAINING)}
+    local = LocalEmbedding(spec, 8, "cpu", {"tag": 4}, managed_tables=managed)
+    local.load_state_dict(state)
+    before = local.state_dict()[
+        "managed.8._managed_collision_collection._managed_collision_modules.item._mch_sorted_raw_ids"
+    ]
+    assert int((before < 2**62).sum()) == 7
+    batch = random_batch(spec, seed=7)
+    for expected, actual in zip(tensors(trained(batch)), tensors(local(batch)), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("embedding", [FeatureEmbedding, LocalEmbedding])
+def test_tables_that_are_not_there_are_refused(embedding: type[FeatureEmbedding | LocalEmbedding]) -> None:
     managed = {"itme": ManagedTable(rows=4)}
     with pytest.raises(ValueError, match=r"model\.managed_tables names 'itme'; .*\+model\.managed_tables\.item\.rows="):
-        FeatureEmbedding(random_spec(), 8, managed_tables=managed)
-    config = DLRM.Config(dim=8, managed_tables={"item": ManagedTable(rows=4)})
-    with pytest.raises(ValueError, match=r"exported models do not have it; score with train\.evaluate"):
-        PretrainedModel(config, random_spec())
+        embedding(random_spec(), 8, managed_tables=managed)

@@ -7,7 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
@@ -17,6 +17,7 @@ from train.config.schema import register_schema
 from train.data import build_source
 from train.optim import sparse
 from train.parallel.dedup import unique_ids
+from train.parallel.prefetch import cached
 from train.process.distributed import World
 
 LONG_HISTORIES = (
@@ -97,6 +98,9 @@ def test_tables_with_rules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert tables["item"].cache_params is not None
     assert tables["item"].cache_params.load_factor == 0.1
     assert tables["user"].sharding_type == "table_wise"
+    assert cached(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}))
+    del tables["item"]
+    assert not cached(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}))
     with pytest.raises(ValueError, match=r"parallel\.tables: 'itme' matches no module and no parameter; .* item"):
         planned(4, monkeypatch, "parallel.tables=[{match: [itme]}]")
 
@@ -105,14 +109,23 @@ def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -
     assert {table.sharding_type for table in planned(1, monkeypatch).values()} == {"table_wise"}
 
 
-def test_an_optimiser_without_a_kernel_for_the_cpu_is_refused_there() -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("optimizer.sparse=adam", r"optimizer\.sparse=adam has no fused CPU kernel; use .*=rowwise_adagrad"),
+        ("parallel.prefetch_tables=true", r"a CPU has none; use parallel\.prefetch_tables=false"),
+    ],
+)
+def test_what_has_no_kernel_for_the_cpu_is_refused_there(option: str, message: str) -> None:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", ["optimizer.sparse=adam"]))
+        config = to_config(compose("train", [option]))
+        with pytest.raises(ValueError, match=r"cuda_graphs=true with parallel\.prefetch_tables=true.* not been tried"):
+            to_config(compose("train", ["parallel.prefetch_tables=true", "runtime.cuda_graphs=true"]))
     group: object = None
     world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
     model = RankingModel(nn.Identity(), nn.Identity())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"optimizer\.sparse=adam has no fused CPU kernel; use .*=rowwise_adagrad"):
+    with pytest.raises(ValueError, match=message):
         sparse.shard(model, config, world, {})
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from modules.managed_local import OF_TRAINING
 from train.checkpoint import manifest, moments
 from train.checkpoint.manifest import DamagedError
 from train.checkpoint.progress import META, Progress
@@ -210,6 +211,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     state = {"model": model.state_dict()}
     manifest.verify_alone(path)
     saved = read_metadata(path)
+    for name in [name for name in saved.state_dict_metadata if name.endswith(OF_TRAINING)]:
+        del saved.state_dict_metadata[name]
     check_keys(path, state, saved)
     read(path, _averages(state, saved), alone=True)
     model.load_state_dict(state["model"])

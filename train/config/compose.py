@@ -185,6 +185,11 @@ def graphs_refusal(config: Config) -> str | None:
             f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
             "runtime.cuda_graphs=false or parallel.recompute=[]"
         )
+    if parallel.prefetch_tables:
+        return (
+            "parallel.prefetch_tables=true: a capture beside the stream that fills caches has not been tried; use "
+            "runtime.cuda_graphs=false or parallel.prefetch_tables=false"
+        )
     if (dense := config.optimizer.dense) != "adamw":
         what = "torch.optim.Muon cannot be captured" if dense == "muon" else "only AdamW's step is captured"
         return f"optimizer.dense={dense}: {what}; use runtime.cuda_graphs=false or optimizer.dense=adamw"

@@ -283,6 +283,7 @@ class ParallelConfig:
     table_ranks: int = 0  # neighbouring ranks that share a copy of the tables; 0: all ranks, one copy
     table_average_every: int = option(1, least=1)  # steps after which the copies are averaged
     index_dedup: bool = False  # send each id of a batch once, however often it occurs
+    prefetch_tables: bool = False  # fill caches of tables in host memory for the next batch while one computes; on GPUs
     # of looked-up rows and their gradients on the way between ranks
     comm_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's

@@ -110,6 +110,7 @@ def evaluate_split(
 def trained(path: Path, overrides: list[str], log_dir: Path) -> Iterator[Job]:
     """The job of a checkpoint's configuration with these overrides, and its weights."""
     config = from_dict(checkpoint.read_meta(path)["config"], overrides)
+    config.parallel.prefetch_tables = False  # what it locks in a cache, only a backward gives free
     world = distributed.start(config.runtime)
     try:
         setup_logging(log_dir, world.rank)

@@ -56,6 +56,11 @@ def shard(
         raise ValueError(
             f"optimizer.sparse={config.optimizer.sparse} has no fused CPU kernel; use optimizer.sparse=rowwise_adagrad"
         )
+    if world.device.type == "cpu" and config.parallel.prefetch_tables:
+        raise ValueError(
+            "parallel.prefetch_tables=true fills caches on a GPU, and a CPU has none; use "
+            "parallel.prefetch_tables=false"
+        )
     if config.parallel.index_dedup:
         dedup.serve_cpu()
     _give_optimizers(model, config)
@@ -81,9 +86,15 @@ def shard(
 def sharders_of(config: Config, world: World) -> list[ModuleSharder[nn.Module]]:
     """What shards each kind of collection. Ids of managed tables are sent as often as they occur."""
     codecs = _codecs(config, world)
+    # Of all tables: a lookup is told to prefetch for all of its own or for none.
+    prefetching = {"prefetch_pipeline": True} if config.parallel.prefetch_tables else None
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [
-        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=config.parallel.index_dedup),
+        EmbeddingCollectionSharder(
+            fused_params=prefetching,
+            qcomm_codecs_registry=codecs,
+            use_index_dedup=config.parallel.index_dedup,
+        ),
         managed.ManagedTablesSharder(codecs),
     ]
     return sharders

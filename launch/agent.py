@@ -15,12 +15,15 @@ import os
 import signal
 import sys
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from train.process.imports import lasting
 
-from train.process.interface import listen_on
-from train.process.signals import SIGNALS, STATUS
+with lasting():
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from train.process.interface import listen_on
+    from train.process.signals import SIGNALS, STATUS
 
 
 def main(arguments: list[str]) -> int:

@@ -173,14 +173,14 @@ class SelfAndTargetAttention(nn.Module):
         offsets: Tensor,
         rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor]:
-        own, key, value = self._query_key_value(values, rotation)
+        own, key, value, target_key, target_value = self._query_key_value(values, rotation, twice=True)
         own = jagged_attention(
             own, key, value, offsets, offsets, max_q=self.max_length, max_k=self.max_length, window=self.window
         )
         target = target_attention(
             self._heads(self.target_query(queries)),
-            key,
-            value,
+            target_key,
+            target_value,
             candidate_offsets,
             offsets,
             max_candidates=self.max_candidates,
@@ -188,15 +188,19 @@ class SelfAndTargetAttention(nn.Module):
         )
         return own, target
 
-    def _query_key_value(self, values: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
-        """Queries and keys, rotated, and values of the sequence, each [N, heads, head_dim], from one product."""
+    def _query_key_value(self, values: Tensor, rotation: Rotation | None, twice: bool = False) -> tuple[Tensor, ...]:
+        """Queries and keys, rotated, and values of the sequence, each [N, heads, head_dim], from one product. With
+        `twice`, keys and values a second time, for a second reader."""
         layers = self.query, self.key_value
         if all(is_vanilla(layer, nn.Linear) for layer in layers):
             projected = F.linear(values, torch.cat([layer.weight for layer in layers]))
         else:  # any other layer must be called
             projected = torch.cat([layer(values) for layer in layers], dim=1)
         projected = projected.view(-1, 3, self.num_heads, self.head_dim)
-        return unbind(projected) if rotation is None else rotate_qkv(projected, *rotation)
+        if rotation is not None:
+            return rotate_qkv(projected, *rotation, twice=twice)
+        query, *key_value = unbind(projected)
+        return query, *key_value, *(key_value if twice else [])
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (self.num_heads, self.head_dim))

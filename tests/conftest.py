@@ -5,18 +5,27 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import pytest
 
+from train.process.imports import lasting
+
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 SLOW_FOLDERS = {"distributed", "e2e"}
 # Compiling kernels and layers, interpreting kernels, and processes that import PyTorch anew.
 SLOW_CALLS = {"compile_ahead", "compile", "interpret", "run", "Popen", "run_ranks", "train_ranks", "train_here"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting imports all that is tested."""
+    with lasting():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

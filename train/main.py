@@ -13,17 +13,20 @@ from pathlib import Path
 if __package__ in (None, ""):  # `torchrun train/main.py` puts train/ on the path, not the repository root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
+from train.process.imports import lasting
 
-from train.config.compose import to_config
-from train.config.parser import accept_late_help
-from train.config.schema import register_schema
-from train.process import distributed
-from train.trainer import Trainer
+with lasting():
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import DictConfig
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from train.config.compose import to_config
+    from train.config.parser import accept_late_help
+    from train.config.schema import register_schema
+    from train.process import distributed
+    from train.trainer import Trainer
 
 register_schema()
 accept_late_help()

@@ -107,17 +107,24 @@ def rotate(
 
 
 def rotate_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    twice: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
     """(q, k, v), each [N, H, d], of a fused projection [N, 3, H, d]; q and k are rotated as by `rotate`.
 
-    v is a view. The three gradients are written into one tensor like the projection.
+    v is a view. The three gradients are written into one tensor like the projection. With `twice`, (q, k, v, k, v), for
+    keys and values that two attentions read: the gradients from both are added up as they are written.
     """
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv must be [N, 3, H, d], got {tuple(qkv.shape)}")
     _check_angles(qkv[:, 0], cos, sin, positions, "qkv [N, 3, H, d]")
     chosen = dispatch.choose_in_eager("rotate_qkv", backend, qkv, **_facts(qkv, cos, sin))
-    return cast("tuple[Tensor, Tensor, Tensor]", chosen(qkv, cos, sin, positions))
+    return cast("tuple[Tensor, ...]", chosen(qkv, cos, sin, positions, twice))
 
 
 def unbind(x: Tensor) -> tuple[Tensor, ...]:

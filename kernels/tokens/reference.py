@@ -43,6 +43,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Ten
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, twice: bool = False
+) -> tuple[Tensor, ...]:
     q, k, v = qkv.unbind(1)
-    return rotate(q, cos, sin, positions), rotate(k, cos, sin, positions), v
+    key_value = rotate(k, cos, sin, positions), v
+    return rotate(q, cos, sin, positions), *key_value, *(key_value if twice else ())

@@ -27,29 +27,32 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import torch
-from hydra import compose, initialize_config_dir
-from torch.distributed.elastic.multiprocessing.errors import record
+from train.process.imports import lasting
 
-from modules.embedding import FeatureEmbedding
-from modules.models import build as build_arch
-from modules.models.ranking import RankingModel
-from train.build import build
-from train.checkpoint import save as checkpoint
-from train.commands import compare_report
-from train.config.compose import to_config
-from train.config.environment import to_saved
-from train.config.overrides import split_values
-from train.config.schema import Config, register_schema
-from train.data import build_source
-from train.data.storage.store import ByFirst
-from train.loss import binary_only
-from train.process import distributed, jobs
-from train.process.distributed import World
-from train.process.files import new_folder, write_json
-from train.process.jobs import Job, Launch
-from train.process.places import CONFIGS
-from train.trainer import Trainer
+with lasting():
+    import torch
+    from hydra import compose, initialize_config_dir
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from modules.embedding import FeatureEmbedding
+    from modules.models import build as build_arch
+    from modules.models.ranking import RankingModel
+    from train.build import build
+    from train.checkpoint import save as checkpoint
+    from train.commands import compare_report
+    from train.config.compose import to_config
+    from train.config.environment import to_saved
+    from train.config.overrides import split_values
+    from train.config.schema import Config, register_schema
+    from train.data import build_source
+    from train.data.storage.store import ByFirst
+    from train.loss import binary_only
+    from train.process import distributed, jobs
+    from train.process.distributed import World
+    from train.process.files import new_folder, write_json
+    from train.process.jobs import Job, Launch
+    from train.process.places import CONFIGS
+    from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -65,7 +65,8 @@ PROBES = {
     f"found = [import_module('{PREFIX}' + name) for name in ('train', 'modules', 'kernels', 'launch')];"
     "m = found[0]; extra = dict(places=[package.__path__[0] for package in found])",
 }
-REPORT = "\nimport json; print('\\n' + json.dumps(dict(version=getattr(m, '__version__', None), **extra)))"
+BEFORE = "import gc; gc.disable()\n"  # a package leaves it nothing to free
+REPORT = "\nimport json; print('\\n' + json.dumps(dict(version=getattr(m, '__version__', None), **extra))); gc.freeze()"
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ def _probe(name: str) -> tuple[Package, dict[str, Any]]:
     found = (_installed_version(each) for each in DISTRIBUTIONS.get(name, (name,)))
     version = next((each for each in found if each), None)
     try:
-        done = _run([sys.executable, "-c", PROBES[name] + REPORT], timeout=120)
+        done = _run([sys.executable, "-c", BEFORE + PROBES[name] + REPORT], timeout=120)
     except subprocess.TimeoutExpired:
         return Package(version, "the import hangs"), {}
     if done.returncode == 0:

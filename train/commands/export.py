@@ -26,30 +26,33 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.export import ExportedProgram, export, save
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from train.process.imports import lasting
 
-from kernels import defined_in
-from kernels.core import dispatch
-from modules.batch import RequestBatch, with_candidates
-from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes, vendor_inputs
-from modules.pretrained import PretrainedModel
-from train.build import load_model
-from train.checkpoint import load as checkpoint
-from train.commands.score import check
-from train.config.compose import from_dict
-from train.config.overrides import split_options
-from train.config.schema import DataConfig
-from train.data import build_source
-from train.data.reader import keep_reader
-from train.data.source import Source
-from train.process.files import write_json
-from train.process.precision import compute_dtype
-from train.process.quiet import quieten
-from train.serving.scorer import ABOUT, PROGRAM
+with lasting():
+    import numpy as np
+    import torch
+    from torch.export import ExportedProgram, export, save
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    from kernels import defined_in
+    from kernels.core import dispatch
+    from modules.batch import RequestBatch, with_candidates
+    from modules.models.ranking import RankingModel
+    from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes, vendor_inputs
+    from modules.pretrained import PretrainedModel
+    from train.build import load_model
+    from train.checkpoint import load as checkpoint
+    from train.commands.score import check
+    from train.config.compose import from_dict
+    from train.config.overrides import split_options
+    from train.config.schema import DataConfig
+    from train.data import build_source
+    from train.data.reader import keep_reader
+    from train.data.source import Source
+    from train.process.files import write_json
+    from train.process.precision import compute_dtype
+    from train.process.quiet import quieten
+    from train.serving.scorer import ABOUT, PROGRAM
 
 TIMED_CANDIDATES = 1000
 """Of the example request: Inductor chooses kernels by timing them on it."""

@@ -20,22 +20,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from train.process.imports import lasting
 
-from modules.batch import FeatureSpec, RequestBatch, VectorFeature, select_rows
-from modules.precision import in_high_precision
-from train.build import Job
-from train.checkpoint import load as checkpoint
-from train.config.overrides import split_options
-from train.data.features.numeric import INDICATOR
-from train.evaluate import checked_split, split_loader, trained
-from train.loss import binary_only
-from train.metrics import MetricSet
-from train.process.files import write_json
-from train.record.tracking import format_table
+with lasting():
+    import torch
+    from torch import Tensor
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from modules.batch import FeatureSpec, RequestBatch, VectorFeature, select_rows
+    from modules.precision import in_high_precision
+    from train.build import Job
+    from train.checkpoint import load as checkpoint
+    from train.config.overrides import split_options
+    from train.data.features.numeric import INDICATOR
+    from train.evaluate import checked_split, split_loader, trained
+    from train.loss import binary_only
+    from train.metrics import MetricSet
+    from train.process.files import write_json
+    from train.record.tracking import format_table
 
 
 def features_of(spec: FeatureSpec) -> list[str]:

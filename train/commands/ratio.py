@@ -19,22 +19,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from omegaconf import OmegaConf
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from train.process.imports import lasting
 
-from modules.batch import RequestBatch
-from modules.embedding import FeatureEmbedding, Tokens
-from modules.models import build as build_arch
-from modules.models.interformer import InterFormer
-from train.config.overrides import split_options
-from train.config.schema import SyntheticConfig
-from train.data import SyntheticSource
-from train.process.files import write_json
-from train.record import versions
-from train.record.plots import plot_ratios
+with lasting():
+    import numpy as np
+    import torch
+    from omegaconf import OmegaConf
+    from torch import Tensor, nn
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    from modules.batch import RequestBatch
+    from modules.embedding import FeatureEmbedding, Tokens
+    from modules.models import build as build_arch
+    from modules.models.interformer import InterFormer
+    from train.config.overrides import split_options
+    from train.config.schema import SyntheticConfig
+    from train.data import SyntheticSource
+    from train.process.files import write_json
+    from train.record import versions
+    from train.record.plots import plot_ratios
 
 ROUNDS = 10
 

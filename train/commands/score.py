@@ -22,24 +22,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
+from train.process.imports import lasting
 
-from kernels.core import dispatch
-from modules.batch import RequestBatch, with_candidates
-from modules.models.ranking import RankingModel
-from modules.models.scoring import ScoringArch, scoring_inputs, vendor_inputs
-from modules.pretrained import read_description
-from train.build import load_model
-from train.checkpoint import load as checkpoint
-from train.config.compose import from_dict
-from train.config.overrides import split_options
-from train.data import build_source
-from train.process.files import write_json
-from train.process.precision import compute_dtype
-from train.record import versions
-from train.serving.scorer import ABOUT, PROGRAM, Replayed, Scorer, read_about
+with lasting():
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from kernels.core import dispatch
+    from modules.batch import RequestBatch, with_candidates
+    from modules.models.ranking import RankingModel
+    from modules.models.scoring import ScoringArch, scoring_inputs, vendor_inputs
+    from modules.pretrained import read_description
+    from train.build import load_model
+    from train.checkpoint import load as checkpoint
+    from train.config.compose import from_dict
+    from train.config.overrides import split_options
+    from train.data import build_source
+    from train.process.files import write_json
+    from train.process.precision import compute_dtype
+    from train.record import versions
+    from train.serving.scorer import ABOUT, PROGRAM, Replayed, Scorer, read_about
 
 ROUNDS = 20
 

@@ -22,21 +22,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from train.process.imports import lasting
 
-from train.config.compose import from_dict
-from train.config.overrides import split_options
-from train.config.schema import Config, EventsConfig
-from train.data.events import read_rows
-from train.data.events.names import numeric as numeric_columns
-from train.data.features.columns import Coded
-from train.data.storage.rows import Rows
-from train.loss import binary_only
-from train.metrics import MetricSet, paired_gaps
-from train.metrics.predictions import read_predictions
-from train.process.files import write_json
-from train.record.tracking import format_table
+with lasting():
+    import numpy as np
+    import torch
+
+    from train.config.compose import from_dict
+    from train.config.overrides import split_options
+    from train.config.schema import Config, EventsConfig
+    from train.data.events import read_rows
+    from train.data.events.names import numeric as numeric_columns
+    from train.data.features.columns import Coded
+    from train.data.storage.rows import Rows
+    from train.loss import binary_only
+    from train.metrics import MetricSet, paired_gaps
+    from train.metrics.predictions import read_predictions
+    from train.process.files import write_json
+    from train.record.tracking import format_table
 
 RANGES = 5  # that a numeric column is cut into
 EVENTS = "events"  # a column of the predictions that segments can be made of, too

@@ -10,22 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import hydra
-import torch.distributed as dist
-from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
+from train.process.imports import lasting
 
-from modules.batch import RequestBatch
-from train.config.compose import to_config
-from train.config.parser import accept_late_help
-from train.config.schema import Config, register_schema
-from train.process import distributed
-from train.process.distributed import World
-from train.process.files import write_json
-from train.process.memory import peak_memory_bytes
-from train.record.meters import WARMUP_STEPS
-from train.record.tracing import TRACED_STEPS, StepTracer
-from train.trainer import Trainer
+with lasting():
+    import hydra
+    import torch.distributed as dist
+    from omegaconf import DictConfig
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from modules.batch import RequestBatch
+    from train.config.compose import to_config
+    from train.config.parser import accept_late_help
+    from train.config.schema import Config, register_schema
+    from train.process import distributed
+    from train.process.distributed import World
+    from train.process.files import write_json
+    from train.process.memory import peak_memory_bytes
+    from train.record.meters import WARMUP_STEPS
+    from train.record.tracing import TRACED_STEPS, StepTracer
+    from train.trainer import Trainer
 
 register_schema()
 accept_late_help()

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from hydra import compose, initialize_config_dir
+from train.process.imports import lasting
 
-from modules.core.summary import Summary, summarise
-from modules.models import build as build_arch
-from modules.precision import apply_recipe
-from train.config.compose import to_config
-from train.config.overrides import split_options
-from train.config.schema import register_schema
-from train.data import build_source
-from train.process.places import CONFIGS
+with lasting():
+    import torch
+    from hydra import compose, initialize_config_dir
+
+    from modules.core.summary import Summary, summarise
+    from modules.models import build as build_arch
+    from modules.precision import apply_recipe
+    from train.config.compose import to_config
+    from train.config.overrides import split_options
+    from train.config.schema import register_schema
+    from train.data import build_source
+    from train.process.places import CONFIGS
 
 
 def main(arguments: list[str]) -> Summary:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from train.process.imports import lasting
 
-from train.evaluate import main
+with lasting():
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from train.evaluate import main
 
 if __name__ == "__main__":
     record(main)(sys.argv[1:])

@@ -41,17 +41,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Ten
 
 @custom_op("gemsmith::rotate_qkv_backward")
 def _rotate_qkv_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    more_dk: Tensor | None,
+    more_dv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
 ) -> Tensor:
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
-    tokens.rotate(dq, cos, sin, positions, True, out=gradient[:, 0])
-    tokens.rotate(dk, cos, sin, positions, True, out=gradient[:, 1])
-    tokens.copy_heads(dv, gradient[:, 2])
+    tokens.rotate(dq, cos, sin, positions, True, gradient[:, 0])
+    tokens.rotate(dk, cos, sin, positions, True, gradient[:, 1], more_dk)
+    tokens.copy_heads(dv, gradient[:, 2], more_dv)
     return gradient
 
 
 @_rotate_qkv_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+def _(dq: Tensor, *others: Tensor | None) -> Tensor:
     return dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
 
 
@@ -60,17 +67,20 @@ class _RotateQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, twice: bool
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin, positions)
         heads = qkv.shape[2]
         turned = _rotate(qkv.flatten(1, 2)[:, : 2 * heads], cos, sin, positions, False)
-        return turned[:, :heads], turned[:, heads:], qkv[:, 2]
+        again = (turned[:, heads:], qkv[:, 2]) if twice else ()
+        return turned[:, :heads], turned[:, heads:], qkv[:, 2], *again
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
-        return _rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, more_dk: Tensor | None = None, more_dv: Tensor | None = None
+    ) -> tuple[Tensor, None, None, None, None]:
+        return _rotate_qkv_backward(dq, dk, dv, more_dk, more_dv, *ctx.saved_tensors), None, None, None, None
 
 
 rotate_qkv = _RotateQKV.apply

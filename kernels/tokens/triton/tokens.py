@@ -48,7 +48,7 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_backward_kernel(
-    grad, x, dx, x_token, x_head, num_heads, EPSILON: tl.constexpr,
+    grad, x, dx, x_token, x_head, grad_token, grad_head, num_heads, EPSILON: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
@@ -56,7 +56,7 @@ def rms_norm_backward_kernel(
     inside = real[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
-    dn = tl.load(grad + places, inside, 0.0).to(tl.float32)
+    dn = tl.load(grad + (token * grad_token + head * grad_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     n = values * s[:, None]
     result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
@@ -65,11 +65,12 @@ def rms_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rotate_kernel(
-    x, cos, sin, positions, out, x_token, x_head, out_token, out_head, num_heads,
-    INVERSE: tl.constexpr, TABLE: tl.constexpr,
+    x, more, cos, sin, positions, out, x_token, x_head, out_token, out_head, num_heads,
+    INVERSE: tl.constexpr, TABLE: tl.constexpr, ADD: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH is half of a head: features i and i + WIDTH are rotated together. A TABLE has angles by position."""
+    """WIDTH is half of a head: features i and i + WIDTH are rotated together. A TABLE has angles by position. ADD:
+    what is rotated is x + more."""
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
@@ -79,8 +80,12 @@ def rotate_kernel(
     s = tl.load(sin + angles, inside, 0.0).to(tl.float32)
     if INVERSE:
         s = -s
-    places = x + (token * x_token + head * x_head)[:, None] + column[None, :]
-    first, second = tl.load(places, inside, 0.0).to(tl.float32), tl.load(places + WIDTH, inside, 0.0).to(tl.float32)
+    places = (token * x_token + head * x_head)[:, None] + column[None, :]
+    first = tl.load(x + places, inside, 0.0).to(tl.float32)
+    second = tl.load(x + places + WIDTH, inside, 0.0).to(tl.float32)
+    if ADD:
+        first += tl.load(more + places, inside, 0.0).to(tl.float32)
+        second += tl.load(more + places + WIDTH, inside, 0.0).to(tl.float32)
     places = out + (token * out_token + head * out_head)[:, None] + column[None, :]
     tl.store(places, (first * c - second * s).to(out.dtype.element_ty), inside)
     tl.store(places + WIDTH, (second * c + first * s).to(out.dtype.element_ty), inside)
@@ -88,13 +93,16 @@ def rotate_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def copy_heads_kernel(
-    x, out, x_token, x_head, out_token, out_head, num_heads,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, more, out, x_token, x_head, out_token, out_head, num_heads,
+    ADD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside)
+    places = (token * x_token + head * x_head)[:, None] + column[None, :]
+    values = tl.load(x + places, inside)
+    if ADD:
+        values = (values.to(tl.float32) + tl.load(more + places, inside).to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], values, inside)
 
 
@@ -136,29 +144,49 @@ def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
 def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float) -> Tensor:
     """dx like x, contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad.contiguous(), options=(epsilon,))
+    if x.dim() != 3 or grad.stride(2) != 1:
+        grad = grad.contiguous()
+    strides = grad.stride()[:2] if x.dim() == 3 else (x.shape[-1], x.shape[-1])
+    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad, strides=strides, options=(epsilon,))
     return dx
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool, out: Tensor | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    inverse: bool,
+    out: Tensor | None = None,
+    more: Tensor | None = None,
 ) -> Tensor:
     """x [N, H, d] rotated by its tokens' angles, or back; into `out`, a part of a larger tensor, or contiguous.
 
-    cos and sin are [N, d / 2], or tables [P, d / 2] for positions [N].
+    cos and sin are [N, d / 2], or tables [P, d / 2] for positions [N]. `more` like x is added to it before.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     angles = (cos.contiguous(), sin.contiguous())
     places = angles[0] if positions is None else positions.contiguous()
-    options = (inverse, positions is not None)
-    _over_heads(_launch_rotate, x.shape[2] // 2, x, (*angles, places, out), strides=out.stride()[:2], options=options)
+    options = (inverse, positions is not None, more is not None)
+    x, more = _alike(x, more)
+    tensors = (more, *angles, places, out)
+    _over_heads(_launch_rotate, x.shape[2] // 2, x, tensors, strides=out.stride()[:2], options=options)
     return out
 
 
-def copy_heads(x: Tensor, out: Tensor) -> None:
-    """Write x [N, H, d] into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch's copy."""
-    _over_heads(_launch_copy, x.shape[2], x, (out,), strides=out.stride()[:2])
+def copy_heads(x: Tensor, out: Tensor, more: Tensor | None = None) -> None:
+    """Write x [N, H, d], or x + more, into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch."""
+    added = more is not None
+    x, more = _alike(x, more)
+    _over_heads(_launch_copy, x.shape[2], x, (more, out), strides=out.stride()[:2], options=(added,))
+
+
+def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x and `more` with strides that kernels walk, the same for both; x twice if there is nothing more."""
+    if x.stride(2) != 1 or (more is not None and more.stride() != x.stride()):
+        x, more = x.contiguous(), None if more is None else more.contiguous()
+    return x, x if more is None else more
 
 
 def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:

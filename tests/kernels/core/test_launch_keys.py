@@ -203,11 +203,13 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         for values in (x, x[:, 0]):
             triton_tokens.rms_norm(values, torch.float32, 1e-5)
             triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values, 1e-5)
+            triton_tokens.rms_norm_backward(values, values, 1e-5)
             triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
-            triton_tokens.rotate(x, angles, angles, positions, inverse)
-        triton_tokens.copy_heads(x, torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 2])
+            for more in (None, x):
+                triton_tokens.rotate(x, angles, angles, positions, inverse, more=more)
+                triton_tokens.copy_heads(x, torch.zeros(shape[0], 3, *shape[1:], dtype=dtype)[:, 2], more)
         rows = torch.arange(len(x)).view(1, -1)
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = residual.add_rms_norm(values, change, places)

@@ -44,6 +44,11 @@ def normalised(x: Tensor, epsilon: float = EPSILON) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + epsilon).sqrt()
 
 
+def beside(result: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `result` is then a view whose rows lie apart."""
+    return torch.cat([result, x.to(result.dtype)], -2)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[2] // 2
     product = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)[:, None]
@@ -219,8 +224,8 @@ def test_norm_in_the_interpreter(
     with poisoned_empty():
         for epsilon in (EPSILON, 0.5):
             check_gradients(
-                lambda x, epsilon=epsilon: norm_operator.rms_norm(x, out_dtype, epsilon),
-                lambda x, epsilon=epsilon: normalised(x, epsilon),
+                lambda x, epsilon=epsilon: beside(norm_operator.rms_norm(x, out_dtype, epsilon), x),
+                lambda x, epsilon=epsilon: beside(normalised(x, epsilon), x),
                 {"x": view_of_wider(shape).float()},
                 ROUNDED,
             )
@@ -257,13 +262,14 @@ def check_qkv(
     cos, sin = cos.float(), sin.float()
     given = (cos, sin, positions) if table else (cos[positions], sin[positions], None)
     qkv = torch.randn(shape[0], 3, *shape[1:], generator=torch.Generator().manual_seed(5)).to(device, dtype)
-    with poisoned_empty():
-        check_gradients(
-            lambda qkv: joined(function(qkv, *given)),
-            lambda qkv: joined(reference.rotate_qkv(qkv, cos.to(qkv), sin.to(qkv), positions)),
-            {"qkv": qkv},
-            ROUNDED,
-        )
+    for twice in (False, True):
+        with poisoned_empty():
+            check_gradients(
+                lambda qkv, twice=twice: joined(function(qkv, *given, twice)),
+                lambda qkv, twice=twice: joined(reference.rotate_qkv(qkv, cos.to(qkv), sin.to(qkv), positions, twice)),
+                {"qkv": qkv},
+                ROUNDED,
+            )
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -329,7 +335,7 @@ def test_kernels_compile_without_spills(module: str, name: str, target: str) -> 
     from kernels.tokens.triton import tokens as triton_tokens
 
     kernel = getattr(importlib.import_module(f"kernels.tokens.triton.{module}"), f"{name}_kernel")
-    flags = ("INVERSE", "TABLE", "HAS_CHANGE", "HAS_TOTAL", "GIVE_BACK", "SILU", "HAS_FACTOR")
+    flags = ("INVERSE", "TABLE", "ADD", "HAS_CHANGE", "HAS_TOTAL", "GIVE_BACK", "SILU", "HAS_FACTOR")
     constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
     constants |= {"HEADS": 4, "EPSILON": 1e-5} | dict.fromkeys(flags, True)
@@ -366,7 +372,12 @@ class TestOnAGPU:
         x = view_of_wider(shape).to("cuda", dtype)
         for out_dtype in (dtype, torch.float32):
             with poisoned_empty():
-                check_gradients(partial(rms_norm, dtype=out_dtype, backend="triton"), normalised, {"x": x}, ROUNDED)
+                check_gradients(
+                    lambda x, out_dtype=out_dtype: beside(rms_norm(x, dtype=out_dtype, backend="triton"), x),
+                    lambda x: beside(normalised(x), x),
+                    {"x": x},
+                    ROUNDED,
+                )
 
     @pytest.mark.parametrize("shape", [*ROTATED_SHAPES, (1000, 2, 128)], ids=str)
     def test_rotation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -382,7 +393,10 @@ class TestOnAGPU:
     @pytest.mark.parametrize("table", [True, False])
     @pytest.mark.parametrize("shape", [*ROTATED_SHAPES, (1000, 2, 128)], ids=str)
     def test_rotation_of_a_projection(self, shape: tuple[int, ...], table: bool, dtype: torch.dtype) -> None:
-        check_qkv(partial(rotate_qkv, backend="triton"), shape, table, dtype, "cuda")
+        def on_a_gpu(*tensors: Any) -> tuple[Tensor, ...]:
+            return rotate_qkv(*tensors[:-1], twice=tensors[-1], backend="triton")
+
+        check_qkv(on_a_gpu, shape, table, dtype, "cuda")
 
     @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
     def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -405,7 +419,5 @@ def test_opcheck() -> None:
     torch.library.opcheck(norm_operator.rms_norm.definition, (x, torch.bfloat16, EPSILON))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary_operator._rotate.definition, (x, cos, sin, None, False))
-    torch.library.opcheck(
-        rotary_operator._rotate_qkv_backward.definition, (x.detach(), x.detach(), x.detach(), cos, sin, None)
-    )
+    torch.library.opcheck(rotary_operator._rotate_qkv_backward.definition, (*[x.detach()] * 5, cos, sin, None))
     torch.library.opcheck(permutation_operator._permute.definition, (x, torch.randperm(5, device="cuda"), False))

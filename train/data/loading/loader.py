@@ -130,7 +130,7 @@ def _process_starter() -> ForkServerContext:
             "file, or use data.num_workers=0"
         )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.build"])  # once for all workers, whose main module imports it
+    context.set_forkserver_preload(["train.main"])  # once for all workers, who import it where it is the main module
     # What is started here, workers included, inherits that signals are blocked; see shield.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

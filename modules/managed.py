@@ -29,10 +29,19 @@ from modules.config import ManagedTable
 class RowsOfIds(MCHManagedCollisionModule):
     """TorchRec's module, whose memory of the ids since the last review grows instead of leaving some out."""
 
+    occurrences: Tensor | None = None
+    """How often each id of the next batch occurred, [N]; None: as often as it is given."""
+
     def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         if self.training:
-            self._make_room(sum(feature.values().numel() for feature in features.values()))
-        return super().profile(features)
+            seen = features
+            if self.occurrences is not None:
+                ((name, ids),) = features.items()
+                counts = self.occurrences.long()
+                seen = {name: JaggedTensor(ids.values().repeat_interleave(counts), lengths=counts)}
+            self._make_room(sum(feature.values().numel() for feature in seen.values()))
+            super().profile(seen)
+        return features
 
     def _make_room(self, count: int) -> None:
         needed = max(self._current_history_buffer_offset, 0) + count

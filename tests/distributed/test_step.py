@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -201,8 +202,10 @@ def _rows_in_bfloat16() -> None:
         assert 0 < (rounded - exact).norm() < 2**-7 * exact.norm()
 
 
-def _each_id_once() -> None:
+def _each_id_once(is_managed: bool = False) -> None:
+    """Which ids have which rows is the same to the bit, as each is counted as often as it occurred."""
     ids: list[int] = []
+    shards: list[dict[str, Tensor]] = []
 
     def sent(*given: Tensor, **named: Any) -> Any:
         rows = named["input"] if "input" in named else given[1]
@@ -210,14 +213,19 @@ def _each_id_once() -> None:
         return exchange(*given, **named)
 
     results, exchange = [], dist.all_to_all_single
+    managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2, evict="lfu")}
     for index_dedup in (False, True):
-        step = Step(OptimizerConfig(warmup_steps=0), index_dedup=index_dedup)
-        batches = iter([random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(3)])
+        step = Step(OptimizerConfig(warmup_steps=0), index_dedup=index_dedup, managed=managed if is_managed else None)
+        batches = iter([random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(5)])
         ids.append(0)
         with mock.patch("torch.distributed.all_to_all_single", sent):
-            for _ in range(3):
+            for _ in range(5):
                 step.pipeline.progress(batches)
+        owners = {name: value for name, value in step.model.state_dict().items() if "._mch_" in name}
+        assert len(owners) == (7 if is_managed else 0)  # ids, rows and counts of two tables, and times of one
         results.append(step.shards() | step.dense())
+        shards.append({name: value.local_shards()[0].tensor.clone() for name, value in owners.items()})
+    assert all(torch.equal(shards[1][name], value) for name, value in shards[0].items())
     for name, value in results[0].items():  # gradients of an id that occurs twice are added in another order
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-7)
     assert ids[1] < ids[0]
@@ -230,6 +238,7 @@ def _tables() -> None:
         _whole_tables_look_up_as_others,
         _rows_in_bfloat16,
         _each_id_once,
+        partial(_each_id_once, is_managed=True),
     ):
         check()
     distributed.stop()

@@ -84,7 +84,7 @@ def shard(
 
 
 def sharders_of(config: Config, world: World) -> list[ModuleSharder[nn.Module]]:
-    """What shards each kind of collection. Ids of managed tables are sent as often as they occur."""
+    """What shards each kind of collection."""
     codecs = _codecs(config, world)
     # Of all tables: a lookup is told to prefetch for all of its own or for none.
     prefetching = {"prefetch_pipeline": True} if config.parallel.prefetch_tables else None
@@ -95,7 +95,7 @@ def sharders_of(config: Config, world: World) -> list[ModuleSharder[nn.Module]]:
             qcomm_codecs_registry=codecs,
             use_index_dedup=config.parallel.index_dedup,
         ),
-        managed.ManagedTablesSharder(codecs),
+        managed.ManagedTablesSharder(codecs, index_dedup=config.parallel.index_dedup),
     ]
     return sharders
 

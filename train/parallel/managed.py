@@ -17,6 +17,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 
 from modules.embedding import FeatureEmbedding
 from modules.managed import RowsOfIds
+from train.parallel.managed_dedup import CountedIdsSharder
 
 
 class ManagedTables(ShardedManagedCollisionEmbeddingCollection):
@@ -44,10 +45,11 @@ class ManagedTables(ShardedManagedCollisionEmbeddingCollection):
 
 
 class ManagedTablesSharder(ManagedCollisionEmbeddingCollectionSharder):
-    """Shards them by rows, with their ids by ranges."""
+    """Shards them by rows, with their ids by ranges, which are sent once each with `index_dedup`."""
 
-    def __init__(self, codecs: dict[str, QuantizedCommCodecs] | None) -> None:
-        super().__init__(EmbeddingCollectionSharder(qcomm_codecs_registry=codecs), qcomm_codecs_registry=codecs)
+    def __init__(self, codecs: dict[str, QuantizedCommCodecs] | None, *, index_dedup: bool) -> None:
+        tables = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=index_dedup)
+        super().__init__(tables, CountedIdsSharder(), qcomm_codecs_registry=codecs)
 
     def shard(
         self,

@@ -1,0 +1,68 @@
+"""A rank, then a node that is killed, of a run of two: it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.checkpoint.test_resume import training
+from tests.distributed.process.kills import PLACES
+from tests.launching import ROOT, TINY_DLRM, environment, python, train_ranks
+from train.record.tracking import read_metrics
+
+OPTIONS = ("checkpoint.every=2", "checkpoint.async_save=false", "runtime.steps=8", "checkpoint.keep=9")
+
+
+@contextlib.contextmanager
+def node(address: str, endpoint: str, run_dir: Path, *, is_host: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A launcher with one rank, of a run of two; the host's holds the rendezvous."""
+    launcher = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={len(PLACES)}", "--rdzv-backend=c10d"]
+    launcher += ["--rdzv-conf", f"is_host={is_host}".lower()]
+    launcher += [f"--rdzv-endpoint={endpoint}", f"--local-addr={address}", "-m", "tests.distributed.process.kills"]
+    command = python("-m", "launch.agent", *launcher, *TINY_DLRM, *OPTIONS, f"runtime.run_dir={run_dir}")
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=output, stderr=output) as process,
+    ):
+        try:
+            yield process
+        except BaseException:
+            output.seek(0)
+            print(f"{address}:\n{output.read()[-8000:]}")
+            raise
+        finally:
+            process.terminate()
+
+
+@pytest.mark.reliability(
+    "of a run of two nodes, a rank is killed (SIGKILL) in a forward, after a restart in a backward, then its whole "
+    "node while it writes a checkpoint; another node takes its place, with an address by which it is the first",
+    "both launchers start their ranks again from the newest whole checkpoint each time; losses and results are bit "
+    "for bit those of a run that was not killed",
+)
+def test_a_run_survives_a_kill_in_every_part_of_a_step(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train_ranks(2, whole, *OPTIONS, base=TINY_DLRM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    with node("127.0.0.2", endpoint, killed, is_host=True) as first:
+        with node("127.0.0.3", endpoint, killed) as second:
+            assert second.wait(300) == -signal.SIGKILL
+        with node("127.0.0.1", endpoint, killed) as another:
+            assert (first.wait(300), another.wait(100)) == (0, 0)
+    assert all((tmp_path / f"killed_in_{place}").exists() for place in PLACES)
+    assert {r.step: r.values["loss"] for r in training(killed)} == {r.step: r.values["loss"] for r in training(whole)}
+    final = [read_metrics(path / "metrics.jsonl")[-1].values for path in (whole, killed)]
+    assert final[0] == final[1]
+    resumed = [
+        line.split("(")[-1] for line in (killed / "train.log").read_text().splitlines() if "resumed from" in line
+    ]
+    assert resumed == ["step 2, epoch 0)", "step 4, epoch 0)", "step 4, epoch 0)"]

@@ -105,9 +105,9 @@ def test_compiles_to_block_scaled_products_on_blackwell(wgrad: bool, out: str) -
     for instruction, number in {
         "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X": 4,
         "tcgen05.cp.cta_group::1.warpx4.32x128b": 3,  # a tile of 128 x 4 scales each
-        "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes": 2,
-        "cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes": 2,
-        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group": 8,
+        "cp.async.bulk.tensor.2d.shared": 2,
+        "cp.async.bulk.tensor.4d.shared": 2,
+        "cp.async.bulk.tensor.3d.global.shared": 8,
         "tcgen05.commit": 2,
         "setmaxnreg.inc.sync.aligned.u32": 1,
     }.items():

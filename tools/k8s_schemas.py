@@ -2,7 +2,7 @@
 
     python -m tools.k8s_schemas --kubernetes FOLDER --jobset FILE --pytorchjob FILE
 
-writes tests/commands/k8s_schemas.json, by which a test holds the manifests. Run it when a manifest gets a new key: one
+writes tests/launch/k8s_schemas.json, by which a test holds the manifests. Run it when a manifest gets a new key: one
 that a schema does not know is an error here. FOLDER holds Kubernetes' API as JSON schemas with `_definitions.json`,
 as in the package kubernetes-validate; the files are the custom resource definitions jobset.x-k8s.io_jobsets.yaml of
 kubernetes-sigs/jobset and kubeflow.org_pytorchjobs.yaml of kubeflow/training-operator 1.9.
@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFESTS = ROOT / "launch" / "k8s"
-SCHEMAS = ROOT / "tests" / "commands" / "k8s_schemas.json"
+SCHEMAS = ROOT / "tests" / "launch" / "k8s_schemas.json"
 KEPT = ("type", "enum", "required", "pattern", "minimum", "maximum")
 QUANTITY = {"type": ["string", "integer"]}
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from modules.batch import RequestBatch
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY, train_here
 from tests.processes import run_ranks
 from train.trainer import Trainer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modules.batch import RequestBatch
 from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
-from tests.train.test_experiments import composed
+from tests.train.config.test_experiments import composed
 from train.config.schema import SyntheticConfig
 from train.record.tracking import read_metrics
 from train.trainer import Trainer

@@ -39,7 +39,7 @@ def test_kernels_are_added_up_by_kind_and_what_overlaps_counts_once() -> None:
 
 
 def test_groups_know_every_kernel_of_ours() -> None:
-    sources = [path.read_text() for path in (Path(__file__).parents[2] / "kernels").rglob("*.py")]
+    sources = [path.read_text() for path in (Path(__file__).parents[3] / "kernels").rglob("*.py")]
     kernels = {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
     assert len(kernels) > 70
     assert {name for name in kernels if tracing.group_of(name) == "other"} == set()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.test_dense_parallel import CONSTANT, saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
+from tests.distributed.parallel.test_dense_parallel import CONSTANT, saved
 from tests.distributed.test_step import Step
 from tests.launching import TINY_DLRM, train_ranks
 from tests.modules.factories import random_batch

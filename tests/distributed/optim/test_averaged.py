@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.test_incremental import saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_incremental import saved
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY_DLRM, train_here, train_ranks
 from train import evaluate
 from train.commands import export

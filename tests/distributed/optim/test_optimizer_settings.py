@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modules.embedding import FeatureEmbedding
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
 from tests.distributed.test_step import Step
 from tests.launching import TINY_DLRM, train_here
 from tests.modules.factories import random_batch, random_spec

@@ -12,7 +12,7 @@ from torch.export import export
 from torch.nn import functional as F
 
 from modules import ikbo_rewrite
-from tests.modules.rewrite_cases import (
+from tests.modules.rewrite.cases import (
     OWNER,
     REQUESTS,
     SIZES,

@@ -12,8 +12,8 @@ from torch import nn
 
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
-from tests.distributed.test_incremental import saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_incremental import saved
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
 from tests.modules.factories import random_spec
 from train.optim.frozen import freeze

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from modules.config import ManagedTable
 from modules.embedding import FeatureEmbedding
 from modules.pretrained import WEIGHTS
-from tests.distributed.test_dense_parallel import CONSTANT, saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
+from tests.distributed.parallel.test_dense_parallel import CONSTANT, saved
 from tests.distributed.test_step import Step
 from tests.launching import TINY_DLRM, train_ranks
 from tests.modules.factories import random_batch

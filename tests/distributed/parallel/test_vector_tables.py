@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.distributed.test_incremental import saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_incremental import saved
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY, train_here, train_ranks
 from train import evaluate
 from train.checkpoint.load import read_meta

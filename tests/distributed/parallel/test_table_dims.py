@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.test_incremental import saved
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_incremental import saved
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY_DLRM, train_here, train_ranks
 from train import evaluate
 from train.commands import export, score

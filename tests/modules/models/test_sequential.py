@@ -18,7 +18,7 @@ from modules.models.retrieval import NextItems
 from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialModel
 from tests.modules.factories import random_batch
-from tests.modules.test_models import DoubleLookup
+from tests.modules.models.test_models import DoubleLookup
 from train.loss import TaskLosses
 from train.loss.next_item import ItemShares
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY, TINY_DLRM, train_ranks
 
 CONSTANT = ("optimizer.warmup_steps=0", "optimizer.min_lr=1", "checkpoint.keep=9", "runtime.eval_every=100")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.modules.rewrite_cases import COUNTS, Model, assert_same, copies, inputs, owner_of, rewritten, tokens
+from tests.modules.rewrite.cases import COUNTS, Model, assert_same, copies, inputs, owner_of, rewritten, tokens
 
 
 def written_through_a_view(self: Model, user: Tensor, candidate: Tensor, offsets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from tests.distributed.test_incremental import saved
+from tests.distributed.checkpoint.test_incremental import saved
 from tests.launching import TINY, train_here
 from tests.processes import run_ranks
 from train.trainer import Trainer

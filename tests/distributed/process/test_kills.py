@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.kills import PLACES
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
+from tests.distributed.process.kills import PLACES
 from tests.launching import ROOT, TINY_DLRM, environment, python, train_ranks
 from train.record.tracking import read_metrics
 
@@ -25,7 +25,7 @@ def node(address: str, endpoint: str, run_dir: Path, *, is_host: bool = False) -
     """A launcher with one rank, of a run of two; the host's holds the rendezvous."""
     launcher = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={len(PLACES)}", "--rdzv-backend=c10d"]
     launcher += ["--rdzv-conf", f"is_host={is_host}".lower()]
-    launcher += [f"--rdzv-endpoint={endpoint}", f"--local-addr={address}", "-m", "tests.distributed.kills"]
+    launcher += [f"--rdzv-endpoint={endpoint}", f"--local-addr={address}", "-m", "tests.distributed.process.kills"]
     command = python("-m", "launch.agent", *launcher, *TINY_DLRM, *OPTIONS, f"runtime.run_dir={run_dir}")
     with (
         tempfile.TemporaryFile("w+") as output,

@@ -16,8 +16,8 @@ from modules.mlp import MLP
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.arches import Gating
 from tests.modules.factories import random_batch, random_spec
+from tests.modules.models.test_models import Ranking
 from tests.modules.test_drop_in import DIM, MODULES, gradients, tokens
-from tests.modules.test_models import Ranking
 
 LAYERS = MODULES | {
     "mlp": (lambda: MLP(DIM, [16, 8], 4), lambda: (tokens(5),)),

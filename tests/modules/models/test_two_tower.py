@@ -15,8 +15,8 @@ from modules.embedding import FeatureEmbedding
 from modules.models.retrieval import NextItems, Vectors
 from modules.models.two_tower import TwoTower
 from tests.modules.factories import random_batch
-from tests.modules.test_models import DoubleLookup
-from tests.modules.test_sequential import SPEC as SEQUENCES
+from tests.modules.models.test_models import DoubleLookup
+from tests.modules.models.test_sequential import SPEC as SEQUENCES
 from train.loss import TaskLosses
 from train.loss.next_item import ItemShares
 

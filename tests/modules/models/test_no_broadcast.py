@@ -27,9 +27,9 @@ from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
 from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec, vendor_spec
-from tests.modules.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
-from tests.modules.test_models import WUKONG as WUKONG_MODEL
-from tests.modules.test_sequential import SPEC
+from tests.modules.models.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
+from tests.modules.models.test_models import WUKONG as WUKONG_MODEL
+from tests.modules.models.test_sequential import SPEC
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
 WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import TINY_DLRM, train_here
-from tests.train.test_config import composed
+from tests.train.config.test_config import composed
 from train.config.compose import to_config
 from train.config.schema import Config
 from train.process import length

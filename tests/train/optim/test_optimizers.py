@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.test_resume import training
+from tests.distributed.checkpoint.test_resume import training
 from tests.launching import TINY_DLRM, train_here
 from train.config.schema import OptimizerConfig
 from train.optim import guarded, schedule

@@ -18,8 +18,8 @@ from modules.models import build
 from modules.models.baselines import DLRM
 from modules.models.scoring import arch_inputs, scoring_shapes
 from tests.modules.factories import random_batch, random_spec, vendor_spec
-from tests.modules.test_models import VARIANTS, DoubleLookup
-from tests.modules.test_no_broadcast import CANDIDATES, Copies, opaque
+from tests.modules.models.test_models import VARIANTS, DoubleLookup
+from tests.modules.models.test_no_broadcast import CANDIDATES, Copies, opaque
 
 __all__ = ["opaque"]  # a fixture
 

@@ -17,7 +17,7 @@ from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.interformer import InterFormer
-from tests.train.test_graphs import DATA, Rerun
+from tests.train.speedup.test_graphs import DATA, Rerun
 from train.data import SyntheticSource
 from train.speedup import graphs, regions
 

@@ -169,6 +169,12 @@ def graphs_refusal(config: Config) -> str | None:
             f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
             "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
         )
+    for task, chosen in config.tasks.items():
+        if task_loss(task, chosen).metrics == "next_item":
+            return (
+                f"tasks.{task}.loss={chosen['loss']}: a step gives the vectors of all places, and reads ids that a graph "
+                "does not get; use runtime.cuda_graphs=false"
+            )
     parallel = config.parallel
     if parallel.dense != "ddp":
         return (

@@ -69,6 +69,10 @@ from train.process import length
         ("tracking.top_k=[5,0]", "tracking.top_k=[5, 0] must be at least 1, e.g. tracking.top_k=[1, 1]"),
         ("data.negative_rate=2", "data.negative_rate=2.0 is a share of the negatives"),
         ("data.negative_rate=0.1 runtime.cuda_graphs=true", "use runtime.cuda_graphs=false or data.negative_rate=1"),
+        (
+            "model=sasrec +tasks.click.loss=bpr runtime.cuda_graphs=true",
+            "runtime.cuda_graphs=true with tasks.click.loss=bpr: a step gives the vectors of all places",
+        ),
         ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
         (
             "checkpoint.load_partial=true checkpoint.load_optimizer=true",

@@ -80,12 +80,12 @@ def test_each_row_is_trained_with_all_seeds_at_its_best_setting(
         "--store",
     ]
     assert suite.main(arguments) == 0
-    assert len(jobs.started) == len(set(jobs.started)) == 8 + 2
+    assert len(jobs.started) == len(set(jobs.started)) == 12 + 2
     content = json.loads((tmp_path / "suite" / "ml1m.json").read_text())
     assert content["rows"]["din"]["setting"] == [
         "optimizer.sparse_lr=0.005", "optimizer.lr=0.0003", "model.table_std=null"
     ]  # fmt: skip
-    assert len(content["rows"]["din"]["tried"]) == 8
+    assert len(content["rows"]["din"]["tried"]) == 12
     row = "| din | 0.8100 ± 0.0248 | 0.7000 ± 0.0000 | 0.7100 ± 0.0000 | 0.9000 ± 0.0000 |"
     assert row in capsys.readouterr().out
     assert any(line.startswith(row) for line in page.sections())
@@ -93,7 +93,7 @@ def test_each_row_is_trained_with_all_seeds_at_its_best_setting(
         "| `optimizer.sparse_lr=0.005`, `optimizer.lr=0.0003`, `model.table_std=null` | **0.5000** |" in page.sections()
     )
     assert suite.main(arguments) == 0
-    assert len(jobs.started) == 10  # nothing again
+    assert len(jobs.started) == 12 + 2  # nothing again
     with pytest.raises(SystemExit):
         suite.main([*arguments[:-1], "--rows", "nobody"])
 

@@ -58,6 +58,9 @@ COMMANDS = {
         "launch.scaling", "speed on 1, 2, 4 processes of this host", "+experiment=NAME runtime.steps=100",
         has_parser=True,
     ),
+    "scaling_law": Command(
+        "launch.scaling_law", "NE against operations, from sweeps over sizes", "SWEEP [SWEEP ...]", has_parser=True
+    ),
     "importance": Command(
         "train.commands.importance", "what each feature is worth to a trained model", "run_dir=DIR", ranks="asked"
     ),

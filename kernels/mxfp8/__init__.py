@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.mxfp8 import grouped, matmul, plain, reference, split  # noqa: F401  grouped declares operators of its own
+from kernels.mxfp8 import grouped, matmul, plain, reference, split
 from kernels.mxfp8.execution import (
     experts_execution,
     linear_execution,
@@ -216,8 +216,8 @@ def _blackwell(
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (10, 0)):
         return reason
-    if in_features % 128 or out_features % 128:
-        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    if in_features % grouped.ROW_BYTES or out_features % grouped.ROW_BYTES:
+        return f"needs features in multiples of {grouped.ROW_BYTES}, got {in_features} and {out_features}"
     return None
 
 

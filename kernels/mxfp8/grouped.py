@@ -11,14 +11,15 @@ codes of the row j and then 128 codes of the column j.
 Scales of codes [..., lines, K] come in one of these forms:
 
     MATRIX   uint8 [..., lines, ceil(K / 32)]
-    TILES    uint8, in tiles of 128 x 4 as tcgen05 instructions read them; no product here takes them
+    TILES    uint8 [..., bytes], in tiles of 128 x 4 as tcgen05 instructions read them (`reference.swizzle_scales`)
     WORDS    int32 [K / 128, lines]: the four scales of 128 elements, the first in the lowest byte
     BYTES    float8_e8m0fnu [K / 128, lines]: the scale that a group of 128 shares
     VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity
 
-Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K. With groups of 128 they read
-BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS of one operand; the other is
-dequantised beforehand (`Rounded`): weights when they are quantised, in a weight gradient the narrower one (`swaps`).
+Products for sm_100 read TILES. Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K.
+With groups of 128 they read BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS
+of one operand; the other is dequantised beforehand (`Rounded`): weights when they are quantised, in a weight gradient
+the narrower one (`swaps`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.mxfp8.reference import BLOCK, MXTensor
+from kernels.mxfp8.reference import BLOCK, MXTensor, swizzle_scales, unswizzle_scales
 
 MATRIX, TILES, WORDS, BYTES, VALUES = range(5)
+ROW_BYTES = 16  # in whole multiples of which TMA wants rows
 TABLES = {WORDS: torch.int32, BYTES: torch.float8_e8m0fnu, VALUES: torch.bfloat16}
 
 
@@ -57,7 +59,14 @@ class Quantized(NamedTuple):
     @property
     def lines(self) -> int:
         """The number of rows of blocks, in a matrix without a batch dimension."""
-        return self.scales.shape[1 if in_table(self.scales) else 0]
+        if in_table(self.scales):
+            return self.scales.shape[1]
+        return (self.codes if self.in_tiles else self.scales).shape[0]
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the scales are in TILES; then codes are not paired."""
+        return not in_table(self.scales) and self.scales.dim() < self.codes.dim()
 
 
 class Rounded(NamedTuple):
@@ -147,6 +156,9 @@ def column_codes(dy: Quantized) -> Quantized:
 def matrix_scales(operand: Quantized) -> Tensor:
     """The scales of an operand without pairs as a MATRIX."""
     table = operand.scales
+    if operand.in_tiles:
+        *_, lines, length = operand.codes.shape
+        return unswizzle_scales(table, lines, -(-length // BLOCK))
     if not in_table(table):
         return table
     words = table.t().clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of one column
@@ -156,6 +168,11 @@ def matrix_scales(operand: Quantized) -> Tensor:
         shared = words.view(torch.uint8) if words.element_size() == 1 else (words.view(torch.int16) >> 7).byte()
         scales = shared.repeat_interleave(4, 1)
     return scales.view(*operand.codes.shape[:-1], -1)
+
+
+def scale_tiles(operand: Quantized) -> Tensor:
+    """The scales of an operand without pairs in TILES, into which other forms are brought here."""
+    return operand.scales if operand.in_tiles else swizzle_scales(matrix_scales(operand))
 
 
 def _values(operand: Quantized | Rounded) -> Tensor:
@@ -185,8 +202,8 @@ def addressable_operands(*operands: Quantized) -> tuple[Tensor, ...]:
     return tuple(addressable(tensor) for operand in operands for tensor in operand[:2])
 
 
-def _serves(target: tuple[int, int], groups: tuple[int, ...]) -> dispatch.Verifier:
-    """The verifier of a kernel for `target` and scales over one of `groups` elements."""
+def _serves(target: tuple[int, int], groups: tuple[int, ...], multiple: int = 128) -> dispatch.Verifier:
+    """The verifier of a kernel for `target`, scales over one of `groups` elements, and features in multiples."""
 
     def supports(
         *, device: str, capability: Hashable, dtype: torch.dtype, group: int, in_features: int, out_features: int
@@ -195,8 +212,8 @@ def _serves(target: tuple[int, int], groups: tuple[int, ...]) -> dispatch.Verifi
             return reason
         if group not in groups:
             return f"takes scales over {groups[0]} elements, not over {group}"
-        if in_features % 128 or out_features % 128:
-            return f"needs features in multiples of 128, got {in_features} and {out_features}"
+        if in_features % multiple or out_features % multiple:
+            return f"needs features in multiples of {multiple}, got {in_features} and {out_features}"
         return None
 
     return supports
@@ -204,7 +221,7 @@ def _serves(target: tuple[int, int], groups: tuple[int, ...]) -> dispatch.Verifi
 
 _g128 = _serves((9, 0), (128,))
 _strict = _serves((9, 0), (32,))
-_blackwell = _serves((10, 0), (32, 128))
+_blackwell = _serves((10, 0), (32, 128), ROW_BYTES)
 
 dispatch.declare(
     "mxfp8_grouped_fprop",

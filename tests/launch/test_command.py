@@ -21,7 +21,7 @@ def gemsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_command_of_the_packages_is_one() -> None:
-    launchers = (ROOT / f"launch/{name}.py" for name in ("sweep", "search", "scaling", "hosts"))
+    launchers = (ROOT / f"launch/{name}.py" for name in ("sweep", "search", "scaling", "scaling_law", "hosts"))
     files = [*ROOT.glob("train/commands/*.py"), *launchers]
     runnable = {path for path in files if '__name__ == "__main__"' in path.read_text()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in runnable}

@@ -12,7 +12,7 @@ from modules.batch import UNKNOWN_ID
 from modules.config import ManagedTable
 from modules.embedding import FeatureEmbedding, LocalEmbedding
 from modules.managed import RowsOfIds, managed_collection
-from modules.managed_local import OF_TRAINING, LocalRowsOfIds
+from modules.managed_local import NO_ID, OF_TRAINING, LocalRowsOfIds
 from tests.modules.factories import random_batch, random_spec
 from tests.serving.test_pretrained import tensors
 
@@ -120,18 +120,18 @@ def test_parts_of_a_table_join_with_the_rows_that_their_ids_have() -> None:
     assert torch.equal(step(whole, torch.cat(known)), local(torch.cat(known)))
 
 
-def test_exported_tables_look_up_what_training_does() -> None:
-    spec, managed = random_spec(), {"item": ManagedTable(rows=8, every=1), "tag": ManagedTable(rows=4, evict="lfu")}
+@pytest.mark.parametrize("tables", [{"item", "tag"}, {"item", "tag", "user"}])  # a part of them, and all
+def test_exported_tables_look_up_what_training_does(tables: set[str]) -> None:
+    spec, managed = random_spec(), {table: ManagedTable(rows=6, every=1, evict="lfu") for table in tables}
+    managed["item"].evict = "distance_lfu"
     trained = FeatureEmbedding(spec, 8, "cpu", {"tag": 4}, managed_tables=managed)
     for seed in range(3):
         trained(random_batch(spec, seed=seed))
     state = {name: value for name, value in trained.eval().state_dict().items() if not name.endswith(OF_TRAINING)}
+    owners = [ids for name, ids in state.items() if name.endswith("_mch_sorted_raw_ids")]
+    assert [int((ids != NO_ID).sum()) for ids in owners] == [5] * len(tables)
     local = LocalEmbedding(spec, 8, "cpu", {"tag": 4}, managed_tables=managed)
     local.load_state_dict(state)
-    before = local.state_dict()[
-        "managed.8._managed_collision_collection._managed_collision_modules.item._mch_sorted_raw_ids"
-    ]
-    assert int((before < 2**62).sum()) == 7
     batch = random_batch(spec, seed=7)
     for expected, actual in zip(tensors(trained(batch)), tensors(local(batch)), strict=True):
         assert torch.equal(actual, expected)

@@ -20,12 +20,10 @@ class CountedIds(ShardedManagedCollisionCollection):
         # An evaluation counts nothing.
         return [_counted(*each) for each in zip(once, ctx.reverse_indices, strict=True)] if self.training else once
 
-    def get_lookup_value(
-        self, table: str, features: KeyedJaggedTensor, write_weights: Tensor | None = None
-    ) -> dict[str, JaggedTensor]:
+    def get_lookup_value(self, table: str, features: KeyedJaggedTensor, **options: Any) -> dict[str, JaggedTensor]:
         rows = cast(RowsOfIds, self._managed_collision_modules[table])
         rows.occurrences = features.weights_or_none()
-        found = super().get_lookup_value(table, features, write_weights)
+        found = super().get_lookup_value(table, features, **options)
         rows.occurrences = None
         return cast("dict[str, JaggedTensor]", found)
 

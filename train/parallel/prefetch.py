@@ -1,14 +1,17 @@
 """Rows of cached tables are fetched while the step before computes: `parallel.prefetch_tables`.
 
 A table in host memory with a cache on the GPU (`fused_uvm_caching`) copies the rows that a batch lacks into its cache
-before it looks them up, and the step waits. TorchRec's `PrefetchTrainPipelineSparseDist` lets FBGEMM do so for the next
-batch, on a stream of its own: it begins when the forward is launched, and the backward, which writes to the cache and
-to host memory, waits until it is done.
+before it looks them up, and the step waits. FBGEMM can do so for the next batch, on a stream of its own: it begins when
+the forward is launched, and the tables' backward, which writes to the cache and to host memory, waits until it is done.
+
+TorchRec's `PrefetchTrainPipelineSparseDist` calls it, but cannot stop for an evaluation, and up to TorchRec 1.6 has one
+context for all batches. Here its parts are joined to `TrainPipelineSparseDist`, whose ids of the next batch are there
+after the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -17,8 +20,10 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
+from torchrec.distributed.train_pipeline.utils import _prefetch_embeddings
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardingPlan
 
 from modules.batch import RequestBatch
@@ -26,13 +31,15 @@ from modules.batch import RequestBatch
 Forward = Callable[[RequestBatch], tuple[Tensor, Any]]
 
 
-class PrefetchPipeline(PrefetchTrainPipelineSparseDist[Any, Any]):
-    """TorchRec's, with lookups of other batches between two steps: after `detach`, and until `attach`.
+class PrefetchPipeline(TrainPipelineSparseDist[Any, Any]):
+    """Prefetches the next batch between forward and backward; other batches can be looked up from `detach` to `attach`.
 
-    FBGEMM hands what was prefetched to the next lookup, whose ids would be others then, and takes the locks from rows
+    FBGEMM hands what was prefetched to the next lookup, whose ids would be others there, and takes the locks from rows
     in the cache in a backward, which an evaluation does not have. So the next batch's prefetch is given up, its rows
     may leave the cache, and it is made again.
     """
+
+    _pipelined_forward_type = PrefetchPipelinedForward
 
     def __init__(
         self,
@@ -45,12 +52,10 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist[Any, Any]):
             model,
             optimizer,
             device,
-            pipeline_postproc=False,
+            context_type=PrefetchTrainPipelineContext,
             custom_model_fwd=cast(Any, custom_model_fwd),
         )
-        if self._prefetch_stream is not None:
-            # TorchRec makes one, on which nothing runs; tensors of the prefetch are kept until this one has read them.
-            self._default_stream = torch.cuda.current_stream()
+        self._prefetch_stream = torch.cuda.Stream() if device.type == "cuda" else None
         collections = [module for module in model.modules() if isinstance(module, ShardedEmbeddingCollection)]
         lookups = nn.ModuleList([lookup for collection in collections for lookup in collection._lookups])
         self._tables = [
@@ -59,13 +64,21 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist[Any, Any]):
             if isinstance(tables, SplitTableBatchedEmbeddingBagsCodegen) and tables.prefetch_pipeline
         ]
 
-    def fill_pipeline(self, dataloader_iter: Any) -> None:
+    def fill_pipeline(self, dataloader_iter: Iterator[RequestBatch]) -> None:
         if not self.batches:
-            self._follow()  # tables may have been loaded
+            self._prefetch_after_now()  # tables may have been loaded
         super().fill_pipeline(dataloader_iter)
 
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        super().wait_sparse_data_dist(context)
+        self._prefetch(context)
+
+    def _wait_for_batch(self) -> None:
+        super()._wait_for_batch()
+        self._wait_for_prefetch()
+
     def detach(self) -> nn.Module:
-        self._wait()
+        self._wait_for_prefetch()
         for context in cast("list[PrefetchTrainPipelineContext]", self.contexts):
             for name, ids in context.module_input_post_prefetch.items():
                 context.input_dist_tensors_requests[name] = NoWait(ids)
@@ -84,16 +97,33 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist[Any, Any]):
         for tables in self._tables:
             tables.lock_cache_line = True
         if self.contexts:
-            self._follow()
+            self._prefetch_after_now()
             self._prefetch(cast(PrefetchTrainPipelineContext, self.contexts[0]))
-            self._wait()  # a checkpoint may read the cache before the next backward waits
+            self._wait_for_prefetch()  # a checkpoint may read the cache before the next step
 
-    def _follow(self) -> None:
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        forward = None if self._prefetch_stream is None else torch.cuda.current_stream()
+        with self._stream_context(self._prefetch_stream):
+            context.module_input_post_prefetch = cast(
+                Any,
+                _prefetch_embeddings(
+                    self.batches[0],
+                    context,
+                    self._pipelined_modules,
+                    self._device,
+                    cast(Any, self._stream_context),
+                    self._data_dist_stream,
+                    forward,
+                ),
+            )
+        context.module_contexts_post_prefetch, context.module_contexts = context.module_contexts, {}
+
+    def _prefetch_after_now(self) -> None:
         """Prefetch after what has been launched so far."""
         if self._prefetch_stream is not None:
             self._prefetch_stream.wait_stream(torch.cuda.current_stream())
 
-    def _wait(self) -> None:
+    def _wait_for_prefetch(self) -> None:
         if self._prefetch_stream is not None:
             torch.cuda.current_stream().wait_stream(self._prefetch_stream)
 

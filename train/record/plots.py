@@ -185,6 +185,23 @@ def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_scaling_law(
+    points: Mapping[str, Sequence[tuple[float, float]]], lines: Mapping[str, tuple[float, float]], path: Path
+) -> None:
+    """NE over FLOPs of an example by model: a point a run, and the line of `launch.scaling_law` (intercept, slope)."""
+    figure, (axes,) = _panels(1, height=5)
+    for (name, runs), color in zip(points.items(), _cycle(len(points)), strict=True):
+        flops, ne = np.array(runs).T
+        axes.scatter(flops, ne, s=18, color=color, alpha=0.7)
+        ends = np.array([flops.min(), flops.max()])
+        intercept, slope = lines[name]
+        label = f"{name}: {slope:+.4f} for ten times as many"
+        axes.plot(ends, intercept + slope * np.log10(ends), color=color, label=label)
+    axes.set(xscale="log")
+    _label(axes, "NE of the best validation", "FLOPs of training an example", "NE")
+    _save(figure, path)
+
+
 def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:
     rows, columns = (count, 1) if vertical else (1, count)
     size = (8, 0.75 * height * rows) if vertical else (6 * columns, height)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import mxfp8
 from kernels.bench import Case, Problem, Runner, check_relative_error
 from kernels.core import dispatch
-from kernels.mxfp8.grouped import Operand, Quantized, form_of, swaps
+from kernels.mxfp8.grouped import TILES, Operand, Quantized, form_of, swaps
 from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 
 # Routed rows, model width D, hidden width F, experts.
@@ -71,10 +71,17 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = Fal
     from kernels.mxfp8.hopper.quantize import operators as quantize
     from kernels.mxfp8.hopper.quantize import weights
 
+    if _block_scaled(x.device):
+        codes, scales, *_ = quantize.quantize_both(x, True, False, group, square, TILES)
+        return Quantized(codes, scales, group)
     if square:
         return weights.operand(x, False, group)
     codes, scales, *_ = quantize.quantize_both(x, True, False, group, False, form_of(group, second))
     return Quantized(codes, scales, group)
+
+
+def _block_scaled(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (10, 0)
 
 
 def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, k: int, **facts: int):
@@ -83,6 +90,7 @@ def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, 
     name = on_gpu if device.type == "cuda" else "reference"
     if recipe == "bf16":
         return dispatch.choose(op, name, like, in_features=k, out_features=n, **facts)
+    name = "blackwell" if _block_scaled(device) else name
     op = {"grouped_mm": "mxfp8_grouped_fprop", "grouped_wgrad": "mxfp8_grouped_wgrad"}[op]
     return dispatch.choose(op, name, like.codes, group=RECIPES[recipe], in_features=k, out_features=n)
 

@@ -1,7 +1,8 @@
 """`mxfp8_grouped_mm` by products of codes: how block-scaled instructions get at the operands of a layer on sm_100.
 
-Rows move to groups of whole multiples of 128, are quantised there, and `mxfp8_grouped_fprop` and `mxfp8_grouped_wgrad`
-multiply the codes; which backend of these does is asked for by name, like this one.
+Rows move to groups of whole multiples of 128, are quantised there with scales in TILES, and `mxfp8_grouped_fprop` and
+`mxfp8_grouped_wgrad` multiply the codes. Which backend of these, and of `mxfp8_quantize`, does is asked for by name,
+like this one.
 """
 
 from __future__ import annotations
@@ -10,20 +11,30 @@ import torch
 from torch import Tensor
 
 from kernels.core import dispatch
-from kernels.mxfp8.grouped import Quantized, fprop, wgrad
+from kernels.mxfp8.grouped import TILES, Quantized, fprop, wgrad
 from kernels.mxfp8.matmul import aligned_groups, refuse_second_derivatives, scattered
-from kernels.mxfp8.reference import BLOCK
+from kernels.mxfp8.reference import BLOCK, swizzle_scales
 
 ROWS = 128
 
 
-def _quantized(x: Tensor, axis: int, group: int, weight: bool = False) -> Quantized:
-    """x with blocks along `axis`, one of the last two, which becomes the last."""
-    quantize = dispatch.choose("mxfp8_quantize", None, x, axis=axis - x.dim())
-    codes, scales, _ = quantize(x, axis, group, weight and group != BLOCK)
-    if axis != x.dim() - 1:
-        codes, scales = codes.mT, scales.mT
-    return Quantized(codes.contiguous(), scales.contiguous(), group)
+def _quantized(x: Tensor, rows: bool, columns: bool, group: int, weight: bool = False) -> list[Quantized]:
+    """x [..., R, C] with blocks along its rows, and transposed, with blocks along its columns, as far as wanted."""
+    square = weight and group != BLOCK
+    wanted = [axis for axis, want in ((-1, rows), (-2, columns)) if want]
+    backend = dispatch.choose_backend("mxfp8_quantize", None, x, axis=wanted[0])
+    if backend.name != "reference":
+        from kernels.mxfp8.hopper.quantize.operators import quantize_both  # needs Triton
+
+        results = quantize_both(x, rows, columns, group, square, TILES)
+        return [Quantized(*(results[:2] if axis == -1 else results[2:]), group) for axis in wanted]
+    operands = []
+    for axis in wanted:
+        codes, scales, _ = backend.function(x, x.dim() + axis, group, square)
+        if axis == -2:
+            codes, scales = codes.mT, scales.mT
+        operands.append(Quantized(codes.contiguous(), swizzle_scales(scales), group))
+    return operands
 
 
 def _collected(rows: Tensor, target: Tensor) -> Tensor:
@@ -39,25 +50,25 @@ class _GroupedMM(torch.autograd.Function):
         ctx.group = group
         with torch.autocast(x.device.type, enabled=False):
             target, capacity, ends = aligned_groups(offsets, x.shape[0], ROWS)
-            rows = _quantized(scattered(x, target, capacity), 1, group)
-            y = fprop(rows, _quantized(weight, 2, group, weight=True), ends)
-            return _collected(y, target).to(out_dtype)
+            (rows,) = _quantized(scattered(x, target, capacity), True, False, group)
+            (matrices,) = _quantized(weight, True, False, group, weight=True)
+            return _collected(fprop(rows, matrices, ends), target).to(out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         refuse_second_derivatives()
         x, weight, offsets = ctx.saved_tensors
-        group = ctx.group
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx = dw = None
         with torch.autocast(x.device.type, enabled=False):
             target, capacity, ends = aligned_groups(offsets, x.shape[0], ROWS)
-            rows = scattered(dy, target, capacity)
-            if ctx.needs_input_grad[0]:
-                matrices = _quantized(weight, 1, group, weight=True)
-                dx = _collected(fprop(_quantized(rows, 1, group), matrices, ends), target).to(x.dtype)
-            if ctx.needs_input_grad[1]:
-                both = (_quantized(part, 0, group) for part in (rows, scattered(x, target, capacity)))
-                dw = wgrad(*both, ends, weight.dtype)
+            operands = _quantized(scattered(dy, target, capacity), needs_x, needs_weight, ctx.group)
+            if needs_x:
+                (matrices,) = _quantized(weight, False, True, ctx.group, weight=True)
+                dx = _collected(fprop(operands[0], matrices, ends), target).to(x.dtype)
+            if needs_weight:
+                (columns,) = _quantized(scattered(x, target, capacity), False, True, ctx.group)
+                dw = wgrad(operands[-1], columns, ends, weight.dtype)
         return dx, dw, None, None, None
 
 

@@ -8,7 +8,6 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
-from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 
 from tests.distributed.test_step import Step
 from tests.modules.factories import random_batch
@@ -16,19 +15,6 @@ from tests.processes import run_ranks
 from train.config.schema import OptimizerConfig
 from train.parallel.prefetch import PrefetchPipeline
 from train.process import distributed
-
-
-class OnCPU(PrefetchPipeline):
-    """What TorchRec's `prefetch_embeddings` does, which returns where there are no streams."""
-
-    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
-        for module in self._pipelined_modules:
-            name = cast(Any, module).forward.name
-            ids = context.input_dist_tensors_requests.pop(name).wait()
-            own = context.module_contexts[name] = context.module_contexts.pop(name)
-            module.prefetch(ctx=own, dist_input=ids)
-            context.module_input_post_prefetch[name] = ids
-            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
 
 
 class Cache:
@@ -64,7 +50,7 @@ def _trained(events: list[str] | None) -> list[float]:
                 module._need_prefetch = True
             if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
                 Cache(module, events)
-        step.pipeline = OnCPU(step.model, step.optimizer, step.world.device, cast(Any, step._forward))
+        step.pipeline = PrefetchPipeline(step.model, step.optimizer, step.world.device, cast(Any, step._forward))
     batches = [random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(5)]
 
     @torch.no_grad()

@@ -165,6 +165,7 @@ def test_block_scaled_products_are_reached_by_name() -> None:
     facts["dtype"] = torch.float8_e4m3fn
     for op in ("mxfp8_grouped_fprop", "mxfp8_grouped_wgrad"):
         assert "blackwell     chosen" in dispatch.explain(op, "blackwell", **facts, **widths, group=32)
+        assert "multiples of 16" in dispatch.explain(op, **facts, **widths | {"in_features": 24}, group=32)
 
 
 def test_what_never_ran_serves_only_when_asked_for() -> None:

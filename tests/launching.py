@@ -41,6 +41,19 @@ TINY = (
 """Overrides that make a run of a few seconds."""
 TINY_DLRM = (*(override for override in TINY if not override.startswith("model.")), "model=dlrm", "model.dim=16")
 """The same of a model of few operations, which are what reading a profile takes its time for."""
+EVENTS_DLRM = (
+    *(each for each in TINY[1:] if not each.startswith(("data.", "model.")) or "num_workers" in each),
+    "model=dlrm",
+    "model.dim=8",
+    "precision=fp32",
+    "data=events",
+    "data.user=user",
+    "data.time=time",
+    "+data.labels={click: click}",
+    "data.request_categorical=[user]",
+    "data.candidate_categorical=[item]",
+)
+"""The same of files of rows with a user, a time, an item and a click; `data.files` names them."""
 
 
 def environment() -> dict[str, str]:

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,6 +32,7 @@ from train.loss import shares_of_tasks
 from train.metrics import ScoreHistogram
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
+from train.optim.divergence import BadBatches
 from train.optim.guards import FiniteGuard
 from train.parallel.layout import part_of
 from train.parallel.managed import review
@@ -40,7 +40,7 @@ from train.parallel.prefetch import PrefetchPipeline
 from train.process import length, precision
 from train.process import lock as lock_of_run
 from train.process.distributed import World
-from train.process.files import new_folder, write_json
+from train.process.files import write_json
 from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
@@ -62,7 +62,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.run_dir = _run_dir(config, world)
+        self.run_dir = lock_of_run.claim(config, world)
         setup_logging(self.run_dir, world.rank)
         precision.settle(config.precision, world, self.run_dir)
         length.restore(config, world, self.run_dir)
@@ -81,7 +81,7 @@ class Trainer:
             self.follower = Follower(config, world, self.run_dir, self.source)
             self.progress.parts = self.follower.begin()
         self.total_steps = self._last_step()
-        self._check_schedule()
+        length.check(config, self.total_steps, validated=self.source.num_requests("valid") > 0, log_it=world.is_first)
         self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
         ranking_model = self.job.ranking_model
         self.guard = FiniteGuard(
@@ -91,6 +91,7 @@ class Trainer:
             locate=lambda row: self.training.locate(row),
             remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
+        self.bad_batches = BadBatches(self.guard, skipped=runtime.bad_batch == "skip")
         graphs = runtime.cuda_graphs and world.device.type == "cuda"
         self.optimizer = Optimizer(
             self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard, graphs=graphs
@@ -106,7 +107,6 @@ class Trainer:
         self.balance = Balance(ranking_model, world, graphs=graphs)
         self.meters = Meters(self.job, self.total_steps, graphs=graphs)
         self.launches = LaunchWatch(config, world)
-        self.bad: list[str] = []  # batches since the last log line that were skipped
         self.logged_step = 0  # the last step that has been logged
         self.saved_step = 0  # the last step that has been saved
         self.checkpoints = Checkpointer(
@@ -195,27 +195,6 @@ class Trainer:
         runtime, progress = self.config.runtime, self.progress
         epochs = progress.parts[-1]["end"] if progress.parts else runtime.epochs
         return runtime.steps or progress.step + progress.steps_left(self.num_requests, self.global_batch, epochs)
-
-    def _check_schedule(self) -> None:
-        """Warn about settings that have no effect with the length of this run and its splits."""
-        runtime, optimizer, steps = self.config.runtime, self.config.optimizer, self.total_steps
-        if optimizer.accumulate > steps:
-            raise ValueError(
-                f"optimizer.accumulate={optimizer.accumulate} is more than the {steps} steps of this run, so that all "
-                f"but the tables would never be trained; use at most optimizer.accumulate={steps}, or smaller batches"
-            )
-        if runtime.early_stop and not self.source.num_requests("valid"):
-            raise ValueError(
-                f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
-                "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
-            )
-        if self.world.is_first and optimizer.warmup_steps > steps // optimizer.accumulate and self.follower is None:
-            log.warning(
-                "the run ends at dense step %s, before the learning rate has reached its peak; to reach it, lower "
-                "optimizer.warmup_steps=%s",
-                steps // optimizer.accumulate,
-                optimizer.warmup_steps,
-            )
 
     def _finished(self) -> bool:
         return self.progress.step >= self.total_steps or self._stopped_early()
@@ -354,8 +333,8 @@ class Trainer:
         """The only place in the loop that waits for the device."""
         runtime = self.config.runtime
         self.checkpoints.check()
-        self._report_bad()
-        bad, self.bad = self.bad, []
+        self.bad_batches.report()
+        bad = self.bad_batches.pop()
         values = self.meters.window()
         self.launches.report(values)
         values["lr"] = self.optimizer.lr
@@ -369,48 +348,26 @@ class Trainer:
         self.logged_step = self.progress.step
         self.meters.reset()
         if bad and runtime.bad_batch == "stop":
-            self.checkpoints.wait()  # before all ranks and the process groups stop
-            raise RuntimeError(
+            self._fail(
                 f"{bad[0]}. All weights and tables are finite; training went on until this log line "
                 "(runtime.log_every). To go on in such a case, use runtime.bad_batch=skip."
             )
         self._refuse_divergence()
 
-    def _report_bad(self) -> None:
-        """Log each bad batch since the last report. Waits for the device."""
-        for line in self.guard.report():
-            log.warning("%s; %s", line, "skipped" if self.config.runtime.bad_batch == "skip" else "stopping")
-            self.bad.append(line)
-
     def _refuse_divergence(self) -> None:
-        """RuntimeError when most of a whole window of batches, or of those of a shorter run, were skipped."""
-        window, skipped = self.guard.skipped.maxlen, sum(self.guard.skipped)
-        judged = len(self.guard.skipped)
-        if not (judged == window or self._finished()) or 2 * skipped <= judged:
-            return
+        step, saved = self.progress.step, self.saved_step
+        if reason := self.bad_batches.divergence(step, saved, finished=self._finished()):
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> NoReturn:
         self.checkpoints.wait()  # before all ranks and the process groups stop
-        saved = f"step {self.saved_step} is saved" if self.saved_step else "nothing is saved"
-        raise RuntimeError(
-            f"the run has diverged: {skipped} of the {judged} batches up to step {self.progress.step} had a non-finite "
-            f"loss or gradient and were skipped; {saved}. Try a lower optimizer.lr or optimizer.sparse_lr, or "
-            "optimizer.clip_norm=1, in another runtime.run_dir, where checkpoint.load may begin with saved weights; "
-            "runtime.skip_window=0 lets such runs go on"
-        )
+        raise RuntimeError(reason)
 
     def _trusted(self) -> bool:
-        """Whether most batches since the last checkpoint were taken: another would only push out one from before."""
-        self._report_bad()
+        """Whether the weights are worth a checkpoint. RuntimeError when the run has diverged."""
+        self.bad_batches.report()
         self._refuse_divergence()
-        recent = list(self.guard.skipped)[-(self.progress.step - self.saved_step) :]
-        if 2 * sum(recent) <= len(recent):
-            return True
-        log.warning(
-            "step %s is not saved: %s of the last %s batches were skipped, and its weights may have diverged",
-            self.progress.step,
-            sum(recent),
-            len(recent),
-        )
-        return False
+        return self.bad_batches.are_few(self.progress.step, self.saved_step)
 
     def _validate(self) -> None:
         """Metrics of the validation split, which decide what is best and when to stop early."""
@@ -475,30 +432,3 @@ class Trainer:
 
 def _every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _run_dir(config: Config, world: World) -> Path:
-    """`runtime.run_dir`, or a new one named by rank 0, since processes that start a second apart must agree.
-
-    ValueError when another run is in it, or nothing can be written there.
-    """
-
-    def make() -> Path:
-        if not config.runtime.run_dir:
-            return new_folder(Path(f"runs/{config.model.name}-{config.data.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        path = Path(config.runtime.run_dir)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def lock() -> Path:
-        try:
-            path = make().absolute()
-            lock_of_run.take(path)
-        except OSError as error:
-            raise ValueError(
-                f"runtime.run_dir={config.runtime.run_dir or 'runs'} cannot be written: {error}; name a folder that "
-                "can be, e.g. runtime.run_dir=/tmp/run"
-            ) from error
-        return path
-
-    return world.by_first(lock)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.sources import events_config, whole
 from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
 from train.data import PreparedSource, build_source
 from train.data.features import columns
@@ -22,27 +23,16 @@ def config_of(tmp_path, rows=None, text=None, **changes) -> EventsConfig:
     path = tmp_path / "events.csv"
     path.write_text("\n".join([HEADER, *(ROWS if rows is None else rows)]) + "\n" if text is None else text)
     settings = {
-        "root": str(tmp_path),
         "files": [str(path)],
-        "cache_dir": str(tmp_path / "cache"),
-        "user": "user",
-        "time": "time",
-        "labels": {"click": "click"},
-        "request_categorical": ["user"],
-        "candidate_categorical": ["item"],
         "candidate_numeric": ["price"],
         "histories": {"seen": HistoryConfig(["item"])},
     }
-    return EventsConfig(**(settings | changes))
+    return events_config(tmp_path, **settings | changes)
 
 
 def with_row(row: str) -> list[str]:
     """One more row as the fifth of the file."""
     return [*ROWS[:4], row, *ROWS[4:]]
-
-
-def whole(source, split="train"):
-    return source.batch(split, np.arange(source.num_requests(split)))
 
 
 @pytest.mark.parametrize(

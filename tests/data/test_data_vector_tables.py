@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from modules.batch import FeatureSpec
+from tests.data.sources import events_config, source_of
 from train.config.schema import EventsConfig, HistoryConfig, TableVectorsConfig, TransformConfig
 from train.data import build_source
 from train.data.reader import RequestReader
-from train.data.source import PreparedSource
 
 ROWS, ITEMS, WIDTH = 200, 30, 5
 VECTORS = np.random.default_rng(1).normal(2, 3, (ITEMS, WIDTH)).astype(np.float32)
@@ -46,8 +46,6 @@ def config_of(folder: Path, scale: str = "standard", **changes: Any) -> EventsCo
     write_vectors(folder)
     given = TableVectorsConfig(["vectors.parquet"], "id", "embedding", WIDTH, scale)
     settings: dict[str, Any] = {
-        "root": str(folder), "cache_dir": str(folder / "cache"), "files": ["rows.parquet"], "user": "user",
-        "time": "time", "labels": {"click": "click"}, "request_categorical": ["user"],
         "candidate_categorical": ["item", "content"], "table_vectors": {"content": given},
         "tables": {"seen": "item", "seen_content": "content"},
         "transforms": {"content": TransformConfig(copy="item"), "seen_content": TransformConfig(copy="seen")},
@@ -56,13 +54,7 @@ def config_of(folder: Path, scale: str = "standard", **changes: Any) -> EventsCo
             "seen": HistoryConfig(["seen", "seen_content"], lists=True),
         },
     }  # fmt: skip
-    return EventsConfig(**settings | changes)
-
-
-def source_of(config: EventsConfig) -> PreparedSource:
-    source = build_source(config)
-    assert isinstance(source, PreparedSource)
-    return source
+    return events_config(folder, **settings | changes)
 
 
 def standard(items: np.ndarray) -> np.ndarray:

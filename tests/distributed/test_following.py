@@ -17,23 +17,14 @@ import pytest
 
 from modules.batch import RequestBatch
 from tests.distributed.checkpoint.test_resume import training
-from tests.launching import TINY, train_here
+from tests.launching import EVENTS_DLRM, train_here
 from tests.processes import run_ranks
 from train.trainer import Trainer
 
 ROWS = 60
 BASE = (
-    *(each for each in TINY[1:] if not each.startswith(("data.", "model.")) or "num_workers" in each),
-    "model=dlrm",
-    "model.dim=8",
-    "precision=fp32",
-    "data=events",
-    "data.user=user",
-    "data.time=time",
+    *EVENTS_DLRM,
     "data.request_window=0",
-    "+data.labels={click: click}",
-    "data.request_categorical=[user]",
-    "data.candidate_categorical=[item]",
     "+data.histories={seen: {fields: [item], where: {click: 1}}}",
     "data.split=[1,0,0]",
     "data.batch_size=8",

@@ -58,6 +58,32 @@ def restore(config: Config, world: World, run_dir: Path) -> None:
             _set(config, key, earlier[key])
 
 
+def check(config: Config, steps: int, validated: bool, log_it: bool) -> None:
+    """ValueError for settings that have no effect in a run of so many steps, a warning for those that have less.
+
+    `validated`: whether the validation split has any request; `log_it`: whether this rank logs.
+    """
+    runtime, optimizer = config.runtime, config.optimizer
+    if optimizer.accumulate > steps:
+        raise ValueError(
+            f"optimizer.accumulate={optimizer.accumulate} is more than the {steps} steps of this run, so that all "
+            f"but the tables would never be trained; use at most optimizer.accumulate={steps}, or smaller batches"
+        )
+    if runtime.early_stop and not validated:
+        raise ValueError(
+            f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
+            "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
+        )
+    is_open = isinstance(config.data, EventsConfig) and config.data.follow_wait > 0  # files may come that lengthen it
+    if log_it and optimizer.warmup_steps > steps // optimizer.accumulate and not is_open:
+        log.warning(
+            "the run ends at dense step %s, before the learning rate has reached its peak; to reach it, lower "
+            "optimizer.warmup_steps=%s",
+            steps // optimizer.accumulate,
+            optimizer.warmup_steps,
+        )
+
+
 def _choose(config: Config, key: str, requests: int, validating: bool, ranks: int) -> int:
     runtime = config.runtime
     if key == "data.batch_size":

@@ -10,6 +10,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.sources import events_config, whole
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
 from train.data import build_source
 
@@ -28,21 +29,7 @@ def make_table(count=200, users=7, seed=0, **changes) -> dict:
 
 def make_config(tmp_path, table: dict, **changes) -> EventsConfig:
     pq.write_table(pa.table(table), tmp_path / "events.parquet")
-    settings = {
-        "root": str(tmp_path),
-        "cache_dir": str(tmp_path / "cache"),
-        "files": ["events.parquet"],
-        "user": "user",
-        "time": "time",
-        "labels": {"click": "click"},
-        "request_categorical": ["user"],
-        "candidate_categorical": ["item"],
-    }
-    return EventsConfig(**(settings | changes))
-
-
-def whole(source, split="train"):
-    return source.batch(split, np.arange(source.num_requests(split)))
+    return events_config(tmp_path, **{"files": ["events.parquet"]} | changes)
 
 
 def rows_of(features, key) -> list[list[int]]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.events.test_data_events import make_config, make_table, rows_of, whole, words
+from tests.data.events.test_data_events import make_config, make_table, rows_of, words
+from tests.data.sources import whole
 from train.config.schema import HistoryConfig
 from train.data import build_source
 from train.data.batch import append_candidates

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.data.events.test_data_events import make_config, make_table, whole
+from tests.data.events.test_data_events import make_config, make_table
+from tests.data.sources import whole
 from train.config.schema import JoinConfig
 from train.data import build_source
 from train.data.reader import RequestReader

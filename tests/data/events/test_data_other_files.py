@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.events.test_data_events import make_config, make_table, rows_of, whole, words
+from tests.data.events.test_data_events import make_config, make_table, rows_of, words
+from tests.data.sources import whole
 from train.data import build_source
 
 

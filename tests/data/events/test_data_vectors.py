@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data.sources import events_config, source_of, whole
 from train.commands import importance
 from train.config.schema import EventsConfig, JoinConfig, VectorConfig
 from train.data import build_source, events
 from train.data.reader import RequestReader
-from train.data.source import PreparedSource
 from train.data.summary import summarise
 from train.serving.formats import from_arrow
 from train.serving.scorer import _refuse_not_finite
@@ -42,22 +42,10 @@ def config_of(folder: Path, **changes: Any) -> EventsConfig:
     }
     pq.write_table(pa.table(table), folder / "rows.parquet")
     settings: dict[str, Any] = {
-        "root": str(folder), "cache_dir": str(folder / "cache"), "files": ["rows.parquet"], "user": "user",
-        "time": "time", "request_window": 250, "labels": {"click": "click"}, "request_categorical": ["user"],
-        "candidate_categorical": ["item"], "candidate_numeric": ["price"],
+        "request_window": 250, "candidate_numeric": ["price"],
         "request_vectors": {"text": VectorConfig(2, scale="none")}, "candidate_vectors": {"image": VectorConfig(WIDTH)},
     }  # fmt: skip
-    return EventsConfig(**settings | changes)
-
-
-def source_of(config: EventsConfig) -> PreparedSource:
-    source = build_source(config)
-    assert isinstance(source, PreparedSource)
-    return source
-
-
-def whole(source: PreparedSource, split: str) -> Any:
-    return source.batch(split, np.arange(source.num_requests(split)))
+    return events_config(folder, **settings | changes)
 
 
 def test_vectors_are_columns_behind_the_numbers(tmp_path: Path) -> None:

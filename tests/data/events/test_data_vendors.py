@@ -19,6 +19,7 @@ from modules.core.flops import count_flops
 from modules.embedding import LocalEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
+from tests.data.sources import events_config, source_of, whole
 from tests.modules.factories import random_batch, vendor_spec
 from train.commands import importance
 from train.config.schema import EventsConfig, HistoryConfig, VectorConfig
@@ -58,24 +59,12 @@ def make_rows() -> list[dict[str, Any]]:
 def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> EventsConfig:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     settings: dict[str, Any] = {
-        "root": str(folder), "cache_dir": str(folder / "cache"), "files": ["rows.parquet"], "user": "user",
-        "time": "time", "request_window": 2000, "labels": {"click": "click"}, "request_categorical": ["user"],
-        "candidate_categorical": ["item"], "vendor": "shop", "vendor_categorical": ["shop", "town"],
+        "request_window": 2000, "vendor": "shop", "vendor_categorical": ["shop", "town"],
         "vendor_list": ["tags"], "vendor_numeric": ["fame"], "missing_indicator": ["fame"],
         "vendor_vectors": {"photo": VectorConfig(2, "none")},
         "histories": {"seen": HistoryConfig(["item", "shop"])},
     }  # fmt: skip
-    return EventsConfig(**settings | changes)
-
-
-def source_of(config: EventsConfig) -> PreparedSource:
-    source = build_source(config)
-    assert isinstance(source, PreparedSource)
-    return source
-
-
-def whole(source: PreparedSource, split: str) -> RequestBatch:
-    return source.batch(split, np.arange(source.num_requests(split)))
+    return events_config(folder, **settings | changes)
 
 
 def check(batch: RequestBatch) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.events.test_data_events import make_config, make_table, whole, words
+from tests.data.events.test_data_events import make_config, make_table, words
 from tests.data.features.test_data_columns import column
+from tests.data.sources import whole
 from train.data import build_source
 from train.data.features.columns import read_ids
 from train.data.features.vocabulary import Vocabulary, hash_texts, occurrences

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data.sources import events_config
 from train.config.schema import EventsConfig, HistoryConfig, TransformConfig
 from train.data import build_source
 from train.data.features.columns import read_ids
@@ -87,12 +88,6 @@ def test_a_description_that_cannot_be_is_refused(described, message):
 
 def config_of(folder, **changes) -> EventsConfig:
     settings = {
-        "root": str(folder),
-        "cache_dir": str(folder / "cache"),
-        "files": ["rows.parquet"],
-        "user": "user",
-        "time": "time",
-        "labels": {"click": "click"},
         "request_categorical": ["user", "user_bucket"],
         "candidate_categorical": ["item", "country_brand", "band"],
         "candidate_numeric": ["capped", "small"],
@@ -108,7 +103,7 @@ def config_of(folder, **changes) -> EventsConfig:
             "small": TransformConfig(log="capped"),
         },
     }
-    return EventsConfig(**(settings | changes))
+    return events_config(folder, **settings | changes)
 
 
 def rows_of() -> list[dict]:

@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed.checkpoint.test_incremental import saved
 from tests.distributed.checkpoint.test_resume import training
-from tests.launching import TINY, train_here, train_ranks
+from tests.launching import EVENTS_DLRM, train_here, train_ranks
 from train import evaluate
 from train.checkpoint.load import read_meta
 from train.commands import export
@@ -27,16 +27,7 @@ from train.serving.service import Service
 
 ITEMS, WIDTH = 300, 6
 BASE = (
-    *(each for each in TINY[1:] if not each.startswith(("data.", "model.")) or "num_workers" in each),
-    "model=dlrm",
-    "model.dim=8",
-    "precision=fp32",
-    "data=events",
-    "data.user=user",
-    "data.time=time",
-    "+data.labels={click: click}",
-    "data.request_categorical=[user]",
-    "data.candidate_categorical=[item]",
+    *EVENTS_DLRM,
     "runtime.epochs=4",
     "optimizer.lr=0.02",
     "runtime.eval_steps=0",

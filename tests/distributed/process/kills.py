@@ -9,10 +9,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from train.process.imports import lasting
 
-from train import trainer
-from train.checkpoint import save
+with lasting():
+    import torch.distributed as dist
+
+    from train import trainer
+    from train.checkpoint import save
 
 PLACES = {"forward": 3, "backward": 5, "write": 6}
 """The step in which each kill comes; the third while the checkpoint of that step is written."""

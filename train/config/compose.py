@@ -172,8 +172,8 @@ def graphs_refusal(config: Config) -> str | None:
     for task, chosen in config.tasks.items():
         if task_loss(task, chosen).metrics == "next_item":
             return (
-                f"tasks.{task}.loss={chosen['loss']}: a step gives the vectors of all places, and reads ids that a graph "
-                "does not get; use runtime.cuda_graphs=false"
+                f"tasks.{task}.loss={chosen['loss']}: a step gives the vectors of all places, and reads ids that no "
+                "graph gets; use runtime.cuda_graphs=false"
             )
     parallel = config.parallel
     if parallel.dense != "ddp":

@@ -37,7 +37,7 @@ def num_compiled() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def model(num_layers: int = 2) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
+def model(num_layers: int) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
     torch.manual_seed(0)
     source = SyntheticSource(DATA)
     config = InterFormer.Config(dim=16, num_layers=num_layers, interaction_hidden=[8], head_hidden=[8])
@@ -97,7 +97,7 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs, "_Graphs", Capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    source, embedding, arch = model()
+    source, embedding, arch = model(num_layers=1)
     regions.compile_regions(arch)
     graphs.use_graphs(arch)
     steps(arch, embedding, batches_of(source, 4, 4, 4, 4))

@@ -38,7 +38,12 @@ def watch(model: object = InterFormer.Config(), device: str = "cuda", cuda_graph
         cast(
             Any,
             SimpleNamespace(
-                runtime=runtime, data=data, model=model, optimizer=OptimizerConfig(), parallel=ParallelConfig()
+                runtime=runtime,
+                data=data,
+                model=model,
+                optimizer=OptimizerConfig(),
+                parallel=ParallelConfig(),
+                tasks={},
             ),
         ),
         cast(World, world),

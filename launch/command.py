@@ -65,6 +65,10 @@ COMMANDS = {
         "train.commands.importance", "what each feature is worth to a trained model", "run_dir=DIR", ranks="asked"
     ),
     "segments": Command("train.commands.segments", "metrics by country, device or other columns", "run_dir=DIR by=a,b"),
+    "vectors": Command(
+        "train.commands.vectors", "write vectors of items, requests and tables", "run_dir=DIR of=items,requests",
+        ranks="asked",
+    ),
     "bench": Command("kernels.bench", "time kernels beside other implementations", "FAMILY", has_parser=True),
     "doctor": Command("train.commands.doctor", "what fits together on this machine, and how to mend it", ""),
     "summary": Command(

@@ -4,7 +4,7 @@
 #   NPROC         processes on this node; default: one a GPU, or 2 without GPUs
 #   RUN_DIR       the run's folder; default: runs/<experiment>-<time>. Starting again with the same one resumes.
 #   MAX_RESTARTS  how often the processes are started again after a failure; they resume from the last checkpoint. Default 0
-#   MODULE        what runs: train.main (default), train.commands.compare, train.evaluate, train.commands.importance
+#   MODULE        what runs: train.main (default), train.commands.compare, train.evaluate, ...importance, ...vectors
 #
 # On several nodes run the same line on each, and also set:
 #   NNODES        number of nodes

@@ -18,7 +18,7 @@ from modules.managed_local import LocalRowsOfIds
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
-    from torchrec.sparse.jagged_tensor import JaggedTensor
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 @dataclass
@@ -124,10 +124,14 @@ class FeatureEmbedding(nn.Module):
         return [*first, *cast("Iterable[EmbeddingCollection]", (*self.further.values(), *inner))]
 
     def forward(self, batch: RequestBatch) -> Tokens:
-        parts = [] if self.collection is None else [self.collection(batch.lookup)]
-        parts += [collection(batch.lookup) for collection in self.further.values()]
-        parts += [collection(batch.lookup)[0] for collection in self.managed.values()]
-        return self.assemble(self.union(*parts) if len(parts) > 1 else parts[0], batch)
+        return self.assemble(self.look_up(batch.lookup), batch)
+
+    def look_up(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Rows of ids by feature, whose keys are those of `FeatureSpec.lookups`. On several ranks all call it."""
+        parts = [] if self.collection is None else [self.collection(ids)]
+        parts += [collection(ids) for collection in self.further.values()]
+        parts += [collection(ids)[0] for collection in self.managed.values()]
+        return self.union(*parts) if len(parts) > 1 else parts[0]
 
 
 def _initial(spec: FeatureSpec, table: str, std: float) -> Callable[[Tensor], Tensor]:

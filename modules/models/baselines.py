@@ -34,6 +34,7 @@ from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
+from modules.models.ranking import RequestVectors
 
 MOST_PAIRS = 4
 """Pairs of candidate and event that are held at a time, for each event of the batch."""
@@ -138,7 +139,7 @@ def _pieces(ends: Sequence[int], most: int) -> list[tuple[int, int]]:
     return pieces or [(0, 0)]
 
 
-class _Baseline(nn.Module):
+class _Baseline(RequestVectors, nn.Module):
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())
 
@@ -170,6 +171,8 @@ class DIN(_Baseline):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
+        if self.only_vectors():
+            return tokens.request.flatten(1)
         rows = CandidateRows.of(batch)
         features = [tokens.candidate.flatten(1)]
         for event, unit in zip(self.events, self.units, strict=True):
@@ -199,7 +202,10 @@ class DCNv2(_Baseline):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
-        above, rows = above_candidates(_request_tokens(tokens), tokens.vendor, batch, CandidateRows.of(batch))
+        request_tokens = _request_tokens(tokens)
+        if self.only_vectors():
+            return request_tokens.flatten(1)
+        above, rows = above_candidates(request_tokens, tokens.vendor, batch, CandidateRows.of(batch))
         x, request = tokens.candidate.flatten(1), above.flatten(1)
         crossed = self.cross(x, request, rows)
         return self.heads(torch.cat([crossed, self.deep(x, request=request, rows=rows)], dim=1))
@@ -251,6 +257,8 @@ class DLRM(_Baseline):
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
         request, candidate = _request_tokens(tokens), tokens.candidate
+        if self.only_vectors():
+            return request.flatten(1)
         of_request, of_candidate = [], []
         if self.bottom is not None:
             numbers = tokens.request[:, -1] if self.request_dense else None

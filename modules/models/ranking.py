@@ -18,6 +18,27 @@ class Architecture(Protocol):
         ...
 
 
+WITHOUT_HISTORIES = "without histories it has no summaries of them; name event types in data.histories"
+
+
+class RequestVectors:
+    """Mixed into architectures that know each request by a vector, which depends on none of its candidates.
+
+    While `gives_vectors` is set, evaluations get these vectors [R, width] in place of logits: what the model reads of
+    the request's side last.
+    """
+
+    gives_vectors = False
+    training: bool
+
+    def only_vectors(self) -> bool:
+        return self.gives_vectors and not self.training
+
+    def vectors_refusal(self) -> str | None:
+        """Why this one has no such vectors, and what has; None if it has."""
+        return None
+
+
 class RankingModel(nn.Module):
     """Logits [C, tasks] of a `RequestBatch`.
 

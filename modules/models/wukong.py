@@ -15,11 +15,12 @@ from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.embedding import Tokens
 from modules.mlp import TaskHeads
+from modules.models.ranking import RequestVectors
 from modules.norms import rms_norm
 from modules.wukong import MACHINES, WukongLayer
 
 
-class Wukong(nn.Module):
+class Wukong(RequestVectors, nn.Module):
     """Logits [C, tasks] from tokens.
 
     It does not model sequences: each history field is one more request token, the mean of its events. The first layer
@@ -74,6 +75,8 @@ class Wukong(nn.Module):
         dim = tokens.request.shape[2]
         means = [segment_mean(history.values, history.offsets) for history in tokens.histories.values()]
         request = torch.cat([tokens.request, *(mean.unflatten(1, (-1, dim)) for mean in means)], dim=1)
+        if self.only_vectors():
+            return rms_norm(request).flatten(1)
         first, *rest = self.layers
         above, rows = above_candidates(request, tokens.vendor, batch, CandidateRows.of(batch))
         x = first(rms_norm(tokens.candidate), rms_norm(above), rows)

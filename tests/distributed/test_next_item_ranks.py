@@ -18,6 +18,7 @@ from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
 from train.build import build
+from train.commands import vectors
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, RuntimeConfig, register_schema
@@ -77,7 +78,7 @@ def test_losses_of_two_ranks_are_those_of_all_rows(tmp_path: Path) -> None:
     assert np.isclose(np.mean([each[1] for each in told]), expected, rtol=1e-5)
 
 
-def _config(root: Path, dense: str) -> Config:
+def _config(root: Path, dense: str, score: str) -> Config:
     register_schema()
     overrides = [
         "+experiment=ml1m_sasrec", f"data.root={root}", f"data.cache_dir={root}/cache", "data.max_history=6",
@@ -85,23 +86,35 @@ def _config(root: Path, dense: str) -> Config:
         "tasks.next.uniform=8", "optimizer.sparse=rowwise_adagrad", "precision=fp32", "runtime.epochs=2",
         "runtime.eval_epochs=2",
         f"runtime.run_dir={root}/run", "runtime.device=cpu", "runtime.threads=1", "parallel.sharding_types=[row_wise]",
-        f"parallel.dense={dense}",
+        f"parallel.dense={dense}", f"model.score={score}", "model.temperature=0.5",
     ]  # fmt: skip
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         return to_config(compose("train", overrides=overrides))
 
 
-def _train_and_rank(root: Path, dense: str) -> None:
-    config = _config(root, dense)
-    catalogue.CHUNK, catalogue.BLOCK = 7, 3
+def _train_and_rank(root: Path, dense: str, score: str) -> None:
+    config = _config(root, dense, score)
+    catalogue.CHUNK, catalogue.BLOCK, vectors.CHUNK = 7, 3, 5
     world = distributed.start(config.runtime)
     results = Trainer(config, world).run()
     job = build(config, world)
     values, _ = evaluate_split(job, "test", root / "ranks")
     lists = [_by_hand(job, batch) for batch in split_loader(job, "test")]
     rows: dict[str, Any] = {str(row): rank for each in lists for row, rank in each.items()}
-    (root / f"{world.rank}.json").write_text(json.dumps([results["test"], values, rows]))
+    (root / f"{world.rank}.json").write_text(json.dumps([results["test"], values, rows, _write_vectors(job, root)]))
     distributed.stop()
+
+
+def _write_vectors(job: Any, root: Path) -> list[tuple[int, float]]:
+    """Row and logit of each of this rank's test candidates."""
+    with torch.no_grad():
+        for name in ("items", "rows"):
+            with vectors.VectorWriter(root / "vectors" / name, job, "vector", {}) as writer:
+                vectors.write_rows(job, "item", writer, scored=name == "items")
+        with vectors.VectorWriter(root / "vectors" / "requests", job, "vector", {}) as writer:
+            vectors.write_requests(job, ["test"], [], writer)
+        scores = [(batch.row.tolist(), job.model(batch)[:, 0].tolist()) for batch in split_loader(job, "test")]
+    return [pair for rows, logits in scores for pair in zip(rows, logits, strict=True)]
 
 
 def _by_hand(job: Any, batch: Any) -> dict[int, int]:
@@ -123,8 +136,8 @@ def _by_hand(job: Any, batch: Any) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
-def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, dense: str) -> None:
+@pytest.mark.parametrize(("dense", "score"), [("ddp", "cosine"), ("fsdp", "dot")])
+def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, dense: str, score: str) -> None:
     generator = np.random.default_rng(0)
     counts = generator.integers(3, 12, 30)
     users = np.repeat(np.arange(30), counts)
@@ -135,7 +148,7 @@ def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, 
         "rating": np.ones(len(users)),
     }
     pq.write_table(pa.table(table), tmp_path / "ratings.parquet")
-    run_ranks(_train_and_rank, 2, tmp_path, dense)
+    run_ranks(_train_and_rank, 2, tmp_path, dense, score)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert told[0][0] == told[1][0]
     assert told[0][1] == told[1][1]
@@ -152,3 +165,22 @@ def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, 
     assert {row: rank for row, rank in zip(written["row"], written["next_rank"], strict=True) if rank == rank} == {
         row: rank for row, rank in ranks.items() if rank
     }
+    logits = {row: logit for each in told for row, logit in each[3]}
+    _check_vectors(tmp_path / "vectors", table, logits, cosine=score == "cosine")
+
+
+def _check_vectors(folder: Path, table: dict[str, np.ndarray], logits: dict[int, float], *, cosine: bool) -> None:
+    """Products of written vectors are the model's scores."""
+    items, rows, requests = (parquet.read_table(folder / name).to_pydict() for name in ("items", "rows", "requests"))
+    own, scored = np.array(rows["vector"]), np.array(items["vector"])
+    assert rows["id"] == items["id"]
+    assert np.allclose(scored, own / np.linalg.norm(own, axis=1, keepdims=True) if cosine else own)
+    known = {str(item) for item in table["item"]}
+    assert len(items["id"]) == len(set(items["id"])) <= len(known)
+    assert set(items["id"]) <= known
+    item_of = dict(zip(items["id"], scored, strict=True))
+    assert len(requests["rows"]) == len(logits) == 30
+    for user, (row,), query in zip(requests["user"], requests["rows"], np.array(requests["vector"]), strict=True):
+        assert user == str(table["user"][row])
+        if (item := str(table["item"][row])) in item_of:
+            assert np.isclose(query @ item_of[item], logits[row], rtol=1e-4, atol=1e-5)  # float32, 8 products

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.batch import RequestBatch, select_rows
-from modules.models.retrieval import RetrievalModel, Vectors
+from modules.models.retrieval import Vectors
 from train.build import Job
 from train.data.batch import append_candidates, empty_batch
+from train.evaluate.vectors import given_vectors
 from train.metrics import history_lengths
 from train.metrics.catalogue import catalogue_means, catalogue_names, catalogue_sums
 from train.metrics.tasks import DEFAULT_TOP_K
@@ -134,14 +135,8 @@ def catalogue_items(job: Job, begin: int, end: int) -> Tensor:
 
 
 def vectors(job: Job, batch: RequestBatch) -> Vectors:
-    """Of a batch's requests and candidates, by the whole model: weights that are sharded are gathered by its call."""
-    arch = cast(RetrievalModel, job.arch)
-    arch.gives_vectors = True
-    try:
-        with job.autocast():
-            return cast(Vectors, job.model(batch))
-    finally:
-        arch.gives_vectors = False
+    """Of a batch's requests and candidates."""
+    return cast(Vectors, given_vectors(job, batch))
 
 
 def _targets(job: Job, batch: RequestBatch) -> Targets:

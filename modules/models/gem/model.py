@@ -22,6 +22,7 @@ from modules.gdpa import GDPAConfig
 from modules.history import HistoryEncoder
 from modules.lce import LCE
 from modules.models.gem.heads import DomainHeads
+from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
 from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser
 from modules.rotary import Rotation, from_end, rotation
@@ -194,7 +195,7 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
     )
 
 
-class GEM(nn.Module):
+class GEM(RequestVectors, nn.Module):
     """Logits [C, tasks] from tokens. Histories, of all event types merged by time, stay at the R rows of requests."""
 
     Config = GEMConfig
@@ -225,7 +226,12 @@ class GEM(nn.Module):
         for layer in self.layers:
             x, levels, summaries = layer(x, request, levels, summaries, earlier, rows, None if earlier else vendor)
             earlier.append(x)
+        if self.only_vectors():
+            return torch.cat(summaries, dim=1).flatten(1)
         return self.heads(x.flatten(1), rows, batch)
+
+    def vectors_refusal(self) -> str | None:
+        return WITHOUT_HISTORIES if self.history is None else None
 
     def _levels(self, tokens: Tokens) -> list[LevelTokens]:
         """All events, then their means over ever longer pieces of the history."""

@@ -33,6 +33,7 @@ from modules.models.interformer.arches import (
     Summary,
     places_of_ends,
 )
+from modules.models.ranking import RequestVectors
 from modules.moe import MoE
 from modules.norms import add_rms_norm, row_norm
 from modules.rotary import rotation
@@ -71,7 +72,7 @@ class InterFormerLayer(nn.Module):
         self.sequence = sequence
 
 
-class InterFormer(nn.Module):
+class InterFormer(RequestVectors, nn.Module):
     """Logits [C, tasks] from tokens.
 
     `sequence_context` says which tokens inform the sequence:
@@ -259,8 +260,18 @@ class InterFormer(nn.Module):
             x = work.join(x)
 
         of_request, pooled = self.head_cross(x, None, sequence, offsets, rows)
+        if self.only_vectors():
+            return of_request.flatten(1)
         of_candidate = torch.cat([self.head_summary(x), pooled], dim=1)
         return self.heads(of_candidate.flatten(1), of_request.flatten(1), rows)
+
+    def vectors_refusal(self) -> str | None:
+        if self.per_candidate:
+            return (
+                "with model.sequence_context=candidate every candidate has a sequence of its own; one that was trained "
+                "with model.sequence_context=request has one a request"
+            )
+        return None
 
     def aux_loss(self) -> Tensor:
         """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""

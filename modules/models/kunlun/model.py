@@ -19,6 +19,7 @@ from modules.lce import LCE, compress_together
 from modules.mlp import TaskHeads
 from modules.models.kunlun.config import KunlunConfig, check_events, of_event
 from modules.models.kunlun.stack import EventStack, EventTokens
+from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
 from modules.norms import rms_norm
 from modules.wukong import WukongExperts
 
@@ -96,7 +97,7 @@ class KunlunLayer(nn.Module):
         return self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows)
 
 
-class Kunlun(nn.Module):
+class Kunlun(RequestVectors, nn.Module):
     """Logits [C, tasks] from tokens.
 
     Everything about sequences but the candidates' attention to them runs at the R rows of requests: the PFFN's weights
@@ -157,7 +158,13 @@ class Kunlun(nn.Module):
             shares = [] if queries is None else list(queries.split(self.num_target, dim=1))  # in order of the stacks
             events = self._run(index, events, context, shares, rows, tokens)
             x = layer(summary, [each for each in events if each is not None], rows)
+        if self.only_vectors():
+            summaries = [each.summary for each in events if each is not None and each.summary is not None]
+            return torch.cat(summaries, dim=1).flatten(1)
         return self.heads(x.flatten(1))
+
+    def vectors_refusal(self) -> str | None:
+        return None if self.stacks else WITHOUT_HISTORIES
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""The training command, which fails once in each place, the last time with its launcher: what `test_kills.py` starts."""
+"""The training command, failing once in each place, the last time with its launcher: what `test_kills.py` starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with lasting():
     from train.data.loading import loader
 
 PLACES = {"forward": 3, "worker": 3, "backward": 5, "hang": 6, "write": 6}
-"""Where each start of the run fails, in turn, and in which step; the last while the checkpoint of that step is written."""
+"""Where each start of the run fails, in turn, and in which step; the last while that step's checkpoint is written."""
 TIMEOUT = timedelta(seconds=3)
 """Of collectives in the start that hangs, once it trains: starts may lie further apart."""
 

@@ -36,7 +36,7 @@ def job(name: str, row: str, setting: tuple[str, ...], seed: int, extra: list[st
         "name": f"{name}/{row}/{' '.join(setting)}/{seed}",
         "overrides": [*section.overrides, *own.overrides, *setting, f"runtime.seed={seed}", *extra],
     }
-    return made | ({"plain": True} if own.plain else {}) | ({"again": list(section.again)} if section.again else {})
+    return made | ({"by": own.by} if own.by else {}) | ({"again": list(section.again)} if section.again else {})
 
 
 def search(name: str, row: str, seed: int, extra: list[str]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def _write_vectors(job: Any, root: Path) -> list[tuple[int, float]]:
 
 
 def _by_hand(job: Any, batch: Any) -> dict[int, int]:
-    """Row -> place of the target among all items, unless ranked without those of the history, by sorting. Looks up all items."""
+    """Row -> place of the target among all items that count, by sorting. Looks up all items."""
     with torch.no_grad():
         job.model.eval()
         items = catalogue.catalogue_items(job, 1, catalogue.num_rows(job))

@@ -1,9 +1,9 @@
 """Anonymous sessions of Diginetica, Nowplaying and Tmall as GCE-GNN published them.
 
-`train`, `valid` and `test` have session, item and position; no number of a session is in two of them. Each session's last
-item is to be predicted from those before it, over the whole catalogue: P@20 and MRR@20. The published training sessions
-stand in the order of time, and the last tenth of them is `valid`; published tables train on it, too. Of a test session
-every prefix is a session of its own.
+`train`, `valid` and `test` have session, item and position; no number of a session is in two of them. Each session's
+last item is to be predicted from those before it, over the whole catalogue: P@20 and MRR@20. The published training
+sessions stand in the order of time, and the last tenth of them is `valid`; published tables train on it, too. Of a test
+session every prefix is a session of its own.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Targets:
 def evaluate_catalogue(
     job: Job, batches: Iterable[RequestBatch], top_k: Sequence[int], predictions: Path | None = None
 ) -> dict[str, float]:
-    """mrr, mrr@k, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`, and recall@k where
-    requests may have several (`train.metrics.catalogue` says what is a mean over what).
+    """mrr, mrr@k, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`, and recall@k
+    where requests may have several (`train.metrics.catalogue` says what is a mean over what).
 
     Items in the request's history are no candidates unless one is the target, or `tracking.rank_seen` keeps all. A
     target without a row of its own, or whose score is not finite, counts as never found. With `predictions`, a folder,

@@ -192,6 +192,8 @@ class SyntheticConfig(DataConfig):
     history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
     candidates: int = option(1, least=1)  # per request; a mean when candidate_jitter is true
     candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
+    # a copy of its request for each candidate, as without request batches, to compare with; batch_size counts originals
+    copy_requests: bool = False
     num_request_features: int = 4  # categorical: the user, then contexts
     num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
     num_dense: int = 8  # numeric features of requests, and as many of candidates

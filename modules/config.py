@@ -252,19 +252,23 @@ def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Colle
     for name in changes:
         if name in keys:
             continue
-        close = difflib.get_close_matches(name, keys, 1)
         known = name in (each.name for each in dataclasses.fields(config))
-        hint = f"set model.{name}. " if known else f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{path}.{name} is no key of a single layer; {hint}A layer may have {', '.join(sorted(keys))}")
+        if not known and (close := difflib.get_close_matches(name, keys, 1)):
+            raise ValueError(f"{path}.{name} is no key of a layer; did you mean {close[0]}?")
+        instead = f"set model.{name} for all, or " if known else ""
+        raise ValueError(f"{path}.{name} is no key of a layer; {instead}choose from {', '.join(sorted(keys))}")
     layer = changed(config, changes, path)
     check_options(layer, path)
     return layer
 
 
 def shown(changes: Mapping[str, Any]) -> str:
-    """Keys and values as in an override: `window=64, pffn_gdpa.activation=silu`."""
+    """Keys and values as in overrides: `window=64, pffn_gdpa.activation=silu`."""
     parts = []
     for name, value in changes.items():
-        nested = isinstance(value, Mapping) and value
-        parts += [f"{name}.{each}" for each in shown(value).split(", ")] if nested else [f"{name}={value}"]
+        if isinstance(value, Mapping):
+            parts += [shown({f"{name}.{key}": part}) for key, part in value.items()]
+        else:
+            text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+            parts.append(f"{name}={text}")
     return ", ".join(parts)

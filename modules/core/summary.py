@@ -36,7 +36,7 @@ KEYS = {
 
 
 class Cost(NamedTuple):
-    """Of the modules of one name, whatever their place in a list; layers that the configuration tells apart are apart."""
+    """Of the modules of one name, whatever their place in a list, unless the configuration tells layers apart."""
 
     name: str
     modules: int

@@ -10,9 +10,6 @@ from modules.config import StackConfig, layer_config, option, shown
 from modules.gdpa import GDPAConfig
 from modules.wukong import MACHINES
 
-PARTS = ("pffn", "attention", "pooling")
-"""What a layer may compute of an event type, in this order; attention is self and target attention."""
-
 INTERACTION = {
     "num_context",
     "num_summary",
@@ -27,6 +24,17 @@ INTERACTION = {
     "attention_hidden",
 }
 """Keys of a layer that concern what mixes the event types, so none has them for itself."""
+
+
+class Work(NamedTuple):
+    """What a layer does with the events of a type: the feed-forward network, self and target attention, a summary."""
+
+    pffn: bool
+    attention: bool
+    pooling: bool
+
+    def parts(self) -> list[str]:
+        return [name for name, does in self._asdict().items() if does]
 
 
 @dataclass
@@ -65,7 +73,7 @@ class KunlunConfig(StackConfig):
     kron_terms: int = option(4, least=1)  # of SumKronLinear in hsp; 1: linear compression and a projection
     comp_skip: bool = True  # even layers: PFFN and summary, odd ones: self and target attention; false: all in each
     # what a layer computes of each event type, some of pffn, attention, pooling; null: what comp_skip says
-    compute: list[str] | None = option(None, choices=PARTS)
+    compute: list[str] | None = option(None, choices=Work._fields)
     event_stacks: str = option("own", choices=["own", "merged"])  # one for each event type | one for all, by time
     events: dict[str, EventConfig] = option({})  # event type -> what differs from the keys above
     num_experts: int = option(2, least=1)  # Wukong experts, among which the tokens of the interaction are shared out
@@ -97,24 +105,18 @@ class KunlunConfig(StackConfig):
             _check_stack(self, name)
 
     def describe_layers(self) -> list[str]:
-        """With what event types have for themselves in their layers."""
-        own = {name: event.layers for name, event in self.events.items() if event.layers}
-        if not (self.layers or own):
+        """With what each layer computes, and what event types have for themselves in it."""
+        if not (self.layers or any(event.layers for event in self.events.values())):
             return []
+        works = works_of(stack_layers(self))
         texts = []
-        for index in range(len(self.of_layers())):
-            parts = [shown(self.layers[index])] if self.layers else []
-            parts += [f"{name}: {shown(each[index])}" for name, each in own.items() if each[index : index + 1]]
-            texts.append("; ".join(part for part in parts if part))
+        for index, (changes, work) in enumerate(zip(self.layers or [{}] * len(works), works, strict=True)):
+            own = [shown({**changes, "compute": work.parts()})]
+            for name, event in self.events.items():
+                if of_type := (event.layers or [])[index : index + 1]:
+                    own += [f"{name}: {shown(each)}" for each in of_type if each]
+            texts.append("; ".join(own))
         return texts
-
-
-class Work(NamedTuple):
-    """What a layer of an event type does."""
-
-    pffn: bool
-    attention: bool
-    pooling: bool
 
 
 def works_of(layers: Sequence[KunlunConfig]) -> list[Work]:
@@ -126,7 +128,7 @@ def works_of(layers: Sequence[KunlunConfig]) -> list[Work]:
     for index, own in enumerate(layers):
         even = index % 2 == 0
         if own.compute is not None:
-            works.append(Work(*(part in own.compute for part in PARTS)))
+            works.append(Work(*(part in own.compute for part in Work._fields)))
         elif own.comp_skip:
             works.append(Work(pffn=even, attention=not even, pooling=even or index == len(layers) - 1))
         else:
@@ -178,10 +180,9 @@ def _check_stack(config: KunlunConfig, event_type: str) -> None:
         )
     unread = next((index for index, work in reversed(list(enumerate(works))) if work.pooling), -1) + 1
     if unread < len(works):
-        parts = [part for part, does in zip(PARTS, works[-1], strict=True) if does]
         raise ValueError(
             f"{where}: nothing reads what layer {unread} computes, since no layer from there on pools; end the stack "
-            f"with a layer of compute=[{','.join([*parts, 'pooling'])}]"
+            f"with a layer of compute=[{','.join([*works[-1].parts(), 'pooling'])}]"
         )
 
 

@@ -28,8 +28,8 @@ class KunlunLayer(nn.Module):
     """The interaction block of a layer, and what its event stacks need: context and queries.
 
     `context` compresses the request's tokens, from the second layer on with the summaries of all sequences, to the
-    tokens from which the PFFN's weights are made. `queries` compresses X to the tokens in which candidates attend, some for
-    each stack that has such attention in this layer. The interaction is
+    tokens from which the PFFN's weights are made. `queries` compresses X to the tokens in which candidates
+    attend, some for each stack that has such attention in this layer. The interaction is
 
         X = experts([LCE(X) | T_1 | ... | H_1 | ...])
 

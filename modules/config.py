@@ -242,7 +242,7 @@ class StackConfig(ModelConfig):
         """`check` for a layer whose configuration this is."""
 
     def describe_layers(self) -> list[str]:
-        return [shown(changes) for changes in self.layers or []]
+        return [shown(changes) for changes in self.layers or []] if any(self.layers or []) else []
 
 
 def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Collection[str]) -> Any:

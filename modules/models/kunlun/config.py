@@ -106,7 +106,8 @@ class KunlunConfig(StackConfig):
 
     def describe_layers(self) -> list[str]:
         """With what each layer computes, and what event types have for themselves in it."""
-        if not (self.layers or any(event.layers for event in self.events.values())):
+        given = [self.layers, *(event.layers for event in self.events.values())]
+        if not any(changes for each in given for changes in each or []):
             return []
         works = works_of(stack_layers(self))
         texts = []

@@ -49,6 +49,7 @@ def test_a_list_says_how_many_layers_there_are_and_without_one_the_model_does(na
     for none in (None, []):
         assert kind(layers=none).num_layers == kind.usual_layers
         assert kind(layers=none, num_layers=4).of_layers() == [kind(num_layers=4, layers=none)] * 4
+    assert kind(layers=[{}] * 5).describe_layers() == []
 
 
 @pytest.mark.parametrize("name", STACKS)

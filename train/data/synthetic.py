@@ -116,7 +116,7 @@ class SyntheticSource:
             request_dense=tuple(_numbered("request_number", config.num_dense)),
             candidate_dense=tuple(_numbered("candidate_number", config.num_dense)),
             tasks=tuple(config.tasks),
-            max_candidates=self.most_candidates,
+            max_candidates=1 if config.copy_requests else self.most_candidates,
         )
         self._seed = np.array([config.seed], np.uint64)
         self.network: RandomNetwork | None = None
@@ -148,7 +148,9 @@ class SyntheticSource:
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
         key = self._key(split, requests)
         events = enumerate(self.spec.histories)
-        return sum((self._lengths(self._event_key(key, i), event) for i, event in events), np.zeros(len(key), np.int64))
+        total = np.zeros(len(key), np.int64)
+        total = sum((self._lengths(self._event_key(key, i), event) for i, event in events), total)
+        return total * self._counts(key) if self.config.copy_requests else total
 
     def locate(self, row: int) -> str:
         return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"
@@ -191,7 +193,7 @@ class SyntheticSource:
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
         draw = self._draw(split, requests)
         probability = _sigmoid(self._logits(draw))
-        return pack(
+        batch = pack(
             self.spec,
             request=[Ids(rows) for rows in self._rows(self.spec.request, draw.request_ids)],
             candidate=[Ids(rows) for rows in self._rows(self.spec.candidate, draw.candidate_ids)],
@@ -207,6 +209,7 @@ class SyntheticSource:
             group=np.repeat(draw.request_ids[0], draw.counts),
             row=ranges(np.asarray(requests, np.int64) * self.most_candidates, draw.counts),
         )
+        return batch.expand() if self.config.copy_requests else batch
 
     def _rows(self, features: Sequence[SparseFeature], ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Rows, from 1 on, of each feature's ids in its table. Popular ones lie apart, as they do in the order of a
@@ -220,9 +223,7 @@ class SyntheticSource:
         number, split_index = np.asarray(requests, np.int64), SPLITS.index(split)
         key = self._key(split, requests)
         time = START + number + sum(self.num_requests(name) for name in SPLITS[:split_index])
-        counts = np.full(len(number), config.candidates)
-        if config.candidate_jitter:
-            counts = _below(_bits(key, "count"), self.most_candidates + 1)
+        counts = self._counts(key)
         owner = np.repeat(np.arange(len(number)), counts)
         candidate = _mix(_bits(key, "candidate")[owner], ranges(np.zeros(len(counts)), counts).astype(np.uint64))
 
@@ -288,6 +289,12 @@ class SyntheticSource:
     def _key(self, split: str, requests: np.ndarray) -> np.ndarray:
         numbers = np.asarray(requests, np.int64).astype(np.uint64)
         return _mix(self._seed, np.array([SPLITS.index(split)], np.uint64), numbers)
+
+    def _counts(self, key: np.ndarray) -> np.ndarray:
+        """Candidates of each request."""
+        if self.config.candidate_jitter:
+            return _below(_bits(key, "count"), self.most_candidates + 1)
+        return np.full(len(key), self.config.candidates)
 
     def _event_key(self, key: np.ndarray, index: int) -> np.ndarray:
         return _mix(key, np.array([index], np.uint64))

@@ -6,6 +6,7 @@ then tries its configurations on that shape, which is not timed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +16,19 @@ from kernels.core.dispatch import UnsupportedError
 
 def flash_attention_4() -> Callable[..., Any]:
     """Its function of (q, k, v, cu_seqlens_q=, ...), which returns the output first; UnsupportedError without it."""
-    try:
-        from flash_attn.cute.interface import flash_attn_varlen_func
-    except Exception as error:  # its libraries may not fit the driver or torch
-        raise UnsupportedError(f"FlashAttention 4 cannot be imported: {error!r}") from error
-    return flash_attn_varlen_func
+    return _load("FlashAttention 4", "flash_attn.cute.interface").flash_attn_varlen_func
 
 
 def quack_gemm() -> Callable[..., Any]:
     """Its function of (a, b, cu_seqlens_m= or cu_seqlens_k=); UnsupportedError without it."""
+    return _load("quack", "quack.gemm_interface").gemm
+
+
+def _load(name: str, module: str) -> Any:
     try:
-        from quack.gemm_interface import gemm
-    except Exception as error:
-        raise UnsupportedError(f"quack cannot be imported: {error!r}") from error
-    return gemm
+        return importlib.import_module(module)
+    except Exception as error:  # also where its libraries do not fit the driver or torch
+        raise UnsupportedError(f"{name} cannot be imported: {error!r}") from error
 
 
 def where_it_runs(prepare: Callable[[], Runner]) -> Runner:

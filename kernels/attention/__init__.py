@@ -184,10 +184,14 @@ def _triton(
     return None
 
 
-def _padded(*, device: str, masked: bool, block_local: bool, biased: bool, **_: Hashable) -> str | None:
+def _padded(
+    *, device: str, masked: bool, same_offsets: bool, block_local: bool, biased: bool, **_: Hashable
+) -> str | None:
     if device != "cuda":
         return f"is compiled for CUDA devices, the tensors are on {device}"
-    return "has neither masks nor biases" if masked or block_local or biased else None
+    if masked and not same_offsets:
+        return "has causal and window masks only where q_offsets is k_offsets"
+    return "has neither block-local attention nor biases" if block_local or biased else None
 
 
 dispatch.declare(

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.core.compiled import compiled
 from kernels.core.mask import Mask
 from kernels.core.rows import Rows, repeat_heads
 from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """[B, L, H, d] each, lengths [B] of the keys."""
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, mask: Mask) -> Tensor:
+    """[B, L, H, d] each, lengths [B] of the keys -> [B, L, H, d]. Rows of queries without a key have any values."""
     j = torch.arange(k.shape[1], device=k.device)
     # A row without keys attends to its padding, whose values are zeros.
     seen = (j < lengths.clamp(min=1)[:, None])[:, None, None]
+    if mask.windowed:
+        i = torch.arange(q.shape[1], device=q.device)[:, None]
+        # Queries of the padding see all keys: a softmax over none would be NaN, and so would all gradients.
+        seen = mask.restrict(seen, i, j) | (i >= lengths[:, None, None, None])
     out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
     return out.transpose(1, 2)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    """Compiled when first called: torch.compile takes seconds to import."""
-    return torch.compile(_attend, dynamic=False)
 
 
 def jagged_attention(
@@ -45,4 +41,4 @@ def jagged_attention(
         jagged_to_padded(values, offsets, length)
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
     )
-    return padded_to_jagged(_compiled()(*padded, k_offsets.diff(), scale), q_offsets, q.shape[0])
+    return padded_to_jagged(compiled(attend)(*padded, k_offsets.diff(), scale, mask), q_offsets, q.shape[0])

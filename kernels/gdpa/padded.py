@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
+from kernels.core.compiled import compiled
 from kernels.core.mask import Mask
 from kernels.core.rows import Rows, repeat_heads
 from kernels.gdpa import reference
 from kernels.jagged import jagged_to_padded, padded_to_jagged
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    """Compiled when first called: torch.compile takes seconds to import."""
-    return torch.compile(reference.attend, dynamic=False)
 
 
 def gdpa(
@@ -39,5 +30,5 @@ def gdpa(
         jagged_to_padded(values, offsets, length).transpose(1, 2)
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
     )
-    attended = _compiled()(q_padded, k_padded, v_padded, activations, score_scale, out_scale, mask)
+    attended = compiled(reference.attend)(q_padded, k_padded, v_padded, activations, score_scale, out_scale, mask)
     return padded_to_jagged(attended.transpose(1, 2), q_offsets, q.shape[0])

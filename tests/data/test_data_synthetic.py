@@ -206,3 +206,12 @@ def test_shape_is_the_configurations():
     assert batch.lookup.keys() == ["user", "item", "category"]
     assert (batch.num_candidates, batch.request_dense.shape, batch.labels.shape) == (30, (10, 0), (30, 1))
     assert batch.history_times.keys() == []
+
+
+def test_copied_requests_are_the_same_candidates_with_a_request_each() -> None:
+    shared, copied = (SyntheticSource(SyntheticConfig(**SMALL, copy_requests=copy)) for copy in (False, True))
+    numbers = np.arange(30)
+    assert_same(copied.batch("train", numbers), shared.batch("train", numbers).expand())
+    assert copied.spec.max_candidates == 1
+    events = [copied.batch("train", numbers[i : i + 1]).history_times.values().numel() for i in numbers]
+    assert copied.lengths("train", numbers).tolist() == events

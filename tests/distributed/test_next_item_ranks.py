@@ -78,7 +78,7 @@ def test_losses_of_two_ranks_are_those_of_all_rows(tmp_path: Path) -> None:
     assert np.isclose(np.mean([each[1] for each in told]), expected, rtol=1e-5)
 
 
-def _config(root: Path, dense: str, score: str) -> Config:
+def _config(root: Path, dense: str, score: str, rank_seen: bool) -> Config:
     register_schema()
     overrides = [
         "+experiment=ml1m_sasrec", f"data.root={root}", f"data.cache_dir={root}/cache", "data.max_history=6",
@@ -87,13 +87,14 @@ def _config(root: Path, dense: str, score: str) -> Config:
         "runtime.eval_epochs=2",
         f"runtime.run_dir={root}/run", "runtime.device=cpu", "runtime.threads=1", "parallel.sharding_types=[row_wise]",
         f"parallel.dense={dense}", f"model.score={score}", "model.temperature=0.5",
+        f"tracking.rank_seen={rank_seen}",
     ]  # fmt: skip
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         return to_config(compose("train", overrides=overrides))
 
 
-def _train_and_rank(root: Path, dense: str, score: str) -> None:
-    config = _config(root, dense, score)
+def _train_and_rank(root: Path, dense: str, score: str, rank_seen: bool) -> None:
+    config = _config(root, dense, score, rank_seen)
     catalogue.CHUNK, catalogue.BLOCK, vectors.CHUNK = 7, 3, 5
     world = distributed.start(config.runtime)
     results = Trainer(config, world).run()
@@ -118,7 +119,7 @@ def _write_vectors(job: Any, root: Path) -> list[tuple[int, float]]:
 
 
 def _by_hand(job: Any, batch: Any) -> dict[int, int]:
-    """Row -> place of the target among all items that the history does not hold, by sorting. Looks up all items."""
+    """Row -> place of the target among all items that count, by sorting. Looks up all items."""
     with torch.no_grad():
         job.model.eval()
         items = catalogue.catalogue_items(job, 1, catalogue.num_rows(job))
@@ -131,13 +132,16 @@ def _by_hand(job: Any, batch: Any) -> dict[int, int]:
     ):
         own = of_items[target - 1].item()
         others = of_items.clone()
-        others[seen - 1] = -torch.inf
+        if not job.config.tracking.rank_seen:
+            others[seen - 1] = -torch.inf
         found[row] = 1 + int((others > own).sum()) if target else 0
     return found
 
 
-@pytest.mark.parametrize(("dense", "score"), [("ddp", "cosine"), ("fsdp", "dot")])
-def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, dense: str, score: str) -> None:
+@pytest.mark.parametrize(("dense", "score", "rank_seen"), [("ddp", "cosine", False), ("fsdp", "dot", True)])
+def test_places_in_the_catalogue_are_those_of_sorting_all_items(
+    tmp_path: Path, dense: str, score: str, rank_seen: bool
+) -> None:
     generator = np.random.default_rng(0)
     counts = generator.integers(3, 12, 30)
     users = np.repeat(np.arange(30), counts)
@@ -148,7 +152,7 @@ def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, 
         "rating": np.ones(len(users)),
     }
     pq.write_table(pa.table(table), tmp_path / "ratings.parquet")
-    run_ranks(_train_and_rank, 2, tmp_path, dense, score)
+    run_ranks(_train_and_rank, 2, tmp_path, dense, score, rank_seen)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert told[0][0] == told[1][0]
     assert told[0][1] == told[1][1]
@@ -159,6 +163,7 @@ def test_places_in_the_catalogue_are_those_of_sorting_all_items(tmp_path: Path, 
     places = np.array([rank if rank else np.inf for rank in ranks.values()])
     assert np.isclose(values["next/mrr"], (1 / places).mean())
     for k in (1, 10):
+        assert np.isclose(values[f"next/mrr@{k}"], np.where(places <= k, 1 / places, 0).mean())
         assert np.isclose(values[f"next/hr@{k}"], (places <= k).mean())
         assert np.isclose(values[f"next/ndcg@{k}"], np.where(places <= k, 1 / np.log2(places + 1), 0).mean())
     written = parquet.read_table(tmp_path / "ranks").to_pydict()

@@ -94,6 +94,7 @@ def test_places_in_a_catalogue_are_those_of_sorting_and_ties_an_expectation() ->
             share = w / (t + 1)
             expected["mrr"] += share / rank
             for k in top_k:
+                expected[f"mrr@{k}"] += share * (rank <= k) / rank
                 expected[f"hr@{k}"] += share * (rank <= k)
                 expected[f"ndcg@{k}"] += share * (rank <= k) / math.log2(rank + 1)
     assert sums[:2].tolist() == [5, 5.5]
@@ -121,6 +122,7 @@ def test_of_requests_with_several_targets_ndcg_and_recall_are_means_over_request
         assert values[f"recall@{k}"] == pytest.approx(np.average(recall, weights=weight))
         assert values[f"ndcg@{k}"] == pytest.approx(np.average(np.array(gains) / best, weights=weight))
     assert values["mrr"] == pytest.approx((1 + 1 / 4 + (1 / 2 + 1 / 3) / 2 + 2) / 5.5)
+    assert values["mrr@3"] == pytest.approx((1 + (1 / 2 + 1 / 3) / 2 + 2) / 5.5)
     assert values["examples"] == 5
     alone = catalogue_sums(greater, tied, known, weights, top_k)
     each = catalogue_sums(greater, tied, known, weights, top_k, torch.ones(5, dtype=torch.int64))

@@ -123,14 +123,17 @@ def test_gowalla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sessions_hold_their_target_last_and_pickles_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "SIZES", {"Tmall": (3, 1)})
+    monkeypatch.setattr(sessions, "SIZES", {"Tmall": (4, 1)})
+    monkeypatch.setattr(sessions, "VALID", 1 / 3)
     folder = tmp_path / "datasets/Tmall"
     folder.mkdir(parents=True)
-    (folder / "all_train_seq.txt").write_bytes(pickle.dumps([[4, 5, 6], [7, 8]]))
+    (folder / "all_train_seq.txt").write_bytes(pickle.dumps([[4, 5, 6], [7, 8], [9, 4]]))
     (folder / "test.txt").write_bytes(pickle.dumps(([[4, 9]], [6])))
     sessions.prepare("Tmall", tmp_path, tmp_path / "out")
-    assert pq.read_table(tmp_path / "out/test.parquet")["item"].to_pylist() == [4, 9, 6]
-    assert pq.read_table(tmp_path / "out/train.parquet")["session"].to_pylist() == [0, 0, 0, 1, 1]
+    tables = {name: pq.read_table(tmp_path / f"out/{name}.parquet").to_pydict() for name in ("train", "valid", "test")}
+    assert tables["train"] == {"session": [0, 0, 0, 1, 1], "item": [4, 5, 6, 7, 8], "position": [0, 1, 2, 0, 1]}
+    assert tables["valid"] == {"session": [2, 2], "item": [9, 4], "position": [0, 1]}
+    assert tables["test"] == {"session": [3, 3, 3], "item": [4, 9, 6], "position": [0, 1, 2]}
     (folder / "test.txt").write_bytes(pickle.dumps(Path("x")))
     with pytest.raises(pickle.UnpicklingError, match="only lists of numbers"):
         sessions.prepare("Tmall", tmp_path, tmp_path / "out")

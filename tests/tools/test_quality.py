@@ -52,8 +52,7 @@ def test_nightly_knows_the_rows_of_the_suite(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_is_held_against_its_published_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = check.data_config("amazon_electronics")
-    data = {key: getattr(config, key) for key in
-            ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")}  # fmt: skip
+    data = dataclasses.asdict(config)
     (tmp_path / "config.json").write_text(json.dumps({"config": {"model": {"name": "din"}, "data": data}}))
     for auc, status in ((0.8861, 0), (0.8849, 1)):
         test = {"click/auc": auc, "click/gauc": 0.88, "click/log_loss": 0.43}
@@ -67,7 +66,7 @@ def test_a_run_is_held_against_its_published_row(tmp_path: Path, capsys: pytest.
 
 
 def test_a_next_item_run_is_held_against_its_published_row() -> None:
-    assert check.data_name(dataclasses.asdict(configuration(["+experiment=ml1m_hstu"]).data)) == "ml1m_next"
+    assert check.table_name(dataclasses.asdict(configuration(["+experiment=ml1m_hstu"]).data)) == "ml1m_next"
     table = check.published("ml1m_next")
     for ndcg, keeps_up in ((0.183, True), (0.16, False)):
         lines, kept = check.compare(table, "hstu", {"next/hr@10": 0.3, "next/ndcg@10": ndcg}, 0.001)
@@ -75,6 +74,22 @@ def test_a_next_item_run_is_held_against_its_published_row() -> None:
         assert f"NDCG@10 of hstu: {ndcg - 0.172:+.4f}" in lines[-1]
     with pytest.raises(ValueError, match=r"no next/hr@10.*tracking.top_k"):
         check.compare(table, "hstu", {"next/ndcg@10": 0.183}, 0.001)
+
+
+@pytest.mark.parametrize("name", ["diginetica", "nowplaying", "tmall", "amazon_beauty", "amazon_sports", "amazon_toys"])
+def test_sets_that_share_a_configuration_are_told_apart_by_their_folder(name: str, tmp_path: Path) -> None:
+    experiment = "amazon_sasrec" if name.startswith("amazon") else "sessions_sasrec"
+    config = configuration([f"+experiment={experiment}", f"data.root={tmp_path / name}"])
+    assert check.table_name(dataclasses.asdict(config.data)) == name
+    table = check.published(name)
+    test = {f"next/{metric}": 1.0 for metric in table["metrics"]}
+    assert {int(metric.split("@")[1]) for metric in table["metrics"]} <= set(config.tracking.top_k)
+    lines, kept = check.compare(table, "sasrec", test, 0.001)
+    assert kept
+    assert lines[1].startswith("this run")
+    config.data.root = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="data.root=prepared/tmall"):
+        check.table_name(dataclasses.asdict(config.data))
 
 
 def test_every_published_table_names_its_data_and_metrics() -> None:

@@ -19,12 +19,12 @@ from train.config.schema import DataConfig
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "quality" / "published.json"
 
 
-def published(data: str) -> dict[str, Any]:
-    """The table of a data set. ValueError names the data sets that have one."""
-    tables = {table["data"]: table for table in json.loads(PUBLISHED.read_text()).values()}
-    if data not in tables:
-        raise ValueError(f"no published table is known for data={data}; there are {', '.join(sorted(tables))}")
-    return tables[data]
+def published(name: str) -> dict[str, Any]:
+    """A table of docs/quality/published.json. ValueError names all."""
+    tables = json.loads(PUBLISHED.read_text())
+    if name not in tables:
+        raise ValueError(f"no published table is known by the name {name}; there are {', '.join(sorted(tables))}")
+    return dict(tables[name])
 
 
 def compare(table: dict[str, Any], model: str, test: dict[str, float], tolerance: float) -> tuple[list[str], bool]:
@@ -54,14 +54,19 @@ def data_config(name: str) -> DataConfig:
     return configuration([f"data={name}", "model=din"]).data
 
 
-def data_name(saved: dict[str, Any]) -> str:
-    """Which of the published tables' data a run's configuration is, by its labels and features."""
-    for table in json.loads(PUBLISHED.read_text()).values():
+def table_name(saved: dict[str, Any]) -> str:
+    """Which of the published tables is of a run's data, by their labels and features, and by the name of the folder
+    that they lie in where one configuration reads several sets."""
+    for name, table in json.loads(PUBLISHED.read_text()).items():
         data = data_config(table["data"])
-        same = ("labels", "request_categorical", "candidate_categorical", "candidate_numeric")
-        if all(saved.get(key) == getattr(data, key) for key in same):
-            return str(table["data"])
-    raise ValueError("the run's data is none that has a published table; see docs/quality/published.json")
+        same = ("user", "labels", "request_categorical", "candidate_categorical", "candidate_numeric")
+        ours = all(saved.get(key) == getattr(data, key) for key in same)
+        if ours and table.get("folder") in (None, Path(saved["root"]).resolve().name):
+            return name
+    raise ValueError(
+        "the run's data have no published table: docs/quality/published.json has a configuration of each, and of those "
+        "of several sets the last folder of data.root, e.g. data.root=prepared/tmall"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +77,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = json.loads((options.run_dir / "config.json").read_text())["config"]
         results = json.loads((options.run_dir / "results.json").read_text())
-        table = published(data_name(config["data"]))
+        table = published(table_name(config["data"]))
         lines, kept = compare(table, config["model"]["name"], results["test"], options.tolerance)
     except (OSError, KeyError, ValueError) as error:
         print(f"{options.run_dir}: {error}", file=sys.stderr)

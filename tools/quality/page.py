@@ -262,7 +262,7 @@ def search_tables(section: Section, content: dict[str, Any]) -> list[str]:
 
 def _heading(metric: str) -> str:
     task, name = metric.removeprefix("again:").split("/")
-    shown = name.upper() if name in ("auc", "gauc", "ne") else {"recall@20": "Recall@20", "ndcg@20": "NDCG@20"}[name]
+    shown = name.capitalize() if name.startswith("recall") else name.upper()
     return f"{shown}, one history" if metric.startswith("again:") else f"{task} {shown}"
 
 

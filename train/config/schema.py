@@ -140,7 +140,8 @@ class EventsConfig(DataConfig):
     joins: list[JoinConfig] = field(default_factory=list)
     labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or compared: "rating >= 4", "event == buy"
     real_labels: list[str] = field(default_factory=list)  # tasks whose column has real numbers, see tasks.TASK.loss
-    # last: each user's last request is of the test split, the one before it of validation
+    # last: each user's last request is of the test split, the one before it of validation; of a split with files of its
+    # own, the last requests of their users
     split_by: str = option("time", choices=["time", "last"])
     # last, with split_by=last: train on a user's last other request only, whose history holds the rest
     train_requests: str = option("all", choices=["all", "last"])
@@ -191,10 +192,15 @@ class SyntheticConfig(DataConfig):
     history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
     candidates: int = option(1, least=1)  # per request; a mean when candidate_jitter is true
     candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
+    # a copy of its request for each candidate, as without request batches, to compare with; batch_size counts originals
+    copy_requests: bool = False
     num_request_features: int = 4  # categorical: the user, then contexts
     num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
     num_dense: int = 8  # numeric features of requests, and as many of candidates
     zipf: float = 1.05  # exponent of the id popularity
+    # what labels depend on. matches: shares of the history in the candidate's category, which small models learn |
+    # network: a random network over all features and histories, of which larger models learn more
+    signal: str = option("matches", choices=["matches", "network"])
     tasks: list[str] = field(default_factory=lambda: ["click", "like"])
 
 
@@ -323,6 +329,7 @@ class TrackingConfig:
     tensorboard: bool = True
     metrics: list[str] = field(default_factory=list)  # functions of your own for evaluations: [my_metrics.brier]
     top_k: list[int] = option([], least=1)  # of NDCG and recall within a request, in evaluations: [5, 10]
+    rank_seen: bool = False  # of next items: what the history holds is ranked as well
     progress: str = option(
         "auto", choices=["auto", "always", "never"]
     )  # bar on rank 0; auto: when stderr is a terminal

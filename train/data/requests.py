@@ -46,10 +46,10 @@ def group_requests(
     window: int,
     max_candidates: int,
     split: Sequence[float],
-    split_by: str = "time",
+    held_out: Sequence[int] | None = None,
     train_requests: str = "all",
 ) -> Requests:
-    """Requests of rows, split by time, or by their place in their user's history.
+    """Requests of rows, split by time, or with `held_out` by their place in their user's history.
 
     rows [M]: those to use; user, time, request, part [N]: codes, milliseconds, codes or None, and the index in `SPLITS`
     of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one request;
@@ -57,9 +57,9 @@ def group_requests(
     are several requests. Splits without files of their own share the rest, oldest first, in the ratio of `split`;
     a request is never divided between splits.
 
-    With `split_by` "last" a user's last request is of the test split, the one before it of validation, unless the
-    split's share is 0; all others train, or the last of them with `train_requests` "last", whose history holds the
-    rest.
+    `held_out`: indices in `SPLITS` of what a user's last request is of, the one before it, and so on; all others train,
+    or the last of them with `train_requests` "last", whose history holds the rest. Of a file that decides the split a
+    user's last request is of it, and the others are in histories only.
     """
     formed = form_requests(
         rows,
@@ -69,14 +69,14 @@ def group_requests(
         part=part,
         window=window,
         max_candidates=max_candidates,
-        held_out=held_out(split) if split_by == "last" else None,
+        held_out=held_out,
         train_requests=train_requests,
     )
     warn_of_long([np.bincount(formed.sizes)], max_candidates)
     parts, offsets = formed.parts, formed.offsets
     counts = np.bincount(parts + 1, minlength=len(SPLITS) + 1).tolist()
     free = int(offsets[counts[0]])
-    fractions = split if split_by == "time" else None
+    fractions = split if held_out is None else None
     bounds = split_bounds(counts, free, lambda candidates: int(np.searchsorted(offsets, candidates)), fractions)
     return Requests(formed.order, offsets, bounds, formed.earlier)
 
@@ -104,10 +104,7 @@ def form_requests(
     held_out: Sequence[int] | None,
     train_requests: str,
 ) -> Formed:
-    """`group_requests` before the split; it needs all rows of its users, but not all users.
-
-    `held_out`: the splits of a user's last request, of the one before, and so on; all others train.
-    """
+    """`group_requests` before the split; it needs all rows of its users, but not all users."""
     keys = [time, *([] if request is None else [request]), user, part]
     order = rows[np.lexsort([key[rows] for key in keys])]
     same = np.ones(max(len(order) - 1, 0), bool)
@@ -124,11 +121,11 @@ def form_requests(
     starts = _follow(run_ends - sizes, limit, run_ends)
     lengths = np.diff(np.append(starts, len(order)))
     first = order[starts]
-    parts, earlier = part[first], np.zeros(len(first), bool)
+    parts, unused = part[first], np.zeros(len(first), bool)
     if held_out is not None:
-        parts, earlier = _hold_out(user[first], time[first], held_out)
-        earlier &= train_requests == "last"
-    used = np.flatnonzero(~earlier)
+        parts, unused = _hold_out(user[first], time[first], parts, held_out)
+        unused &= (parts > 0) | (train_requests == "last")
+    used, earlier = np.flatnonzero(~unused), unused & (parts == 0)
     by_time = used[np.lexsort((starts[used], time[first[used]], parts[used]))]
     in_histories = order[ranges(starts[earlier], lengths[earlier])]
     order = order[ranges(starts[by_time], lengths[by_time])]
@@ -173,21 +170,23 @@ def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int) -> None:
         )
 
 
-def held_out(split: Sequence[float]) -> list[int]:
-    """Indices in `SPLITS` of what `split_by` "last" holds out of a user's requests, from the last one on."""
-    return [SPLITS.index(name) for name in ("test", "valid") if split[SPLITS.index(name)] > 0]
+def _hold_out(
+    user: np.ndarray, time: np.ndarray, part: np.ndarray, held: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(index in `SPLITS`, whether a later request of the user is of the same split) of requests.
 
-
-def _hold_out(user: np.ndarray, time: np.ndarray, held: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(index in `SPLITS`, whether a later training request of the user exists) of requests of these users and times."""
-    order = np.lexsort((np.arange(len(user)), time, user))
-    ends = np.searchsorted(user[order], user[order], side="right")
+    part: the split that a request's file decides; `held` are those of the last requests of files that decide none.
+    """
+    order = np.lexsort((np.arange(len(user)), time, user, part))
+    group = user[order] * np.int64(len(SPLITS) + 1) + part[order]
+    ends = np.append(np.flatnonzero(np.diff(group)) + 1, len(group))
     from_end = np.empty(len(user), np.int64)
-    from_end[order] = ends - 1 - np.arange(len(user))
-    parts = np.zeros(len(user), np.int64)
+    from_end[order] = np.repeat(ends, np.diff(ends, prepend=0)) - 1 - np.arange(len(user))
+    parts = np.maximum(part, 0)
+    trains = parts == 0
     for place, index in enumerate(held):
-        parts[from_end == place] = index
-    return parts, from_end > len(held)
+        parts[trains & (from_end == place)] = index
+    return parts, from_end > np.where(trains, len(held), 0)
 
 
 def earlier_events(

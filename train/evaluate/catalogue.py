@@ -44,7 +44,7 @@ class Targets:
     score: Tensor  # [n], of the target itself
     ids: Tensor  # [n] int64
     weights: Tensor  # [n]
-    seen: Tensor  # [sum of events] int64: items of the histories
+    seen: Tensor  # [sum of events] int64: items of the histories, which are not ranked
     seen_lengths: Tensor  # [n]
     row: Tensor  # [n]; those below are for predictions
     request: Tensor
@@ -57,10 +57,10 @@ class Targets:
 def evaluate_catalogue(
     job: Job, batches: Iterable[RequestBatch], top_k: Sequence[int], predictions: Path | None = None
 ) -> dict[str, float]:
-    """mrr, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`, and recall@k where
-    requests may have several (`train.metrics.catalogue` says what is a mean over what).
+    """mrr, mrr@k, hr@k and ndcg@k of the rows with a positive label, over all ranks, under `task/name`, and recall@k
+    where requests may have several (`train.metrics.catalogue` says what is a mean over what).
 
-    Items in the request's history are no candidates (the published protocols filter them), unless one is the target. A
+    Items in the request's history are no candidates unless one is the target, or `tracking.rank_seen` keeps all. A
     target without a row of its own, or whose score is not finite, counts as never found. With `predictions`, a folder,
     every rank writes its targets' ranks there.
     """
@@ -146,13 +146,16 @@ def _targets(job: Job, batch: RequestBatch) -> Targets:
     owner = batch.owner[positive]
     query, item = query[owner], item[positive]
     seen = select_rows(batch.histories, owner)[batch.histories.keys()[0]]
+    seen_items, seen_lengths = seen.values(), seen.lengths().long()
+    if job.config.tracking.rank_seen:
+        seen_items, seen_lengths = seen_items[:0], torch.zeros_like(seen_lengths)
     return Targets(
         query=query,
         score=_scores(query, item),
         ids=batch.candidate_sparse.values()[positive],
         weights=batch.weights[positive, 0],
-        seen=seen.values(),
-        seen_lengths=seen.lengths().long(),
+        seen=seen_items,
+        seen_lengths=seen_lengths,
         row=batch.row[positive],
         request=batch.row[batch.candidate_offsets[owner]],
         group=batch.group[positive],

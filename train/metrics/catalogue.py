@@ -12,7 +12,7 @@ from torch import Tensor
 def catalogue_names(top_k: Sequence[int], *, several: bool = False) -> list[str]:
     """The metrics that `catalogue_sums` sums; `several`: where a request may have several targets."""
     recall = [f"recall@{k}" for k in top_k] if several else []
-    return ["mrr", *(f"hr@{k}" for k in top_k), *(f"ndcg@{k}" for k in top_k), *recall]
+    return ["mrr", *(f"{name}@{k}" for name in ("mrr", "hr", "ndcg") for k in top_k), *recall]
 
 
 def catalogue_sums(
@@ -38,8 +38,11 @@ def catalogue_sums(
     same = tied.double() + 1
     counted, ones = torch.where(known, weights.double(), 0), torch.ones_like(same)
     share = ones if of_request is None else 1 / of_request
-    # Sums of 1 / rank over the ranks greater + 1 .. last.
-    values = [counted * (torch.digamma(last + 1) - torch.digamma(greater + 1)) / same]
+    # Sums of 1 / rank over the ranks greater + 1 .. last, the latter at most k.
+    values = [
+        counted * (torch.digamma(last.clamp(max=k) + 1) - torch.digamma(greater.clamp(max=k) + 1)) / same
+        for k in (math.inf, *top_k)
+    ]
     hits = [counted * ((k - greater) / same).clamp(0, 1) for k in top_k]
     values += hits
     for k in top_k:

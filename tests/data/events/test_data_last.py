@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.data.events.test_data_events import make_config, make_table, rows_of, words
-from tests.data.sources import whole
+from tests.data.sources import events_config, whole
 from train.config.schema import HistoryConfig
 from train.data import build_source
 from train.data.batch import append_candidates
@@ -63,6 +65,45 @@ def test_each_users_last_requests_are_held_out_and_the_rest_is_one_sequence(tmp_
     assert {int(each) for each in word[1:] if each} == trained  # those of histories of training requests, too
 
 
+@pytest.mark.parametrize("train_requests", ["last", "all"])
+@pytest.mark.parametrize("own", [("test",), ("valid", "test")])
+def test_of_a_split_with_files_each_user_has_one_request_and_the_rest_is_its_history(
+    tmp_path, own, train_requests
+) -> None:
+    """Users 100 and up have files of training, 200 and up of validation, and so on; each also has items of its own."""
+    tables = {name: timed() for name in ("train", *own)}
+    for index, (name, table) in enumerate(tables.items()):
+        table["item"] = table["item"] + 15 * index
+        table["user"] = table["user"] + 100 * index
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    files = {f"{name}_files": [f"{name}.parquet"] for name in own}
+    settings = SETTINGS | {"files": ["train.parquet"], "train_requests": train_requests} | files
+    source = build_source(events_config(tmp_path, **settings))
+    word, offset = words(source, "item"), 0
+    left = 0 if "valid" in own else 1
+    for name, table in tables.items():
+        users, batch = sequences(table), whole(source, name)
+        for history, item, row in zip(
+            rows_of(batch.histories, "seen.item"),
+            batch.candidate_sparse.values().tolist(),
+            (batch.row - offset).tolist(),
+            strict=True,
+        ):
+            items = users[int(table["user"][row])]
+            place = np.flatnonzero(np.sort(table["time"][table["user"] == table["user"][row]]) == table["time"][row])[0]
+            expected = [str(each) if str(each) in word else None for each in items[: place + 1]]
+            assert [word[each] if each else None for each in [*history, item]] == expected
+            if name != "train" or train_requests == "last":
+                assert place == len(items) - 1 - (left if name == "train" else 0)
+        one_each = len(users)
+        requests = one_each if name != "train" or train_requests == "last" else len(table["user"]) - left * one_each
+        assert batch.num_requests == requests
+        offset += len(table["user"])
+    assert source.num_requests("valid") == 7
+    trained = {str(item) for items in sequences(tables["train"]).values() for item in items[: len(items) - left]}
+    assert set(word[1:]) == trained  # what is in files of other splits counts nowhere
+
+
 def test_all_earlier_requests_train_unless_only_the_last_one_shall(tmp_path) -> None:
     table = timed()
     source = build_source(make_config(tmp_path, table, **SETTINGS))
@@ -74,18 +115,13 @@ def test_all_earlier_requests_train_unless_only_the_last_one_shall(tmp_path) -> 
     ("changes", "message"),
     [
         ({"time": None}, "data.split_by=last holds out each user's last requests: data.user and data.time must name"),
-        ({"test_files": ["more.parquet"]}, "data.valid_files and data.test_files must be empty"),
         ({"split_by": "time", "train_requests": "last"}, "data.train_requests=last goes with data.split_by=last"),
         ({"real_labels": ["buy"]}, r"data.real_labels names \['buy'\]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, changes, message) -> None:
-    config = make_config(tmp_path, timed(), **(SETTINGS | changes))
-    if "test_files" in changes:
-        (tmp_path / "events.parquet").rename(tmp_path / "more.parquet")
-        config = make_config(tmp_path, timed(), **(SETTINGS | changes))
     with pytest.raises(ValueError, match=message):
-        build_source(config)
+        build_source(make_config(tmp_path, timed(), **(SETTINGS | changes)))
 
 
 def test_labels_of_real_numbers_pass_where_they_are_named(tmp_path) -> None:

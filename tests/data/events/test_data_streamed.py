@@ -106,6 +106,7 @@ VIEWS = HistoryConfig(["viewed"], lists=True, times="viewed_at")
         {},
         {"request": "session", "request_numeric": ["price"], "labels": {"click": "click"}, "real_labels": []},
         {"split_by": "last", "train_requests": "last", "split": [0.5, 0.2, 0.3]},
+        {"split_by": "last", "train_requests": "last", "files": ["a.parquet"], "test_files": ["b.parquet"]},
         {"files": ["a.parquet"], "test_files": ["b.parquet"], "id_map": "hash", "min_count": 1},
         {"request_list": [], "histories": {"view": VIEWS, "click": HistoryConfig(["item"])}},
         {"user": None, "time": None, "request_categorical": [], "histories": {}},

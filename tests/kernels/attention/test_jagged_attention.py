@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import jagged_attention, time_bucket
+from kernels.attention import jagged_attention, padded, time_bucket
 from kernels.attention.bias import Bias, position_index
 from kernels.attention.operator import attention_operator
 from kernels.core import dispatch
-from kernels.core.mask import NO_MASK, Mask
+from kernels.core.mask import NO_MASK, Mask, checked_mask
 from kernels.core.rows import Rows, place_in_row
 from kernels.testing import check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
@@ -292,3 +292,19 @@ def test_half_precision_on_a_cpu_is_float32_rounded_once(dtype: torch.dtype) -> 
 
     for half, rounded in zip(attended(dtype), attended(torch.float32), strict=True):
         assert half.equal(rounded)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"window": (1, 0)}, {"window": 2}, {"causal": True}])
+def test_padded_equals_the_reference(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled. Rows of padding must give no NaN, which gradients of the others would take over."""
+    monkeypatch.setattr(padded, "compiled", lambda function: function)
+    offsets, mask = offsets_of([3, 0, 5]), checked_mask(**arguments)
+    inputs = [torch.randn(8, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    rows = Rows(offsets, 6)
+    out = padded.jagged_attention(*inputs, rows, rows, 0.5, mask)
+    expected = jagged_attention(
+        *inputs, offsets, offsets, max_q=6, max_k=6, scale=0.5, backend="reference", **arguments
+    )
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected)))

@@ -18,6 +18,7 @@ from train.data.events.dense import Numbers, dense
 from train.data.events.names import feature_spec, max_candidates
 from train.data.events.read import (
     files_by_split,
+    held_out,
     histories,
     labelled_rows,
     log_files,
@@ -96,7 +97,7 @@ def _prepare_whole(
         window=config.request_window,
         max_candidates=max_candidates(config),
         split=config.split,
-        split_by=config.split_by,
+        held_out=held_out(config),
         train_requests=config.train_requests,
     )
     order = order_by_vendor(config, columns, requests.order, requests.offsets, partial(_locate, rows))

@@ -36,10 +36,10 @@ def check(config: EventsConfig) -> None:
             raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
         if history.files and not config.time:
             raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
-    if config.split_by == "last" and (not config.user or not config.time or config.valid_files or config.test_files):
+    if config.split_by == "last" and not (config.user and config.time):
         raise ValueError(
             "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
-            "and data.valid_files and data.test_files must be empty"
+            "e.g. data.user=session data.time=position"
         )
     if config.train_requests == "last" and config.split_by != "last":
         raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")

@@ -70,6 +70,15 @@ def files_by_split(config: EventsConfig) -> list[list[DataFile]]:
     return [find_files(files, config.root) for files in (config.files, config.valid_files, config.test_files)]
 
 
+def held_out(config: EventsConfig) -> list[int] | None:
+    """Of `group_requests`: the splits that have a share and no files of their own; None if time decides."""
+    if config.split_by == "time":
+        return None
+    files = {"valid": config.valid_files, "test": config.test_files}
+    shares = dict(zip(SPLITS, config.split, strict=True))
+    return [SPLITS.index(name) for name in ("test", "valid") if shares[name] > 0 and not files[name]]
+
+
 def row_files(config: EventsConfig, columns: set[str]) -> RowFiles:
     """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
     files = [file for files in files_by_split(config) for file in files]

@@ -25,7 +25,7 @@ from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.events.dense import Numbers, dense
 from train.data.events.names import max_candidates
-from train.data.events.read import histories, log_files, read_columns, read_log
+from train.data.events.read import held_out, histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
 from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
 from train.data.events.vendors import order_by_vendor
@@ -34,7 +34,7 @@ from train.data.features.columns import Coded
 from train.data.features.vocabulary import Occurrences
 from train.data.histories import History
 from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
-from train.data.requests import Requests, form_requests, held_out, split_bounds, vendor_runs, warn_of_long
+from train.data.requests import Requests, form_requests, split_bounds, vendor_runs, warn_of_long
 from train.data.storage.files import locate
 from train.data.storage.rows import Rows
 from train.data.storage.writer import Block, VendorBlock, Writer
@@ -145,7 +145,7 @@ def _form(
             part=columns.part,
             window=config.request_window,
             max_candidates=max_candidates(config),
-            held_out=held_out(config.split) if config.split_by == "last" else None,
+            held_out=held_out(config),
             train_requests=config.train_requests,
         )
         sizes.append(np.bincount(formed.sizes))

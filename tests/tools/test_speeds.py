@@ -1,0 +1,59 @@
+"""Arms of `tools.speeds`: what is measured, and what a process that dies or hangs leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from tools import speeds
+from train.config.compose import to_config
+from train.config.schema import register_schema
+
+# Stands in for a worker: it measures "ok", dies of "breaks" and of a second "fails second", and hangs in "hangs".
+STAND_IN = """
+import json, os, sys, time
+for number, line in enumerate(sys.stdin):
+    arm = json.loads(line)
+    if arm["name"] == "hangs":
+        time.sleep(60)
+    if arm["name"] == "breaks" or (arm["name"] == "fails second" and number):
+        sys.exit(3)
+    row = arm | {"each_rank": [{"peak_memory_bytes": 0}], "examples_per_s": 1, "seconds": 0, "process": os.getpid()}
+    with open(sys.argv[1], "a") as rows:
+        rows.write(json.dumps(row) + "\\n")
+"""
+
+
+def test_a_process_that_dies_or_hangs_is_replaced_and_the_rest_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text(STAND_IN)
+    monkeypatch.setattr(speeds, "COMMAND", [sys.executable, str(tmp_path / "worker.py")])
+    names = ["first", "second", "breaks", "third", "fails second", "hangs", "instead", "not instead", "last"]
+    arms = [{"name": name, "limit": 1 if name == "hangs" else 30, "overrides": []} for name in names]
+    arms[6]["if_failed"], arms[7]["if_failed"] = "hangs", "first"
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
+    out = tmp_path / "out.jsonl"
+    out.write_text(json.dumps({"name": "second", "examples_per_s": 5}) + "\n")  # of a run that was interrupted
+    speeds.main([str(out), str(tmp_path / "arms.yaml")])
+    rows = {row["name"]: row for row in speeds.rows_of(out)}
+    assert list(rows) == ["second", "first", "breaks", "third", "fails second", "hangs", "instead", "last"]
+    assert rows["breaks"]["error"] == "the process ended with status 3"
+    assert rows["hangs"]["error"] == "took more than 1 seconds"
+    assert rows["third"]["process"] != rows["fails second"]["process"] != rows["instead"]["process"]
+    assert rows["instead"]["process"] == rows["last"]["process"]
+
+
+def test_every_measured_arm_is_a_configuration() -> None:
+    register_schema()
+    root = Path(speeds.CONFIGS).parent
+    arms = speeds.arms_of(root / "docs" / "performance" / "production_arms.yaml")
+    assert len({arm["name"] for arm in arms}) == len(arms)
+    with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
+        for arm in arms:
+            assert to_config(compose("train", arm["overrides"])).runtime.steps >= 20

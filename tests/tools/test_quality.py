@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.quality import check, nightly, page, plain_din
+from tools.quality import check, logistic, nightly, page, plain_din
 from tools.quality.run import configuration, train
 
 SMALL = (
@@ -32,8 +32,7 @@ def test_bounds_hold_a_further_seed_as_often_as_they_say() -> None:
 
 
 def test_nightly_fails_outside_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = page.seeds(page.stored("final")[1])[nightly.ROW]
-    same = stored[0]["test"]
+    same = nightly.rows()[nightly.ROW][1][0]
     monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": same})
     assert nightly.main([]) == 0
     monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": same | {"like/auc": same["like/auc"] - 0.05}})
@@ -43,7 +42,7 @@ def test_nightly_fails_outside_of_the_interval(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nightly_knows_the_rows_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     job, tests = nightly.rows()["ml1m_features/plain PyTorch DIN"]
-    assert job["plain"]
+    assert job["by"] == "plain_din"
     assert "again" not in job
     assert "data=ml1m_features" in job["overrides"]
     monkeypatch.setattr(nightly, "train", lambda job, folder: {"test": tests[0]})
@@ -98,6 +97,16 @@ def test_every_published_table_names_its_data_and_metrics() -> None:
         assert all(len(row) == len(table["metrics"]) for row in table["rows"].values())
         assert table["source"]
         assert table["protocol"]
+
+
+def test_a_run_that_lacks_a_metric_is_left_out_and_said() -> None:
+    assert page._cell(np.array([0.5, np.nan, 0.5])) == "0.5000 (2 seeds)"
+    assert page._cell(np.array([np.nan])) == ""
+
+
+def test_the_logistic_model_says_which_numbers_it_reads() -> None:
+    with pytest.raises(ValueError, match=r"user_mean and movie_mean; the data have no user_mean"):
+        logistic.train(configuration(list(SMALL)))
 
 
 def test_our_din_does_not_lose_to_a_plain_one(tmp_path: Path) -> None:

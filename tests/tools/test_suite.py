@@ -32,7 +32,8 @@ def test_a_row_overrides_its_section() -> None:
 
 def test_rows_of_a_section_have_as_many_settings() -> None:
     for section in SECTIONS.values():
-        assert len({len(section.settings_of(row)) for row in section.rows}) == 1
+        learned = [name for name, row in section.rows.items() if row.by != "logistic"]
+        assert len({len(section.settings_of(row)) for row in learned}) == 1
 
 
 class Jobs:
@@ -86,7 +87,7 @@ def test_each_row_is_trained_with_all_seeds_at_its_best_setting(
         "optimizer.sparse_lr=0.005", "optimizer.lr=0.0003", "model.table_std=null"
     ]  # fmt: skip
     assert len(content["rows"]["din"]["tried"]) == 12
-    row = "| din | 0.8100 ± 0.0248 | 0.7000 ± 0.0000 | 0.7100 ± 0.0000 | 0.9000 ± 0.0000 |"
+    row = "| din | 0.8100 ± 0.0248 | 0.7000 | 0.7100 | 0.9000 |"
     assert row in capsys.readouterr().out
     assert any(line.startswith(row) for line in page.sections())
     assert (

@@ -1,6 +1,6 @@
 """Train one stored row again and fail when it leaves its interval: `python -m tools.quality.nightly [--row NAME]`.
 
-Rows are those of docs/quality/final.json, and SECTION/ROW of what `tools.quality.suite` has stored. A further seed lies
+Rows are SECTION/ROW of what `tools.quality.suite` has stored. A further seed lies
 in the interval in 99 % of cases, if seeds are normal with the mean and deviation of those stored. The default row needs
 the bundled data alone.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from tools.quality import suite
-from tools.quality.page import STORED, seeds, stored
+from tools.quality.page import STORED
 from tools.quality.run import train
 from tools.quality.sections import SECTIONS
 
@@ -34,10 +34,7 @@ def bounds(values: np.ndarray, probability: float = 0.99) -> tuple[float, float]
 
 def rows() -> dict[str, tuple[dict[str, Any], list[dict[str, float]]]]:
     """Of each row of several seeds the job of the first one, and the test metrics of all."""
-    found = {
-        name: ({"overrides": runs[min(runs)]["overrides"]}, [run["test"] for run in runs.values()])
-        for name, runs in seeds(stored("final")[1]).items()
-    }
+    found: dict[str, tuple[dict[str, Any], list[dict[str, float]]]] = {}
     for section in SECTIONS:
         file = STORED / "suite" / f"{section}.json"
         content = json.loads(file.read_text()) if file.exists() else {"rows": {}}

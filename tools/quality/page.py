@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "docs" / "quality"
 PAGE = ROOT / "docs" / "quality.md"
 METRICS = ("auc", "gauc", "ne")
-HEAD = "| model | AUC | GAUC | NE | AUC lead of interformer |\n|---|---|---|---|---|"
-MODELS = ("interformer", "kunlun", "wukong", "din", "dcnv2", "dlrm")
+BEFORE = {"interformer": "interformer", "interformer_before": "interformer, before", "din_before": "din, before",
+          "din": "din, `table_std=0.01`"}  # fmt: skip
 
 INTRODUCTION = """\
 # Quality
@@ -29,63 +29,23 @@ over five seeds with the 95 % interval of the mean (Student's t); leads are pair
 entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one user
 only.
 """
-ML1M = """\
-## MovieLens-1M, ids only
+HISTORIES = """\
+## GAUC and what a history tells
 
-Would a user rate a movie 4 or more? The features are the user's and the movie's ids and the history of movies
-with ratings. The last tenth of each user's ratings tests, the tenth before it validates; positions stand for
-times ([preparation](data.md#public-sets-prepared)). `+experiment=ml1m_quality`: two epochs in batches of 2,048,
-four validations an epoch, tested at the best validation NE. All models have `optimizer.sparse_lr=0.02`, of 0.02
-and 0.005 the better one on validation with seed 0 for each but wukong (0.005 by 0.001 NE), and
-`model.table_std=0.01`; dlrm has 1 / sqrt(width), which validated better. kunlun and wukong were not run with
-the latter. {about}
-"""
-ML1M_READ = """\
-InterFormer has the best AUC and NE, and **the lowest GAUC**. On 700 users the gap to DIN is 0.0084, of which
-0.0075 come from the protocol, not from how it ranks movies. The history of a held-out rating holds the user's
-held-out ratings before it, and of a given number of likes, the more came before the fewer are left. A model that
-follows the newest ratings, as InterFormer does by its recent tokens and self-attention, learns from them how the
-user rates these days, which orders users, and is misled about the order of one user's rows. The table below ranks
-the same test rows of trained models again with one history for each user, the one before the first of them, as
-the candidates of one request have: on 700 users of MovieLens-1M (the experiment on a CPU in float32 with batches
-of 512 and 30 events, three validations an epoch) the models then rank a user's movies alike. That costs all of
-them AUC, for the history is older. On the bundled ids, as events of their own, InterFormer leads DIN in GAUC;
-most test users are new there, their one history is empty, and GAUC without it is much lower and the same for
-both. Neither model nor default was changed for this.
+With ids only InterFormer has the best AUC and NE of MovieLens-1M and **the lowest GAUC**. The history of a held-out
+rating holds the user's held-out ratings before it, and of a given number of likes, the more came before the fewer are
+left. A model that follows the newest ratings, as InterFormer does by its recent tokens and self-attention, learns from
+them how the user rates these days, which orders users, and is misled about the order of one user's rows. The table
+below ranks the same test rows of trained models again with one history for each user, the one before the first of
+them, as the candidates of one request have: on 700 users of MovieLens-1M (the experiment on a CPU in float32 with
+batches of 512 and 30 events, three validations an epoch) the models then rank a user's movies alike. That costs all of
+them AUC, for the history is older. On the bundled ids, as events of their own, InterFormer leads DIN in GAUC; most test
+users are new there, their one history is empty, and GAUC without it is much lower and the same for both. Neither model
+nor default was changed for this.
 
-Two more findings on MovieLens-1M: GAUC on validation still rises by 0.005 to 0.015 after the step of the best NE,
-for InterFormer and DIN alike; and a movie's mean training label alone has GAUC {movie:.4f} on the whole test
-split, more than any model above. With features ([below](#movielens-1m-with-features)) InterFormer leads in GAUC too.
-{search} No published table has this protocol.
-"""
-SEARCH = """\
-The [next table](#movielens-1m-ids-only-the-same-search-for-each-model) has both GAUCs with ids only, with the same
-search for each model.
-"""
-BUNDLED = """\
-## The bundled data
-
-MovieLens latest-small, global time split 80/10/10 by rating, so that most test users are new; 610 users make a
-development set, no benchmark. Tasks: `like`, a rating of 4 or more; `love`, a rating of 5. Every model gets the
-same features, histories, optimiser and budget (`configs/experiment/movielens_quality.yaml`) and is tested at
-its best validation NE. {about} Rows marked * are of commit {earlier}, whose defaults these models still have;
-their leads are not known by seed. `before` is the model with first rows of deviation 1 / sqrt(width) and
-RMSNorm on looked-up rows.
-"""
-RATES = """\
-## Larger rates
-
-Of the search [above](#movielens-1m-ids-only-the-same-search-for-each-model) most models chose the largest rates, which
-are therefore too small. Four further settings with larger ones (four of the plain DIN's one rate), the same for each
-model; the machine's time ended before two of dlrm's, and before seeds of interformer, dcnv2, wukong and the plain DIN.
-{about}
-
-- **Every model gains**, DIN most: {din} AUC over five seeds. It is then level with the plain PyTorch DIN, and with
-  Kunlun.
-- **InterFormer's lead over DIN is smaller than the table above says**: {lead:.4f} AUC with seed 0, the only one with
-  which both have run at their best settings. Whether it is outside of the interval is not known.
-- So search `optimizer.sparse_lr` up to 0.1 and beyond (din and dcnv2 chose the largest again) and `optimizer.lr` up to
-  0.003 on data of this kind. The defaults (0.02 and 0.001) stay until other data say the same.
+Two more findings on MovieLens-1M: GAUC on validation still rises by 0.005 to 0.015 after the step of the best NE, for
+InterFormer and DIN alike; and a movie's mean training label alone has GAUC {movie:.4f} on the whole test split, about
+as much as the models with ids only.
 """
 SCREENING = """\
 ## What was tried against memorised ids
@@ -97,12 +57,13 @@ norms on looked-up rows, `joint` is RMSNorm over all rows of a candidate, `none`
 have RMSNorm on each row.
 
 - **First rows of deviation 0.01** improve the validation NE of InterFormer, DIN and DCNv2 on both tables. With
-  features, on the bundled data, they cost DIN {din} AUC of `like`. They are the default of InterFormer alone;
-  the others keep 1 / sqrt(width). DLRM, which has inner products only, loses with them.
+  features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are the default of
+  InterFormer alone; the others keep 1 / sqrt(width), of which all but InterFormer, GEM and the plain DIN chose the
+  same [there](#the-bundled-data). DLRM, which has inner products only, loses with them at these rates.
 - **0.01 added to the mean square** (`modules.norms.row_norm`) improves on RMSNorm's validation NE on both
   tables, raises GAUC on MovieLens-1M, and moves the best validation later. It is InterFormer's default. Over
   five seeds on the bundled data both changes together make no difference in `like` that is outside of the
-  interval; GAUC of `love` rises.
+  interval, and GAUC of `love` rises (`before` in the first table below).
 - **No gain on either table**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of
   matrices (0.3), a separate table for histories, a restoring MLP that starts at zero.
 - **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids, and norms
@@ -110,9 +71,6 @@ have RMSNorm on each row.
 - **One layer** is as good as two on MovieLens-1M and worse on the bundled ids.
 - Differences on the bundled ids are noisy: there test and validation order several settings differently.
 - **Not tried**: GDPA, Muon, WSD, smaller widths.
-
-Our DIN and a [plain PyTorch one](../tools/quality/plain_din.py) with the same first rows are alike on
-MovieLens-1M, each with the [rates](#larger-rates) that suit it.
 """
 
 
@@ -152,29 +110,16 @@ def interval(values: np.ndarray) -> str:
     return f"{values.mean():.4f} ± {half(values):.4f}"
 
 
-def table(groups: dict[str, dict[int, dict[str, Any]]], prefix: str, names: list[str], task: str) -> list[str]:
-    """Rows of the models that have at least two seeds."""
-    best, lines = groups[f"{prefix}/interformer"], []
-    for name in names:
-        runs = groups.get(f"{prefix}/{name}", {})
-        if len(runs) < 2:
-            continue
-        values = [np.array([run["test"][f"{task}/{metric}"] for run in runs.values()]) for metric in METRICS]
-        paired = [best[s]["test"][f"{task}/auc"] - runs[s]["test"][f"{task}/auc"] for s in runs if s in best]
-        lead = "" if name == "interformer" else interval(np.array(paired))
-        label = name.replace("_before", ", before") + ("" if len(runs) == 5 else f" ({len(runs)} seeds)")
-        lines.append(f"| {label} | {' | '.join(map(interval, values))} | {lead} |")
+def before(groups: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """Table of the bundled data with the defaults that the screening chose, and with those before."""
+    tasks = ("like", "love")
+    heads = [f"{task} {metric.upper()}" for task in tasks for metric in METRICS]
+    lines = [f"|  | {' | '.join(heads)} |", "|" + "---|" * (1 + len(heads))]
+    for name, label in BEFORE.items():
+        runs = groups[name].values()
+        cells = [interval(np.array([run["test"][f"{task}/{m}"] for run in runs])) for task in tasks for m in METRICS]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
-
-
-def earlier_rows(earlier: dict[str, Any], task: str) -> list[str]:
-    def cell(mean: float, width: float | None) -> str:
-        return f"{mean:.4f}" + ("" if width is None else f" ± {width:.4f}")
-
-    return [
-        f"| {model} * | {' | '.join(cell(*row[metric]) for metric in METRICS)} |  |"
-        for model, row in earlier[task].items()
-    ]
 
 
 def setting(run: dict[str, Any]) -> str:
@@ -239,7 +184,13 @@ def _values(section: Section, runs: list[dict[str, Any]]) -> list[np.ndarray]:
 
 
 def _cell(values: np.ndarray) -> str:
-    return interval(values) if len(values) > 1 else f"{values.mean():.4f}"
+    """Mean and interval; how many seeds they are of if some runs lack the metric."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return ""
+    seeds = "" if len(known) == len(values) else f" ({len(known)} seeds)"
+    spread = len(known) > 1 and not np.allclose(known, known[0], rtol=1e-12)
+    return (interval(known) if spread else f"{known.mean():.4f}") + seeds
 
 
 def search_tables(section: Section, content: dict[str, Any]) -> list[str]:
@@ -280,38 +231,6 @@ def sections() -> list[str]:
     return lines
 
 
-def rates() -> list[str]:
-    """What larger rates brought on MovieLens-1M: the text and a table of all runs, by model and validation NE."""
-    about, runs = stored("rates")
-    groups = seeds(runs)
-    ranked = sorted(groups, key=lambda name: groups[name][0]["valid"]["like/ne"])
-    best: dict[str, str] = {}
-    for name in ranked:
-        best.setdefault(name.split("/")[0], name)
-    before = json.loads((STORED / "suite" / "ml1m.json").read_text())["rows"]["din"]["runs"]
-    gain = _test(groups[best["din"]], "auc") - np.array([run["test"]["like/auc"] for run in before])
-    lead = _test(groups[best["interformer"]], "auc")[0] - _test(groups[best["din"]], "auc")[0]
-    where = f"{about['device']}, commit {about['commit']}."
-    lines = [
-        wrapped(RATES.format(about=where, din=interval(gain), lead=lead)),
-        "| model | setting | validation NE, seed 0 | seeds | AUC | GAUC | NE |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for model in dict.fromkeys(name.split("/")[0] for name in groups):
-        for name in (each for each in ranked if each.startswith(f"{model}/")):
-            found = groups[name]
-            chosen = ", ".join(f"`{part}`" for part in name.split("/", 1)[1].split())
-            cells = [f"{found[0]['valid']['like/ne']:.4f}", str(len(found))]
-            cells += [_cell(_test(found, metric)) for metric in METRICS]
-            lines.append(f"| {model} | {chosen} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def _test(found: dict[int, dict[str, Any]], metric: str) -> np.ndarray:
-    """Of `like` on the test split, by seed."""
-    return np.array([found[seed]["test"][f"like/{metric}"] for seed in sorted(found)])
-
-
 def one_history() -> list[str]:
     """Table of runs whose test rows were ranked by their own histories and by one for each user."""
     lines = ["| data | model | seeds | AUC | GAUC | GAUC, one history |", "|---|---|---|---|---|---|"]
@@ -325,43 +244,30 @@ def one_history() -> list[str]:
 
 
 def page() -> str:
-    about, runs = stored("final")
     screened, tried = stored("screening")
-    earlier = json.loads((STORED / "earlier.json").read_text())
+    about, runs = stored("defaults")
     groups = seeds(runs)
-    measured = f"{about['device']}, commit {about['commit']}."
-    now, before = groups["bundled/din"], groups["bundled/din_before"]
-    change = np.array([before[s]["test"]["like/auc"] - now[s]["test"]["like/auc"] for s in now])
-    read = ML1M_READ.format(movie=stored("one_history")[0]["movie_mean_gauc"], search=SEARCH)
+    change = np.array(
+        [groups["din_before"][s]["test"]["like/auc"] - groups["din"][s]["test"]["like/auc"] for s in groups["din"]]
+    )
+    read = HISTORIES.format(movie=stored("one_history")[0]["movie_mean_gauc"])
+    where = f"{screened['device']}, commit {screened['commit']} with the norms patched in."
     lines = [
         INTRODUCTION,
-        wrapped(ML1M.format(about=measured)),
-        HEAD,
-        *table(groups, "ml1m", list(MODELS), "like"),
-        "",
-        *map(wrapped, read.split("\n\n")),
+        *sections(),
+        wrapped(read),
         *one_history(),
         "",
-        *sections(),
-        *rates(),
+        wrapped(SCREENING.format(about=where, din=interval(change))),
+        f"By `+experiment=movielens_quality`, five seeds, {about['device']}, commit {about['commit']}:",
+        "",
+        *before(groups),
+        "",
+        "All runs of one seed:",
+        "",
+        *screening(tried),
+        "",
     ]
-    lines.append(wrapped(BUNDLED.format(about=measured, earlier=earlier["about"]["commit"])))
-    # DIN's default is what it was before; with small first rows it is shown as what was tried.
-    small = groups.pop("bundled/din")
-    groups["bundled/din"] = groups.pop("bundled/din_before")
-    groups["bundled/din, table_std=0.01"] = small
-    names = ["interformer", "interformer_before", "din", "din, table_std=0.01"]
-    for task in ("like", "love"):
-        lines += [f"### {task}", "", HEAD, *table(groups, "bundled", names, task), *earlier_rows(earlier, task), ""]
-    singles = [name for name, found in groups.items() if len(found) == 1]
-    for name in singles:
-        (run,) = groups[name].values()
-        values = ", ".join(f"{metric.upper()} {run['test'][f'like/{metric}']:.4f}" for metric in METRICS)
-        label = name.replace("dcnv2_before", "dcnv2").replace("bundled/dcnv2", "dcnv2")
-        small_rows = "1 / sqrt(width)" if name.endswith("_before") else "0.01"
-        lines.append(f"One seed of {label} with first rows of deviation {small_rows}, `like`: {values}.")
-    where = f"{screened['device']}, commit {screened['commit']} with the norms patched in."
-    lines += ["", wrapped(SCREENING.format(about=where, din=interval(change))), *screening(tried), ""]
     return "\n".join(lines)
 
 

@@ -179,8 +179,27 @@ def measured(results: run.Results) -> list[Run]:
     return runs
 
 
+def sizes_table(runs: Sequence[Run]) -> str:
+    """Markdown: a row for each size, for each model its operations and its mean NE over seeds."""
+    models = list(dict.fromkeys(each.model for each in runs))
+    lines = [
+        "| size | " + " | ".join(f"{model}, MFLOP | NE" for model in models) + " |",
+        "|---" * (1 + 2 * len(models)) + "|",
+    ]
+    for size in SIZES["wukong"]:
+        cells = [size]
+        for model in models:
+            of_size = [each for each in runs if each.folder.startswith(f"{model}/{size}/")]
+            flops, ne = (
+                (f"{of_size[0].flops / 1e6:.3g}", f"{np.mean([each.ne for each in of_size]):.4f}") if of_size else "  "
+            )
+            cells += [flops, ne]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def write(results: run.Results) -> str:
-    """Fit, and write docs/quality/scaling_law.json and .png; the table of the lines."""
+    """Fit, and write docs/quality/scaling_law.json and .png; the tables of lines and of sizes."""
     from train.record.plots import plot_scaling_law  # imports matplotlib, which training does without
 
     by_model: dict[str, list[Run]] = defaultdict(list)
@@ -199,7 +218,7 @@ def write(results: run.Results) -> str:
     points = {model: [(each.flops, each.ne) for each in runs] for model, runs in by_model.items()}
     lines = {model: (law.intercept, law.slope) for model, law in laws.items()}
     plot_scaling_law(points, lines, STORED / "scaling_law.png")
-    return table(laws)
+    return table(laws) + "\n" + sizes_table([each for runs in by_model.values() for each in runs])
 
 
 def main(arguments: list[str]) -> int:

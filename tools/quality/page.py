@@ -25,7 +25,7 @@ INTRODUCTION = """\
 # Quality
 
 Written by `python -m tools.quality.page` from the results in `docs/quality/`, all of which are shown. Means
-over five seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is normalised
+over seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is normalised
 entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one user
 only.
 """
@@ -225,7 +225,8 @@ def sections() -> list[str]:
         if file.exists():
             content = json.loads(file.read_text())
             about = content["about"]
-            where = f"{len(about['seeds'])} seeds, {about['device']}, commit {about['commit']}."
+            number = len(about["seeds"])
+            where = f"{number} seed{'s' * (number > 1)}, {about['device']}, commit {about['commit']}."
             text = wrapped(f"## {section.title}\n\n{section.text} {where}")
             lines += [text, *section_table(section, content), "", *search_tables(section, content)]
     return lines

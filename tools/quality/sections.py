@@ -265,7 +265,7 @@ tables](next_item.md#sessions-and-amazon)).""",
         title="Amazon Beauty",
         text="""\
 Each user's last item among all others, `+experiment=amazon_sasrec`; the item before it chooses between four settings
-and the epoch ([published rows](next_item.md#sessions-and-amazon)).""",
+and the epoch ([published rows](next_item.md#sessions-and-amazon)). HSTU has not been run.""",
         overrides=("+experiment=amazon_sasrec",),
         rows={model: Row((f"model={model}",)) for model in ("sasrec", "hstu")},
         metrics=("next/hr@5", "next/ndcg@5", "next/hr@10", "next/ndcg@10"),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast, get_args, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import UnionType
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 
 def option(
@@ -58,8 +59,9 @@ def check_options(config: Any, path: str) -> None:
 
 def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
     """A copy of a dataclass with other values, mappings for the dataclasses in it. ValueError that names the key below
-    `path` for one that it does not have."""
+    `path` for one that it does not have, and for a value of another type."""
     known = [field.name for field in dataclasses.fields(config)]
+    types = get_type_hints(type(config))
     values = {}
     for name, value in changes.items():
         if name not in known:
@@ -67,9 +69,28 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise ValueError(f"{path}.{name} is no option; {hint}")
         own = getattr(config, name)
-        nested = dataclasses.is_dataclass(own) and isinstance(value, Mapping)
-        values[name] = changed(own, value, f"{path}.{name}") if nested else value
+        if dataclasses.is_dataclass(own) and isinstance(value, Mapping):
+            values[name] = changed(own, value, f"{path}.{name}")
+        elif _is_of(types[name], value):
+            values[name] = value
+        else:
+            kind = getattr(types[name], "__name__", types[name])
+            works = {} if dataclasses.is_dataclass(own) else own
+            raise ValueError(f"{path}.{name}={value} must be of type {kind}, e.g. {path}.{name}={works}")
     return dataclasses.replace(config, **values)
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a field of that type may have the value. Whole numbers are numbers; true and false are none."""
+    if kind is Any:
+        return True
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(each, value) for each in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(get_args(kind)[0], each) for each in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
 
 
 def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
@@ -162,3 +183,92 @@ class ModelConfig(TokenConfig):
     def graphs_refusal(self) -> str | None:
         """Which key cannot work with CUDA graphs, why, and what works; None if all can."""
         return None
+
+    def describe_layers(self) -> list[str]:
+        """What differs in each layer, as text; empty if the configuration does not tell them apart."""
+        return []
+
+
+@dataclasses.dataclass(kw_only=True)
+class StackConfig(ModelConfig):
+    """What models share that are a stack of layers.
+
+    An entry of `layers` overrides keys of the model for its layer: all but `shared` and, of those of every model, but
+    `dropout`.
+    """
+
+    num_layers: int | None = option(None, least=1, example=2)  # null: as many as layers has, else `usual_layers`
+    # what differs in each layer, such as [{dropout: 0.1}, {}]; null: nothing
+    layers: list[dict[str, Any]] | None = None
+
+    usual_layers: ClassVar[int] = 2
+    shared: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        # So that a saved configuration says how many there are.
+        if self.num_layers is None:
+            self.num_layers = len(self.layers) if self.layers else self.usual_layers
+
+    @classmethod
+    def layer_keys(cls) -> list[str]:
+        """The keys that a layer may have for itself."""
+        of_stack = {each.name for each in dataclasses.fields(StackConfig)} - {"dropout"}
+        return [each.name for each in dataclasses.fields(cls) if each.name not in of_stack | cls.shared]
+
+    def of_layers(self) -> list[Self]:
+        """The configuration of each layer. ValueError that names the key for what a layer cannot have."""
+        if not self.layers:  # null, or as earlier versions saved it, an empty list
+            return [self] * cast("int", self.num_layers)
+        if len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"model.layers has {len(self.layers)} entries, one a layer, and model.num_layers={self.num_layers}; "
+                f"leave out one of the two, or use model.num_layers={len(self.layers)}"
+            )
+        own = dataclasses.replace(self, layers=None)
+        return [
+            layer_config(own, changes, f"model.layers.{index}", self.layer_keys())
+            for index, changes in enumerate(self.layers)
+        ]
+
+    def check(self) -> None:
+        super().check()
+        for index, layer in enumerate(self.of_layers()):
+            try:
+                layer.check_layer()
+            except ValueError as error:
+                raise ValueError(f"model.layers.{index}: {error}" if self.layers else str(error)) from error
+
+    def check_layer(self) -> None:
+        """`check` for a layer whose configuration this is."""
+
+    def describe_layers(self) -> list[str]:
+        return [shown(changes) for changes in self.layers or []] if any(self.layers or []) else []
+
+
+def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Collection[str]) -> Any:
+    """`config` with what a layer has for itself, which may be `keys`. ValueError that names the key below `path`."""
+    if not isinstance(changes, Mapping):
+        raise ValueError(f"{path}={changes} must be a mapping of keys to values; {{}} where nothing differs")
+    for name in changes:
+        if name in keys:
+            continue
+        known = name in (each.name for each in dataclasses.fields(config))
+        if not known and (close := difflib.get_close_matches(name, keys, 1)):
+            raise ValueError(f"{path}.{name} is no key of a layer; did you mean {close[0]}?")
+        instead = f"set model.{name} for all, or " if known else ""
+        raise ValueError(f"{path}.{name} is no key of a layer; {instead}choose from {', '.join(sorted(keys))}")
+    layer = changed(config, changes, path)
+    check_options(layer, path)
+    return layer
+
+
+def shown(changes: Mapping[str, Any]) -> str:
+    """Keys and values as in overrides: `window=64, pffn_gdpa.activation=silu`."""
+    parts = []
+    for name, value in changes.items():
+        if isinstance(value, Mapping):
+            parts += [shown({f"{name}.{key}": part}) for key, part in value.items()]
+        else:
+            text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+            parts.append(f"{name}={text}")
+    return ", ".join(parts)

@@ -118,7 +118,8 @@ def build(config: Config, world: World) -> Job:
     if execution := format_execution(model):
         log.info("how this device multiplies quantised operands:\n%s", execution)
     if world.is_first and world.device.type == "cuda":
-        summary = summarise_model(arch, source.spec, config.model.dim, dtype=_dtype(config))
+        layers = config.model.describe_layers()
+        summary = summarise_model(arch, source.spec, config.model.dim, dtype=_dtype(config), layers=layers)
         log.debug("what parts of the model cost, and what serves them:\n%s", summary)
         for sentence in summary.slow():
             log.warning(sentence)

@@ -1,4 +1,4 @@
-"""`python -m kernels.bench FAMILY [--case GLOB] [--device cpu|cuda] [--graph] [--alone] [--out DIR]`."""
+"""`python -m kernels.bench FAMILY [--case GLOB ...] [--device cpu|cuda] [--graph] [--alone] [--out DIR]`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def families() -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=sys.modules["kernels.bench"].__doc__)
     parser.add_argument("family", choices=families())
-    parser.add_argument("--case", default="*", metavar="GLOB", help="only cases whose name matches (default: all)")
+    parser.add_argument("--case", nargs="+", default=["*"], metavar="GLOB", help="only cases whose name matches one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", action="store_true", help="time CUDA graph replays, without the launch overhead")
     parser.add_argument("--alone", action="store_true", help="then time each contender alone too, at its own clock")
@@ -61,9 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--graph needs --device cuda")
     device = torch.device(options.device)
     cases = importlib.import_module(f"kernels.bench.cases.{options.family}").cases(device)
-    chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.case)]
+    chosen = [case for case in cases if any(fnmatch.fnmatch(case.name, glob) for glob in options.case)]
     if not chosen:
-        parser.error(f"no case matches {options.case!r}; cases: {', '.join(case.name for case in cases)}")
+        parser.error(f"no case matches {' '.join(options.case)!r}; cases: {', '.join(case.name for case in cases)}")
     how = Options(options.out, options.seconds, options.min_rounds, options.graph, options.alone)
     return run(options.family, chosen, device, how)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ KEYS = {
 
 
 class Cost(NamedTuple):
-    """Of the modules of one name, whatever their place in a list."""
+    """Of the modules of one name, whatever their place in a list, unless the configuration tells layers apart."""
 
     name: str
     modules: int
@@ -63,6 +63,7 @@ class Summary:
     events: int  # of a request of the batch that was run; it has one candidate
     costs: list[Cost]
     served: list[Served]
+    layers: dict[str, str]  # layers that are alike -> what they have for themselves
 
     def __str__(self) -> str:
         costs: list[tuple[str, ...]] = [("module", "modules", "parameters", "MFLOP", "activations KiB", "precision")]
@@ -79,7 +80,11 @@ class Summary:
             refusals = "; ".join(f"{name}: {why}" for name, why in each.refusals.items())
             served.append((each.op, each.module, f"{each.share:.1%}", each.backend, refusals))
         head = f"one candidate of a request with {self.events} events, forward:"
-        return "\n".join([head, *_aligned(costs), "", *_aligned(served)])
+        lines = [head, *_aligned(costs), "", *_aligned(served)]
+        if self.layers:
+            layers = [(f"layers.{places}", own or "as the model") for places, own in self.layers.items()]
+            lines += ["", *_aligned([("layers", "keys of their own"), *layers])]
+        return "\n".join(lines)
 
     def slow(self) -> Iterator[str]:
         """A sentence for each large part that another size or dtype would give a faster backend."""
@@ -124,11 +129,18 @@ def summarise(
     *,
     dtype: torch.dtype = torch.float32,
     capability: tuple[int, int] | None = None,
+    layers: Sequence[str] = (),
 ) -> Summary:
     """The summary of `arch`, whose layers compute in `dtype` unless their own precision says otherwise.
 
     `capability`: of a GPU, also of one that is not there; without it backends are those of the parameters' device.
+    `layers`, as `ModelConfig.describe_layers` gives it, are kept apart where they differ.
     """
+    places: dict[str, list[str]] = {}
+    for index, own in enumerate(layers):
+        places.setdefault(own, []).append(str(index))
+    alike = {",".join(same): own for own, same in places.items()}
+    names = {place: ",".join(same) for same in places.values() for place in same}
     device = next(arch.parameters()).device
     longest = min(spec.max_events, LONGEST)
     lengths = [event.max_length * longest // spec.max_events for event in spec.histories]
@@ -143,17 +155,18 @@ def summarise(
     finally:
         arch.train(training)
     chip: dict[str, Hashable] = {} if capability is None else {"device": "cuda", "capability": capability}
-    return Summary(sum(lengths), list(_costs(arch, watch, dtype)), _served(watch.calls, watch.total, chip, dtype))
+    costs = list(_costs(arch, watch, dtype, names))
+    return Summary(sum(lengths), costs, _served(watch.calls, watch.total, chip, dtype, names), alike)
 
 
-def _costs(arch: nn.Module, watch: _Watch, dtype: torch.dtype) -> Iterator[Cost]:
+def _costs(arch: nn.Module, watch: _Watch, dtype: torch.dtype, layers: dict[str, str]) -> Iterator[Cost]:
     """Of the whole, and of its parts down to the second name below it."""
     root = type(arch).__name__
     modules: dict[str, list[tuple[str, nn.Module]]] = {"whole": [("", arch)]}
     for name, module in arch.named_modules():
         parts = [part for part in name.split(".") if not part.isdigit()]
         if name and len(parts) <= 2 and not isinstance(module, nn.ModuleList | nn.Dropout | nn.Identity):
-            modules.setdefault(_starred(name), []).append((name, module))
+            modules.setdefault(_starred(name, layers), []).append((name, module))
     for shown, same in modules.items():
         below = [_below(f"{root}.{name}".rstrip(".")) for name, _ in same]
 
@@ -173,8 +186,13 @@ def _below(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name) + r"(\.|$)")
 
 
-def _starred(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def _starred(name: str, layers: dict[str, str]) -> str:
+    """The name with stars for places in lists, but for those of layers that are told apart."""
+    parts = name.split(".")
+    for index, (before, part) in enumerate(zip(["", *parts], parts, strict=False)):
+        if part.isdigit():
+            parts[index] = layers.get(part, "*") if before == "layers" else "*"
+    return ".".join(parts)
 
 
 def _holds(module: nn.Module) -> bool:
@@ -187,12 +205,14 @@ def _precision(module: nn.Module, dtype: torch.dtype) -> str:
     return "float32" if isinstance(module, FP32Linear) else str(dtype).removeprefix("torch.")
 
 
-def _served(calls: list[Call], total: float, chip: dict[str, Hashable], dtype: torch.dtype) -> list[Served]:
+def _served(
+    calls: list[Call], total: float, chip: dict[str, Hashable], dtype: torch.dtype, layers: dict[str, str]
+) -> list[Served]:
     flops: Counter[tuple[str, str, tuple[tuple[str, Hashable], ...]]] = Counter()
     for call in calls:
         computed = {"dtype": dtype} if call.facts["dtype"] is torch.float32 else {}
         facts = call.facts | chip | computed
-        module = _starred(call.module.partition(".")[2]) or "the model"
+        module = _starred(call.module.partition(".")[2], layers) or "the model"
         flops[call.op, module, tuple(facts.items())] += call.flops  # type: ignore[assignment]
     served = []
     for (op, module, facts_of_calls), each in flops.most_common():

@@ -86,13 +86,13 @@ class HSTU(SequentialModel):
         layers = (
             HSTULayer(
                 config.dim,
-                config.num_heads,
+                own.num_heads,
                 max_length=self.max_length,
-                dropout=config.dropout,
-                position_bias=config.position_bias,
-                time_buckets=config.time_buckets,
+                dropout=own.dropout,
+                position_bias=own.position_bias,
+                time_buckets=own.time_buckets,
             )
-            for _ in range(config.num_layers)
+            for own in config.of_layers()
         )
         self.layers = nn.ModuleList(layers)
 

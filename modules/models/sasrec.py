@@ -43,12 +43,12 @@ class SASRec(SequentialModel):
         layers = (
             SASRecLayer(
                 config.dim,
-                config.num_heads,
-                config.feed_forward_dim,
+                own.num_heads,
+                own.feed_forward_dim,
                 max_length=self.max_length,
-                dropout=config.dropout,
+                dropout=own.dropout,
             )
-            for _ in range(config.num_layers)
+            for own in config.of_layers()
         )
         self.layers = nn.ModuleList(layers)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels.tokens import permute
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
-from modules.config import option
+from modules.config import StackConfig, option
 from modules.embedding import Tokens
 from modules.models.retrieval import NextItems, RetrievalConfig, RetrievalModel, positive_weights
 
@@ -33,15 +33,15 @@ class Sequences(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class SequentialConfig(RetrievalConfig):
+class SequentialConfig(StackConfig, RetrievalConfig):
     """What models of sequences share."""
 
     dropout: float = option(0.2, below=1, example=0.1)
-    num_layers: int = option(2, least=1)
     num_heads: int = option(1, least=1)
 
-    def check(self) -> None:
-        super().check()
+    shared: ClassVar[frozenset[str]] = frozenset({"score", "temperature"})
+
+    def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
             raise ValueError(
                 f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={2 * self.num_heads}, e.g. model.dim="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, above_candidates
-from modules.config import ModelConfig, option
+from modules.config import StackConfig, option
 from modules.embedding import Tokens
 from modules.mlp import TaskHeads
 from modules.models.ranking import RequestVectors
@@ -31,9 +31,8 @@ class Wukong(RequestVectors, nn.Module):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig):
+    class Config(StackConfig):
         name: str = "wukong"
-        num_layers: int = option(3, least=1)  # each squares the order of interactions
         num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
         num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
         machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
@@ -43,32 +42,33 @@ class Wukong(RequestVectors, nn.Module):
         attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
         head_hidden: list[int] = option([128, 64], least=1)
 
+        usual_layers: ClassVar[int] = 3  # each squares the order of interactions
+        shared: ClassVar[frozenset[str]] = frozenset({"head_hidden"})
+
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
         num_request = spec.num_request_tokens + sum(len(event.fields) for event in spec.histories)
         num_request += spec.num_vendor_tokens
-        made = config.num_fmb + config.num_lcb
-
-        def layer(num_candidate: int, num_request: int = 0) -> WukongLayer:
-            return WukongLayer(
-                num_candidate,
-                config.dim,
-                num_fmb=config.num_fmb,
-                num_lcb=config.num_lcb,
-                rank=config.rank,
-                hidden=config.hidden,
-                dropout=config.dropout,
-                num_request=num_request,
-                max_candidates=spec.max_candidates,
-                machine=config.machine,
-                num_compressed=config.num_compressed,
-                attention_hidden=config.attention_hidden,
+        layers: list[WukongLayer] = []
+        for own in config.of_layers():
+            layers.append(
+                WukongLayer(
+                    layers[-1].num_out if layers else spec.num_candidate_tokens,
+                    config.dim,
+                    num_fmb=own.num_fmb,
+                    num_lcb=own.num_lcb,
+                    rank=own.rank,
+                    hidden=own.hidden,
+                    dropout=own.dropout,
+                    num_request=0 if layers else num_request,
+                    max_candidates=spec.max_candidates,
+                    machine=own.machine,
+                    num_compressed=own.num_compressed,
+                    attention_hidden=own.attention_hidden,
+                )
             )
-
-        layers = nn.ModuleList([layer(spec.num_candidate_tokens, num_request)])
-        layers.extend(layer(made) for _ in range(config.num_layers - 1))
-        self.layers = cast("Sequence[WukongLayer]", layers)
-        self.heads = TaskHeads(made * config.dim, config.head_hidden, spec.num_outputs, config.dropout)
+        self.layers = cast("Sequence[WukongLayer]", nn.ModuleList(layers))
+        self.heads = TaskHeads(layers[-1].num_out * config.dim, config.head_hidden, spec.num_outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""

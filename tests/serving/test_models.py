@@ -48,7 +48,9 @@ OF_ITEMS = {
     "sasrec": SASRec.Config(**SMALL),
     "hstu": HSTU.Config(**SMALL),
     "two_tower": TwoTower.Config(dim=8, hidden=[8]),
-    "kunlun": Kunlun.Config(**SMALL | {"num_layers": 2}, **HEADS, pffn_hidden=8, window=2, num_experts=1),
+    "kunlun": Kunlun.Config(
+        dim=8, **HEADS, pffn_hidden=8, window=2, num_experts=1, layers=[{"num_seeds": 4}, {"num_heads": 1, "window": 3}]
+    ),
     "gem": GEM.Config(**GEMS),
 }
 ALL = TRACED | EAGER | OF_ITEMS

@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> Summary:
     holder = torch.nn.ModuleDict({"arch": arch})  # names that the globs of a precision mean
     apply_recipe(holder, name, [glob for glob in config.precision.quantize if name.startswith("mxfp8")])
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
-    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability)
+    layers = config.model.describe_layers()
+    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers)
 
 
 if __name__ == "__main__":

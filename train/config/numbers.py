@@ -57,7 +57,10 @@ def numbers(section: object, key: str = "", default: object = 1) -> Iterator[Num
         for name, value in section.items():
             yield from numbers(value, f"{key}.{name}")
     elif isinstance(section, list):
-        for each in section:
+        for index, each in enumerate(section):
+            if isinstance(each, dict):
+                yield from numbers(each, f"{key}.{index}")
+                continue
             yield from (number._replace(value=section, default=default) for number in numbers(each, key))
     elif isinstance(section, int | float) and not isinstance(section, bool):
         yield Number(key, section, section, default)

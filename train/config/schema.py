@@ -198,6 +198,9 @@ class SyntheticConfig(DataConfig):
     num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
     num_dense: int = 8  # numeric features of requests, and as many of candidates
     zipf: float = 1.05  # exponent of the id popularity
+    # what labels depend on. matches: shares of the history in the candidate's category, which small models learn |
+    # network: a random network over all features and histories, of which larger models learn more
+    signal: str = option("matches", choices=["matches", "network"])
     tasks: list[str] = field(default_factory=lambda: ["click", "like"])
 
 

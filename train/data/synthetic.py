@@ -13,7 +13,7 @@ in ten come from them, and so does every other candidate. The logit of a task is
     + item quality + the dot product of a user's and an item's latent vector + small effects of features and numbers,
 
 where each task listens most to one event type. A model that cannot match the candidate with the history is left with
-the last line.
+the last line. With `data.signal=network` labels follow `train.data.random_network` instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from train.config.schema import SyntheticConfig
 from train.data.batch import Events, Ids, pack, ranges
 from train.data.features.vocabulary import GOLDEN, splitmix64
+from train.data.random_network import RandomNetwork
 from train.data.requests import SPLITS
 
 INTERESTS = 3
@@ -67,8 +68,8 @@ class _Draw:
     candidate_dense: np.ndarray
     time: np.ndarray
     events: list[Events]
-    plain_logits: np.ndarray  # [C, tasks] logits from ids and numbers
-    history_logits: np.ndarray  # [C, tasks] what histories add to the logits
+    plain: np.ndarray  # [C, tasks] logits from ids and numbers; of a random network its first two parts
+    history: np.ndarray  # [C, tasks] what histories add to the logits; of a random network its other parts
     label_uniform: np.ndarray  # [C, tasks]
 
 
@@ -118,10 +119,17 @@ class SyntheticSource:
             max_candidates=1 if config.copy_requests else self.most_candidates,
         )
         self._seed = np.array([config.seed], np.uint64)
+        self.network: RandomNetwork | None = None
+        if config.signal == "network":
+            numbers = 2 * config.num_dense
+            self.network = RandomNetwork(self._effects, config.num_categories, len(config.event_types), numbers)
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps(["popular rows apart", *(getattr(self.config, name) for name in POPULATION)])
+        population = [getattr(self.config, name) for name in POPULATION]
+        if self.network is not None:
+            population.append(self.config.signal)
+        text = json.dumps(["popular rows apart", *population])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     extends = None
@@ -164,12 +172,27 @@ class SyntheticSource:
 
     def bayes_logits(self, split: str, requests: np.ndarray, histories: bool = True) -> np.ndarray:
         """[C, tasks] float32: the logits that labels are drawn from, or those without what the histories add."""
-        draw = self._draw(split, requests)
-        return draw.plain_logits + draw.history_logits if histories else draw.plain_logits
+        return self._logits(self._draw(split, requests), histories)
+
+    def _logits(self, draw: _Draw, histories: bool = True) -> np.ndarray:
+        if self.network is None:
+            return draw.plain + draw.history if histories else draw.plain
+        mean, deviation = self._moments
+        parts = (np.concatenate([draw.plain, draw.history], 1) - mean) / deviation
+        if not histories:
+            parts[:, draw.plain.shape[1] :] = 0
+        return self.network.logits(parts, len(self.config.tasks))
+
+    @cached_property
+    def _moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Means and deviations of a random network's parts over the first 4,096 training requests."""
+        draw = self._draw("train", np.arange(min(4096, self.config.num_requests)))
+        parts = np.concatenate([draw.plain, draw.history], 1)
+        return parts.mean(0), np.maximum(parts.std(0), 1e-6)
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
         draw = self._draw(split, requests)
-        probability = _sigmoid(draw.plain_logits + draw.history_logits)
+        probability = _sigmoid(self._logits(draw))
         batch = pack(
             self.spec,
             request=[Ids(rows) for rows in self._rows(self.spec.request, draw.request_ids)],
@@ -213,23 +236,20 @@ class SyntheticSource:
         request_dense = _normal(_bits(key, "dense", config.num_dense))
         candidate_dense = _normal(_bits(candidate, "dense", config.num_dense))
 
-        events, history_logits = [], np.zeros((len(owner), len(config.tasks)), np.float32)
-        for index in range(len(config.event_types)):
-            history, matches = self._history(self._event_key(key, index), spec.histories[index], interests, time)
-            share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
-            for task in range(len(config.tasks)):
-                history_logits[:, task] += (STRONG if task % len(config.event_types) == index else WEAK) * share
-            events.append(history)
-
-        affinity = self._effects("user", user, LATENT)[owner] * self._effects("item", item, LATENT)
-        plain = BIAS + QUALITY * (
-            affinity.sum(1, keepdims=True) / LATENT**0.5 + self._effects("quality", item, len(config.tasks))
-        )
-        named = zip(spec.request[1:] + spec.candidate[2:], [ids[owner] for ids in contexts] + attributes, strict=True)
-        for feature, ids in named:
-            plain += EFFECT * self._effects(feature.name, ids, len(config.tasks))
+        drawn = [
+            self._history(self._event_key(key, index), event, interests, time)
+            for index, event in enumerate(spec.histories)
+        ]
+        events = [each for each, _ in drawn]
+        named = dict(zip((feature.name for feature in spec.request[1:]), (ids[owner] for ids in contexts), strict=True))
+        named |= dict(zip((feature.name for feature in spec.candidate[2:]), attributes, strict=True))
         numbers = np.concatenate([request_dense[owner], candidate_dense], 1)
-        plain += EFFECT * numbers @ self._effects("dense", np.arange(numbers.shape[1]), len(config.tasks))
+        if self.network is None:
+            plain = self._plain(user[owner], item, named, numbers)
+            history = self._matches(owner, category, drawn)
+        else:
+            ids = {"user": user[owner], "item": item, "category": category, **named}
+            plain, history = self.network.plain(ids, numbers), self.network.of_histories(owner, category, events)
         return _Draw(
             request_ids=[user, *contexts],
             candidate_ids=[item, category, *attributes],
@@ -238,10 +258,33 @@ class SyntheticSource:
             candidate_dense=candidate_dense,
             time=time,
             events=events,
-            plain_logits=plain.astype(np.float32),
-            history_logits=history_logits,
+            plain=plain.astype(np.float32),
+            history=history.astype(np.float32),
             label_uniform=_uniform(_bits(candidate, "label", len(config.tasks))),
         )
+
+    def _plain(
+        self, user: np.ndarray, item: np.ndarray, named: dict[str, np.ndarray], numbers: np.ndarray
+    ) -> np.ndarray:
+        """[C, tasks] logits without histories, of each candidate's ids [C], and numbers [C, n]."""
+        tasks = len(self.config.tasks)
+        affinity = self._effects("user", user, LATENT) * self._effects("item", item, LATENT)
+        plain = BIAS + QUALITY * (affinity.sum(1, keepdims=True) / LATENT**0.5 + self._effects("quality", item, tasks))
+        for name, ids in named.items():
+            plain += EFFECT * self._effects(name, ids, tasks)
+        plain += EFFECT * numbers @ self._effects("dense", np.arange(numbers.shape[1]), tasks)
+        return plain
+
+    def _matches(
+        self, owner: np.ndarray, category: np.ndarray, drawn: Sequence[tuple[Events, np.ndarray]]
+    ) -> np.ndarray:
+        """[C, tasks]: what the histories' shares of each candidate's category add to its logits."""
+        logits = np.zeros((len(owner), len(self.config.tasks)), np.float32)
+        for index, (history, matches) in enumerate(drawn):
+            share = matches[owner, category] / np.maximum(history.lengths, 1)[owner]
+            for task in range(logits.shape[1]):
+                logits[:, task] += (STRONG if task % len(drawn) == index else WEAK) * share
+        return logits
 
     def _key(self, split: str, requests: np.ndarray) -> np.ndarray:
         numbers = np.asarray(requests, np.int64).astype(np.uint64)

@@ -7,6 +7,7 @@ bfloat16 operands that were quantised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,12 +15,22 @@ from torch import Tensor
 
 from kernels import mxfp8
 from kernels.bench import Case, Problem, Runner, check_relative_error
+from kernels.bench.cases import cute_peers
 from kernels.core import dispatch
 from kernels.mxfp8.grouped import TILES, Operand, Quantized, form_of, swaps
 from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 
 # Routed rows, model width D, hidden width F, experts.
-GPU_LAYERS, CPU_LAYERS = [(65536, 1024, 2048, 32), (131072, 7168, 2048, 8), (131072, 512, 1024, 16)], [(256, 64, 32, 4)]
+GPU_LAYERS = [
+    (65536, 1024, 2048, 32),
+    (131072, 7168, 2048, 8),
+    (131072, 512, 1024, 16),
+    # Fine-grained experts: 8,192 tokens with 8 of 64, and of 128, and 16,384 with 8 of 256.
+    (65536, 1024, 512, 64),
+    (65536, 1024, 256, 128),
+    (131072, 1024, 256, 256),
+]
+CPU_LAYERS = [(256, 64, 32, 4)]
 RECIPES = {"bf16": 0, **mxfp8.QUANTIZED}
 # One rounding of bfloat16; and 27 dB, where two operands of four significant bits have 28.5.
 BF16_LIMIT, MXFP8_LIMIT = 1e-2, 10 ** (-27 / 20)
@@ -57,6 +68,16 @@ def _ends(rows: int, experts: int, device: torch.device) -> Tensor:
     sizes = (weights / weights.sum() * rows / 128).round().int() * 128
     sizes[-1] = max(rows - int(sizes[:-1].sum()), 0)
     return sizes.cumsum(0).int().to(device)
+
+
+def _edges(ends: Tensor) -> Tensor:
+    """[E + 1] int32: where each group begins and the last one ends."""
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def _quack(recipe: str, prepare: Callable[[], Runner]) -> dict[str, Callable[[], Runner]]:
+    """The contender, beside our products in bfloat16 only."""
+    return {"quack bf16": partial(cute_peers.where_it_runs, prepare)} if recipe == "bf16" else {}
 
 
 def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = False) -> Operand:
@@ -111,9 +132,13 @@ def _product(recipe: str, rows: int, experts: int, n: int, k: int, transposed: b
             raise dispatch.UnsupportedError("is a loop on the CPU")
         return Runner(lambda: torch._grouped_mm(a, weight.mT, offs=ends))
 
+    def quack() -> Runner:
+        function, edges = cute_peers.quack_gemm(), _edges(ends)
+        return Runner(lambda: function(a, weight.mT, cu_seqlens_m=edges))
+
     expected = grouped_mm(a.float(), weight.float(), ends)
     return Problem(
-        contenders={f"grouped_mm {recipe}": ours, "torch._grouped_mm bf16": peer},
+        contenders={f"grouped_mm {recipe}": ours, "torch._grouped_mm bf16": peer} | _quack(recipe, quack),
         check=check_relative_error((expected,), MXFP8_LIMIT if RECIPES[recipe] else BF16_LIMIT),
         flops=2 * rows * n * k,
         bytes=(rows * k + experts * n * k) * (1 if RECIPES[recipe] else 2) + 2 * rows * n,
@@ -139,9 +164,13 @@ def _weight_gradient(recipe: str, rows: int, experts: int, n: int, k: int, devic
             raise dispatch.UnsupportedError("is a loop on the CPU")
         return Runner(lambda: torch._grouped_mm(dy.t(), x, offs=ends))
 
+    def quack() -> Runner:
+        function, edges = cute_peers.quack_gemm(), _edges(ends)
+        return Runner(lambda: function(dy.t(), x, cu_seqlens_k=edges))
+
     expected = grouped_wgrad(dy.float(), x.float(), ends)
     return Problem(
-        contenders={f"grouped_wgrad {recipe}": ours, "torch._grouped_mm bf16": peer},
+        contenders={f"grouped_wgrad {recipe}": ours, "torch._grouped_mm bf16": peer} | _quack(recipe, quack),
         check=check_relative_error((expected,), MXFP8_LIMIT if RECIPES[recipe] else BF16_LIMIT),
         flops=2 * rows * n * k,
         bytes=rows * (n + k) * (1 if RECIPES[recipe] else 2) + 2 * experts * n * k,

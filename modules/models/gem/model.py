@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import ModelConfig, option
+from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
@@ -31,9 +31,8 @@ from modules.wukong import MACHINES, WukongLayer
 
 
 @dataclass(kw_only=True)
-class GEMConfig(ModelConfig):
+class GEMConfig(StackConfig):
     name: str = "gem"
-    num_layers: int = option(2, least=1)
     num_heads: int = option(2, least=1)
     num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
     levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
@@ -54,13 +53,18 @@ class GEMConfig(ModelConfig):
     domain_feature: str = ""  # categorical feature of the request whose value says which heads score; "": one domain
     head_hidden: list[int] = option([128, 64], least=1)
 
-    def check(self) -> None:
+    shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
+
+    def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
             pairs = 2 * self.num_heads
             raise ValueError(
                 f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
                 f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
             )
+
+    def check(self) -> None:
+        super().check()
         if min(self.levels, default=1) < 1:
             raise ValueError(f"model.levels={self.levels} must be at least 1 each, e.g. model.levels=[32,8]")
 
@@ -78,7 +82,7 @@ class LevelTokens(NamedTuple):
 
     values: Tensor  # [N, d]; of coarser levels [R * pieces, d]
     offsets: Tensor  # [R + 1]
-    rotation: Rotation
+    rotations: dict[int, Rotation]  # by the width of heads
 
 
 class GEMLayer(nn.Module):
@@ -89,20 +93,24 @@ class GEMLayer(nn.Module):
         T = Norm(target attention(candidates, S_0))
         X = Norm(X' + MHA(X', X of all earlier layers)),  X' = WukongLayer([X | T | H_0 | H_1 ...])
 
-    The first layer gets the request's features as tokens of the request; later ones have them in X.
+    The first layer, which has none `before` it, gets the request's features as tokens of the request; later ones have
+    them in X.
     """
 
-    def __init__(
-        self, config: GEMConfig, spec: FeatureSpec, num_candidate: int, num_levels: int, *, first: bool
-    ) -> None:
+    def __init__(self, config: GEMConfig, spec: FeatureSpec, num_levels: int, before: GEMLayer | None) -> None:
         super().__init__()
+        first = before is None
+        num_candidate = spec.num_candidate_tokens if before is None else before.num_out
         num_request = spec.num_request_tokens
-        num_summaries, of_request = num_levels * config.num_tokens, num_request * first
-        of_vendor = spec.num_vendor_tokens * first
+        of_request, of_vendor = num_request * first, spec.num_vendor_tokens * first
+        self.num_out: int = config.num_fmb + config.num_lcb
+        self.num_summaries = num_levels * config.num_tokens
+        self.head_dim = config.dim // config.num_heads
         self.context: LCE | None = None
         levels: list[PyramidLevel] = []
         if num_levels:
-            self.context = LCE(num_request + num_summaries * (not first), config.num_context)
+            known = 0 if before is None else before.num_summaries
+            self.context = LCE(num_request + known, config.num_context)
             self.queries = LCE(num_candidate, config.num_target, of_request, of_vendor)
             self.seeds = nn.Parameter(torch.empty(config.num_target, config.dim))
             limits: dict[str, Any] = {"max_candidates": spec.max_candidates, "max_length": spec.max_events}
@@ -117,7 +125,7 @@ class GEMLayer(nn.Module):
             rank=config.rank,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
-            num_request=of_request + num_summaries + of_vendor,
+            num_request=of_request + self.num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
             machine=config.machine,
             num_compressed=config.num_compressed,
@@ -167,7 +175,8 @@ class GEMLayer(nn.Module):
         self, levels: Sequence[LevelTokens], context: Tensor, queries: Tensor, rows: CandidateRows
     ) -> tuple[list[LevelTokens], list[Tensor], Tensor]:
         works, results = [], []
-        for lane, (level, (values, offsets, angles)) in enumerate(zip(self.levels, levels, strict=True)):
+        for lane, (level, (values, offsets, rotations)) in enumerate(zip(self.levels, levels, strict=True)):
+            angles = rotations[self.head_dim]
             with SideStream(values, offsets, *angles, context, queries, rows.offsets, lane=lane) as work:
                 values, normed, summary = level(values, offsets, angles, context)
                 results.append([values, summary])
@@ -203,17 +212,16 @@ class GEM(RequestVectors, nn.Module):
 
     def __init__(self, spec: FeatureSpec, config: GEMConfig) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.num_heads
         self.pieces = config.levels if spec.histories else []
         self.history = HistoryEncoder(spec, config.dim) if spec.histories else None
         num_levels = 1 + len(self.pieces) if spec.histories else 0
-        made = config.num_fmb + config.num_lcb
-        layers = nn.ModuleList(
-            GEMLayer(config, spec, made if index else spec.num_candidate_tokens, num_levels, first=index == 0)
-            for index in range(config.num_layers)
-        )
-        self.layers = cast("Sequence[GEMLayer]", layers)
-        self.heads = DomainHeads(spec, made * config.dim, config.head_hidden, config.dropout, config.domain_feature)
+        layers: list[GEMLayer] = []
+        for own in config.of_layers():
+            layers.append(GEMLayer(own, spec, num_levels, layers[-1] if layers else None))
+        self.layers = cast("Sequence[GEMLayer]", nn.ModuleList(layers))
+        self.head_dims = list(dict.fromkeys(layer.head_dim for layer in layers))
+        width = layers[-1].num_out * config.dim
+        self.heads = DomainHeads(spec, width, config.head_hidden, config.dropout, config.domain_feature)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -239,10 +247,11 @@ class GEM(RequestVectors, nn.Module):
             return []
         values, offsets = self.history(tokens)
         found = [(values, offsets), *(coarser(values, offsets, count) for count in self.pieces)]
-        return [
-            LevelTokens(each, starts, rotation(from_end(starts, each.shape[0]), self.head_dim))
-            for each, starts in found
-        ]
+        levels = []
+        for each, starts in found:
+            positions = from_end(starts, each.shape[0])
+            levels.append(LevelTokens(each, starts, {width: rotation(positions, width) for width in self.head_dims}))
+        return levels
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())

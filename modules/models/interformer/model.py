@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import ModelConfig, changed, check_options, option
+from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
 from modules.history import HistoryEncoder
@@ -37,22 +37,6 @@ from modules.models.ranking import RequestVectors
 from modules.moe import MoE
 from modules.norms import add_rms_norm, row_norm
 from modules.rotary import rotation
-
-SHARED = {
-    "name",
-    "dim",
-    "table_dims",
-    "managed_tables",
-    "table_std",
-    "embedding_dropout",
-    "num_layers",
-    "layers",
-    "num_cls",
-    "num_recent",
-    "sequence_context",
-    "head_hidden",
-}
-"""Options that no layer has to itself."""
 
 
 class InterFormerLayer(nn.Module):
@@ -95,42 +79,16 @@ class InterFormer(RequestVectors, nn.Module):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
+    class Config(StackConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
         name: str = "interformer"
         table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
-        num_layers: int = option(2, least=1)
-        # what differs in each layer: as many mappings of these keys, e.g. [{}, {num_heads: 4, feed_forward: moe}]
-        layers: list[dict[str, Any]] = option([])
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
         head_hidden: list[int] = option([128, 64], least=1)
 
-        def of_layers(self) -> list[InterFormer.Config]:
-            """The configuration of each layer. ValueError for keys that all layers share."""
-            if self.layers and len(self.layers) != self.num_layers:
-                raise ValueError(
-                    f"model.layers has {len(self.layers)} entries for model.num_layers={self.num_layers}; give one a "
-                    f"layer, {{}} where nothing differs, or model.num_layers={len(self.layers)}"
-                )
-            configs = []
-            for index, changes in enumerate(self.layers or [{}] * self.num_layers):
-                path = f"model.layers.{index}"
-                if shared := sorted(SHARED & changes.keys()):
-                    raise ValueError(f"{path}.{shared[0]} is the same in all layers; set model.{shared[0]}")
-                layer = changed(dataclasses.replace(self, layers=[]), changes, path)
-                check_options(layer, path)
-                configs.append(layer)
-            return configs
-
-        def check(self) -> None:
-            for index, layer in enumerate(self.of_layers()):
-                try:
-                    layer.check_layer()
-                except ValueError as error:
-                    raise ValueError(f"model.layers.{index}: {error}" if self.layers else str(error)) from error
+        shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
 
         def check_layer(self) -> None:
-            """`check` for a layer whose options these are."""
             if self.dim % (2 * self.num_heads):
                 pairs = 2 * self.num_heads
                 raise ValueError(

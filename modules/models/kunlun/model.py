@@ -17,7 +17,7 @@ from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
 from modules.lce import LCE, compress_together
 from modules.mlp import TaskHeads
-from modules.models.kunlun.config import KunlunConfig, check_events, of_event
+from modules.models.kunlun.config import KunlunConfig, check_events, stack_layers
 from modules.models.kunlun.stack import EventStack, EventTokens
 from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
 from modules.norms import rms_norm
@@ -28,8 +28,8 @@ class KunlunLayer(nn.Module):
     """The interaction block of a layer, and what its event stacks need: context and queries.
 
     `context` compresses the request's tokens, from the second layer on with the summaries of all sequences, to the
-    tokens from which the PFFN's weights are made. `queries` compresses X to num_target tokens for each stack with
-    attention in this layer. The interaction is
+    tokens from which the PFFN's weights are made. `queries` compresses X to the tokens in which candidates
+    attend, some for each stack that has such attention in this layer. The interaction is
 
         X = experts([LCE(X) | T_1 | ... | H_1 | ...])
 
@@ -46,14 +46,15 @@ class KunlunLayer(nn.Module):
         *,
         num_vendor: int,
         num_context_tokens: int,
-        num_queries: int,
+        queries: Sequence[int],
         num_targets: int,
         num_summaries: int,
         max_candidates: int,
     ) -> None:
         super().__init__()
         self.context = LCE(num_context_tokens, config.num_context) if num_context_tokens else None
-        self.queries = LCE(num_candidate, num_queries, num_request, num_vendor) if num_queries else None
+        self.queries = LCE(num_candidate, sum(queries), num_request, num_vendor) if queries else None
+        self.num_queries = list(queries)
         self.summary = LCE(num_candidate, config.num_summary, num_request, num_vendor)
         self.experts = WukongExperts(
             config.num_summary + num_targets,
@@ -83,12 +84,12 @@ class KunlunLayer(nn.Module):
 
     def compress(
         self, candidate: Tensor, request: Tensor | None, vendor: VendorTokens | None, rows: CandidateRows
-    ) -> tuple[Tensor, Tensor | None]:
-        """(X_sum [C, num_summary, d], queries [C, num_queries, d] or None), normalised, of candidate [C, n, d] and, in
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(X_sum [C, num_summary, d], queries [C, n_t, d] of each stack), normalised, of candidate [C, n, d] and, in
         the first layer, request [R, n_u, d] and the vendors' tokens, all normalised."""
         layers = [self.summary] if self.queries is None else [self.summary, self.queries]
         summary, *queries = map(rms_norm, compress_together(layers, candidate, request, rows, vendor))
-        return summary, queries[0] if queries else None
+        return summary, list(queries[0].split(self.num_queries, dim=1)) if queries else []
 
     def forward(self, summary: Tensor, events: Sequence[EventTokens], rows: CandidateRows) -> Tensor:
         """X_sum [C, num_summary, d] -> X [C, num_tokens, d]."""
@@ -111,32 +112,34 @@ class Kunlun(RequestVectors, nn.Module):
     def __init__(self, spec: FeatureSpec, config: KunlunConfig) -> None:
         super().__init__()
         check_events(config, [event.name for event in spec.histories])
-        groups: list[tuple[Sequence[EventType], KunlunConfig]]
+        groups: list[tuple[Sequence[EventType], list[KunlunConfig]]]
         if config.event_stacks == "own":
-            groups = [([event], of_event(config, event.name)) for event in spec.histories]
+            groups = [([event], stack_layers(config, event.name)) for event in spec.histories]
         else:
-            groups = [(spec.histories, config)] if spec.histories else []
+            groups = [(spec.histories, stack_layers(config))] if spec.histories else []
         stacks = nn.ModuleList(EventStack(events, own, config.dim, spec.max_candidates) for events, own in groups)
         self.stacks = cast("Sequence[EventStack]", stacks)
-        self.num_target = config.num_target
 
-        num_summaries = sum(own.num_tokens for _, own in groups)
         num_candidate, num_request = spec.num_candidate_tokens, spec.num_request_tokens
+        summaries, targets = [0] * len(stacks), [0] * len(stacks)  # tokens H and T of each stack so far
         layers: list[KunlunLayer] = []
-        for index in range(config.num_layers):
-            running = [stack.layers[index] for stack in self.stacks if index < len(stack.layers)]
-            targets = [any(layer.num_target for layer in stack.layers[: index + 1]) for stack in self.stacks]
-            needs_context = any(layer.pffn is not None for layer in running)
+        for index, own in enumerate(config.of_layers()):
+            known = sum(summaries)
+            running = {lane: stack.layers[index] for lane, stack in enumerate(self.stacks) if index < len(stack.layers)}
+            for lane, layer in running.items():
+                summaries[lane] = layer.num_tokens or summaries[lane]
+                targets[lane] = layer.num_target or targets[lane]
+            needs_context = any(layer.pffn is not None for layer in running.values())
             layers.append(
                 KunlunLayer(
-                    config,
+                    own,
                     layers[-1].experts.num_tokens if layers else num_candidate,
                     0 if layers else num_request,
                     num_vendor=0 if layers else spec.num_vendor_tokens,
-                    num_context_tokens=needs_context * (num_request + bool(layers) * num_summaries),
-                    num_queries=sum(layer.num_target for layer in running),
-                    num_targets=sum(targets) * config.num_target,
-                    num_summaries=num_summaries,
+                    num_context_tokens=needs_context * (num_request + known),
+                    queries=[layer.num_target for layer in running.values() if layer.num_target],
+                    num_targets=sum(targets),
+                    num_summaries=sum(summaries),
                     max_candidates=spec.max_candidates,
                 )
             )
@@ -155,8 +158,7 @@ class Kunlun(RequestVectors, nn.Module):
             of_request, of_vendor = (None, None) if index else (request, vendor)
             context = layer.compress_context(request, events)
             summary, queries = layer.compress(x, of_request, of_vendor, rows)
-            shares = [] if queries is None else list(queries.split(self.num_target, dim=1))  # in order of the stacks
-            events = self._run(index, events, context, shares, rows, tokens)
+            events = self._run(index, events, context, queries, rows, tokens)
             x = layer(summary, [each for each in events if each is not None], rows)
         if self.only_vectors():
             summaries = [each.summary for each in events if each is not None and each.summary is not None]

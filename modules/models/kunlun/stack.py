@@ -19,7 +19,7 @@ from modules.history import merge_by_time
 from modules.jagged_attention import JaggedSelfAttention, head_dim
 from modules.masknet import MaskNet
 from modules.models.interformer.arches import LinearPersonalizedFFN
-from modules.models.kunlun.config import KunlunConfig
+from modules.models.kunlun.config import KunlunConfig, Work, works_of
 from modules.norms import add_rms_norm, rms_norm
 from modules.rotary import Rotation, from_end, rotation, time_rotation
 from modules.seed_pooling import SeedPooling
@@ -31,33 +31,15 @@ class EventTokens(NamedTuple):
 
     values: Tensor  # [N, d_e]
     offsets: Tensor  # [R + 1]
-    rotation: Rotation | None
+    rotations: dict[int, Rotation]  # by the width of heads
     summary: Tensor | None  # [R, num_tokens, d], normalised; None before the first layer that pools
     target: Tensor | None  # [C, num_target, d], normalised; None before the first layer with target attention
     normed: Tensor | None = None  # RMSNorm of the values, where their layer has computed it for its pooling
 
     def tensors(self) -> list[Tensor]:
-        parts = [self.values, self.offsets, *(self.rotation or ()), self.summary, self.target, self.normed]
+        angles = [each for turned in self.rotations.values() for each in turned]
+        parts = [self.values, self.offsets, *angles, self.summary, self.target, self.normed]
         return [part for part in parts if part is not None]
-
-
-class Work(NamedTuple):
-    """What a layer of an event type does."""
-
-    pffn: bool
-    attention: bool
-    pooling: bool
-
-
-def work_of(index: int, config: KunlunConfig) -> Work:
-    """Under CompSkip even layers run the PFFN and the pooling, odd layers the attentions.
-
-    The last layer always pools; otherwise nothing would read what its attention has made.
-    """
-    if not config.comp_skip:
-        return Work(True, True, True)
-    even = index % 2 == 0
-    return Work(pffn=even, attention=not even, pooling=even or index == config.num_layers - 1)
 
 
 class EventLayer(nn.Module):
@@ -77,6 +59,7 @@ class EventLayer(nn.Module):
         self.width = width
         self.dim = dim
         self.max_length = max_length
+        self.head_dim = head_dim(dim, num_heads)
         self.window = config.window or None
         self.pffn: nn.Module | None = None
         if work.pffn:
@@ -96,6 +79,7 @@ class EventLayer(nn.Module):
             self.seeds = nn.Parameter(torch.empty(self.num_target, dim))
             self.target_input, self.target_output = _projection(width, dim), _projection(dim, width)
         self.pooling = _pooling(config, width, max_length) if work.pooling else None
+        self.num_tokens = config.num_tokens if work.pooling else 0
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
@@ -108,12 +92,13 @@ class EventLayer(nn.Module):
     ) -> EventTokens:
         """context [R, num_context, d] of the request for the PFFN, queries [C, num_target, d] of the candidates for the
         attention to them; None where the layer has no such part."""
-        values, offsets, angles, summary, target, normed = events
+        values, offsets, rotations, summary, target, normed = events
         if self.pffn is not None and context is not None:
             values, normed = self._feed_forward(values, offsets, self.context(context)), None
         if self.attention is not None:
             normed = rms_norm(values) if normed is None else normed
-            change, target = self._attend(normed, offsets, angles, queries, rows)
+            change, attended = self._attend(normed, offsets, rotations.get(self.head_dim), queries, rows)
+            target = target if attended is None else attended
             change = self.dropout(change)
             if self.pooling is not None:
                 values, normed, _ = add_rms_norm(values, change)
@@ -122,7 +107,7 @@ class EventLayer(nn.Module):
         if self.pooling is not None:
             normed = rms_norm(values) if normed is None else normed
             summary = rms_norm(self.pooling(normed, offsets))
-        return EventTokens(values, offsets, angles, summary, target, normed)
+        return EventTokens(values, offsets, rotations, summary, target, normed)
 
     def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
         if isinstance(self.pffn, GDPABlock):
@@ -148,31 +133,34 @@ class EventLayer(nn.Module):
 class EventStack(nn.Module):
     """The layers of one event type, or of several whose events are merged by time, with what makes their tokens."""
 
-    def __init__(self, events: Sequence[EventType], config: KunlunConfig, width: int, max_candidates: int) -> None:
+    def __init__(
+        self, events: Sequence[EventType], layers: Sequence[KunlunConfig], width: int, max_candidates: int
+    ) -> None:
         super().__init__()
         self.events = list(events)
-        self.config = config
-        self.head_dim = head_dim(config.dim, config.num_heads)
+        self.config = config = layers[0]  # what is read of it is the same in all
         max_length = sum(event.max_length for event in events)
         masks = nn.ModuleList(MaskNet(len(event.fields), width, config.dim) for event in events)
         self.masks = cast("Sequence[MaskNet]", masks)
-        works = [work_of(index, config) for index in range(config.num_layers)]
-        layers = nn.ModuleList(EventLayer(config, work, width, max_length, max_candidates) for work in works)
-        self.layers = cast("Sequence[EventLayer]", layers)
+        pairs = zip(layers, works_of(layers), strict=True)
+        made = nn.ModuleList(EventLayer(own, work, width, max_length, max_candidates) for own, work in pairs)
+        self.layers = cast("Sequence[EventLayer]", made)
+        attending = [layer.head_dim for layer in self.layers if layer.attention is not None]
+        self.head_dims = list(dict.fromkeys(attending))
 
     def begin(self, histories: Sequence[JaggedSequence]) -> EventTokens:
-        """Tokens of the events of each type, with their rotation: by how many are younger, and by their age."""
+        """Tokens of the events of each type, with their rotations: by how many are younger, and by their age."""
         pairs = zip(self.masks, histories, strict=True)
         merged = merge_by_time([JaggedSequence(mask(each.values), each.offsets, each.times) for mask, each in pairs])
-        return EventTokens(merged.values, merged.offsets, self._rotation(merged), None, None)
+        head_dims = () if self.config.rotation == "none" else self.head_dims
+        rotations = {head_dim: self._rotation(merged, head_dim) for head_dim in head_dims}
+        return EventTokens(merged.values, merged.offsets, rotations, None, None)
 
-    def _rotation(self, sequence: JaggedSequence) -> Rotation | None:
-        if self.config.rotation == "none":
-            return None
+    def _rotation(self, sequence: JaggedSequence, head_dim: int) -> Rotation:
         positions = from_end(sequence.offsets, sequence.values.shape[0])
         if self.config.rotation == "position":
-            return rotation(positions, self.head_dim)
-        return time_rotation(positions, -sequence.times, self.head_dim, self.config.time_scale)
+            return rotation(positions, head_dim)
+        return time_rotation(positions, -sequence.times, head_dim, self.config.time_scale)
 
 
 def _projection(width: int, out: int) -> nn.Module:

@@ -6,17 +6,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from kernels.attention import jagged_attention as attention
 from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, report
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
+from kernels.bench.cases import cute_peers, gdpa_peer, ikbo_lce_peer, jagged_attention, mxfp8_grouped
 from kernels.bench.cases import gdpa as gdpa_bench
-from kernels.bench.cases import gdpa_peer, ikbo_lce_peer
 from kernels.bench.environment import slug
 from kernels.bench.timing import interleaved, turn_of
 from kernels.core import dispatch
@@ -171,6 +173,83 @@ def test_says_why_a_peer_is_missing(
     peer.load_peer.cache_clear()
     with pytest.raises(dispatch.UnsupportedError, match=reason):
         peer.load_peer()
+
+
+def test_installed_peers_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "quack", None)
+    with pytest.raises(dispatch.UnsupportedError, match="FlashAttention 4 cannot be imported"):
+        cute_peers.where_it_runs(lambda: Runner(cute_peers.flash_attention_4()))
+    with pytest.raises(dispatch.UnsupportedError, match="quack cannot be imported"):
+        cute_peers.where_it_runs(lambda: Runner(cute_peers.quack_gemm()))
+
+
+def test_a_peer_that_refuses_a_shape_is_left_out_with_its_reason() -> None:
+    def refuses() -> Runner:
+        raise AssertionError("head_dim=12 is not supported")
+
+    with pytest.raises(dispatch.UnsupportedError, match="head_dim=12 is not supported"):
+        cute_peers.where_it_runs(lambda: Runner(refuses))
+    assert cute_peers.where_it_runs(lambda: Runner(lambda: 3)).step() == 3
+
+
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": 5}, {"causal": True, "window": 5}])
+def test_expected_attention_does_not_depend_on_how_many_rows_are_computed_at_once(
+    masks: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = jagged_attention.Shape(7, 16, 0.5, 8, **masks)
+    offsets = torch.nn.functional.pad(jagged_attention.lengths_of(7, 16, 0.5, CPU).cumsum(0), (1, 0))
+    inputs = [torch.randn(int(offsets[-1]), 4, 8) for _ in range(3)]
+    cotangent = torch.randn_like(inputs[0])
+    for upstream in (None, cotangent):
+        monkeypatch.setattr(jagged_attention, "PAIRS_AT_ONCE", 2**28)
+        whole = jagged_attention._expected(inputs, upstream, offsets, shape)
+        monkeypatch.setattr(jagged_attention, "PAIRS_AT_ONCE", 2 * 16**2)
+        torch.testing.assert_close(jagged_attention._expected(inputs, upstream, offsets, shape), whole)
+
+
+def test_flash_attention_4_is_given_our_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function, by its documented meaning of the arguments, on the reference: a causal window is (window, 0)."""
+
+    def function(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        lengths = {"max_q": max_seqlen_q, "max_k": max_seqlen_k}
+        masks = {"causal": causal, "window": window_size}
+        return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **lengths, **masks, backend="reference"), None
+
+    monkeypatch.setattr(cute_peers, "flash_attention_4", lambda: function)
+    for shape in jagged_attention.CPU_SHAPES:
+        for direction in ("fwd", "bwd"):
+            problem = jagged_attention._attention(direction, shape, CPU)
+            runner = problem.contenders["FlashAttention 4"]()
+            assert problem.check(runner.outputs(runner.step())) is None
+
+
+def test_quack_is_given_the_groups_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm(a, b, cu_seqlens_m=None, cu_seqlens_k=None):
+        if cu_seqlens_m is not None:
+            assert cu_seqlens_m.dtype == torch.int32
+            return torch.cat([a[i:j] @ part for (i, j), part in zip(pairwise(cu_seqlens_m.tolist()), b, strict=True)])
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairwise(cu_seqlens_k.tolist())])
+
+    monkeypatch.setattr(cute_peers, "quack_gemm", lambda: gemm)
+    found = 0
+    for case in mxfp8_grouped.cases(CPU):
+        problem = case.problem(CPU)
+        if "bf16" in case.name:
+            runner = problem.contenders["quack bf16"]()
+            assert problem.check(runner.outputs(runner.step())) is None
+            found += 1
+        else:
+            assert "quack bf16" not in problem.contenders
+    assert found == 6
+
+
+def test_several_patterns_choose_cases(tmp_path: Path) -> None:
+    chosen = ["attention_fwd_B8_L32_mean0.5_d32_window8", "attention_bwd_B8_L32_mean0.5_d16_causal"]
+    assert main(["jagged", "--case", "*fwd*_d32_window8", "*bwd*_d16_causal", *QUICK, str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/jagged.json")
+    assert set(json.loads(path.read_text())["cases"]) == set(chosen)
 
 
 def test_heavy_tailed_lengths_are_mostly_short() -> None:

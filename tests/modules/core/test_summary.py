@@ -7,6 +7,7 @@ import torch
 from modules.core.flops import count_flops
 from modules.core.summary import summarise
 from modules.models import CONFIGS, build
+from modules.models.kunlun import EventConfig
 from modules.precision import apply_recipe
 from tests.modules.factories import random_spec
 
@@ -75,3 +76,35 @@ def test_quantised_layers_are_shown_as_such() -> None:
     precision = {cost.name: cost.precision for cost in summary.costs}
     assert precision["layers.*.sequence"] == "bfloat16, mxfp8"
     assert "mxfp8_linear" in {each.op for each in summary.served}
+
+
+GDPA = {"activation": "silu"}
+
+
+def test_layers_that_the_configuration_tells_apart_are_apart_and_the_others_together() -> None:
+    spec = random_spec(max_length=LENGTH)
+    config = CONFIGS["kunlun"](
+        layers=[{"window": 4}, {"compute": ["attention"], "window": 4}, {"window": 4}, {"pffn_gdpa": GDPA}, {}],
+        events={"event1": EventConfig(layers=[{}, {}, {}, {}, {"num_seeds": 3}])},
+    )
+    assert config.describe_layers() == [
+        "window=4, compute=[pffn,pooling]",
+        "compute=[attention], window=4",
+        "window=4, compute=[pffn,pooling]",
+        "pffn_gdpa.activation=silu, compute=[attention]",
+        "compute=[pffn,pooling]; event1: num_seeds=3",
+    ]
+    arch = build(config, spec)
+    summary = summarise(arch, spec, 32, layers=config.describe_layers())
+    modules = {cost.name: cost.modules for cost in summary.costs}
+    assert [modules[f"layers.{places}"] for places in ("0,2", "1", "3", "4")] == [2, 1, 1, 1]
+    assert [modules[f"stacks.*.layers.{places}"] for places in ("0,2", "1", "3", "4")] == [4, 2, 2, 2]
+    assert "stacks.*.layers.0,2.pffn.attention" in {each.module for each in summary.served}
+    table = [line.split(maxsplit=1) for line in str(summary).splitlines()[-5:]]
+    assert table[0] == ["layers", "keys of their own"]
+    assert table[1] == ["layers.0,2", "window=4, compute=[pffn,pooling]"]
+    assert str(summarise(arch, spec, 32, layers=["rank=2", "", "", "", ""])).endswith("layers.1,2,3,4  as the model")
+    together = summarise(arch, spec, 32)
+    assert sum(cost.flops for cost in together.costs) == sum(cost.flops for cost in summary.costs)
+    assert "layers.*" in {cost.name for cost in together.costs}
+    assert "keys of their own" not in str(together)

@@ -117,6 +117,14 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
     assert (logits[1] - logits[2]).abs().max() > 1e-4
 
 
+MIXED: list[dict[str, Any]] = [
+    {"num_tokens": 3, "num_fmb": 5, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
+    {"window": 1, "num_target": 1, "machine": "optimised", "rank": 2, "pffn_hidden": 4},
+    {"cross_layer": False, "num_lcb": 3},
+    {},
+]
+
+
 class Padded:
     """Every equation of docs/gem.md on tensors [C, longest, d], a copy of a request's for each candidate."""
 
@@ -165,7 +173,8 @@ class Padded:
         return found
 
     def padded(self, rows: list[Tensor], longest: int) -> tuple[Tensor, Tensor, Tensor]:
-        half = self.model.head_dim // 2
+        (head_dim,) = self.model.head_dims
+        half = head_dim // 2
         values, exists = torch.zeros(len(rows), longest, DIM), torch.zeros(len(rows), longest, dtype=torch.bool)
         places = torch.zeros(len(rows), longest)
         for index, row in enumerate(rows):
@@ -183,7 +192,8 @@ class Padded:
         q, k, v = (padded.heads(each, attention.num_heads) for each in attention.query_key_value(normed).chunk(3, -1))
         if isinstance(attention, JaggedSelfAttention):
             index = torch.arange(s.shape[1])
-            seen = ((index[:, None] - index).abs() <= SMALL["window"]) & exists[:, None, :]
+            assert attention.window is not None
+            seen = ((index[:, None] - index).abs() <= attention.window) & exists[:, None, :]
             attended = padded.softmax_attention(padded.turned(q, angles), padded.turned(k, angles), v, seen)
         else:
             attended = padded.gdpa(padded.turned(q, angles), padded.turned(k, angles), v, attention)
@@ -199,7 +209,9 @@ class Padded:
         return padded.norm(target.output(padded.softmax_attention(q, k, v, seen)))
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "levels": [8]}], ids=["two levels", "empty pieces"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_layers": 3, "levels": [8]}, {"layers": MIXED}], ids=["two", "empty", "own"]
+)
 def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None:
     model, embedding = gem(**changes)
     batch = random_batch(random_spec(), (2, 0, 1, 3, 1))

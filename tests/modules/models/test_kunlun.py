@@ -16,7 +16,8 @@ from modules.embedding import FeatureEmbedding, Tokens
 from modules.gdpa import GDPAConfig
 from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
-from modules.models.kunlun.stack import EventLayer, EventStack, work_of
+from modules.models.kunlun.config import stack_layers, works_of
+from modules.models.kunlun.stack import EventLayer, EventStack
 from modules.wukong import WukongExperts
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
@@ -39,6 +40,9 @@ def kunlun(**changes: Any) -> tuple[Kunlun, FeatureEmbedding]:
     torch.manual_seed(0)
     spec = random_spec()
     return Kunlun(spec, KunlunConfig(**SMALL | changes)), FeatureEmbedding(spec, DIM, "cpu")
+
+
+Events = tuple[Tensor, Tensor, dict[int, Tensor]]
 
 
 class Padded:
@@ -80,36 +84,40 @@ class Padded:
             x = self.experts(layer.experts, torch.cat(own, 1), torch.cat(shared, 1))
         return self.model.heads(x.flatten(1))
 
-    def begin(self, stack: EventStack) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [C, L, d_e], which of them exist [C, L], angles [C, L, d_h / 2]."""
+    def begin(self, stack: EventStack) -> Events:
+        """Values [C, L, d_e], which of them exist [C, L], angles [C, L, d_h / 2] by d_h."""
         (event,) = stack.events
         history = self.tokens.histories[event.name]
         rows = [slice(*history.offsets[row : row + 2].tolist()) for row in self.owner.tolist()]
-        longest, half = event.max_length, stack.head_dim // 2
+        longest = event.max_length
         values = torch.zeros(len(rows), longest, stack.config.dim)
-        exists, angles = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), longest, half)
+        exists = torch.zeros(len(rows), longest, dtype=torch.bool)
+        turned = {layer.head_dim: torch.zeros(len(rows), longest, layer.head_dim // 2) for layer in stack.layers}
         masked = stack.masks[0](history.values)
-        of_time = half // 2 if stack.config.rotation == "time" else 0
         for index, row in enumerate(rows):
             count = row.stop - row.start
             values[index, :count], exists[index, :count] = masked[row], True
             age = -history.times[row].float()
             place = torch.arange(count, 0, -1)
-            of_place = half - of_time
-            frequency = 10_000.0 ** (-torch.arange(of_place) / of_place)
-            angles[index, :count, :of_place] = place[:, None] * frequency
-            frequency = 100.0 ** (-torch.arange(of_time) / max(1, of_time))
-            angles[index, :count, of_place:] = torch.log(1 + age / stack.config.time_scale)[:, None] * frequency
-        return values, exists, angles
+            for head_dim, angles in turned.items():
+                half = head_dim // 2
+                of_time = half // 2 if stack.config.rotation == "time" else 0
+                of_place = half - of_time
+                frequency = 10_000.0 ** (-torch.arange(of_place) / of_place)
+                angles[index, :count, :of_place] = place[:, None] * frequency
+                frequency = 100.0 ** (-torch.arange(of_time) / max(1, of_time))
+                angles[index, :count, of_place:] = torch.log(1 + age / stack.config.time_scale)[:, None] * frequency
+        return values, exists, turned
 
     def block(
         self,
         block: EventLayer,
-        sequence: tuple[Tensor, Tensor, Tensor],
+        sequence: Events,
         context: Tensor | None,
         queries: Tensor | None,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-        s, exists, angles = sequence
+    ) -> tuple[Events, Tensor | None, Tensor | None]:
+        s, exists, turned = sequence
+        angles = turned[block.head_dim]
         target = summary = None
         if block.pffn is not None:
             assert context is not None
@@ -144,7 +152,7 @@ class Padded:
             seen = exists[:, None, :].expand(-1, len(pooling.seeds), -1)
             seeds = padded.softmax_attention(q, padded.heads(k, number), padded.heads(v, number), seen)
             summary = padded.norm(pooling.compress(seeds))
-        return (s, exists, angles), target, summary
+        return (s, exists, turned), target, summary
 
     def experts(self, experts: WukongExperts, own: Tensor, shared: Tensor) -> Tensor:
         made = []
@@ -157,6 +165,12 @@ class Padded:
         return torch.cat(made, 1)
 
 
+MIXED: list[dict[str, Any]] = [
+    {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1, "num_seeds": 4},
+    {"num_heads": 2, "compute": ["pffn", "attention", "pooling"], "num_tokens": 2, "num_target": 1, "num_experts": 3},
+    {"compute": ["pffn"], "num_context": 3, "pffn_hidden": 5, "num_summary": 4, "expert_fmb": 2},
+    {"compute": ["attention", "pooling"], "num_target": 0, "window": 1, "pooling": "pma", "shared_kv": False},
+]
 OWN = {"event1": EventConfig(dim=16, num_heads=4, num_tokens=2, num_seeds=3, window=1, pffn_hidden=4)}
 
 
@@ -168,8 +182,9 @@ OWN = {"event1": EventConfig(dim=16, num_heads=4, num_tokens=2, num_seeds=3, win
         {"shared_kv": False, "rotation": "position", "window": 0, "num_layers": 3},
         {"events": OWN, "num_layers": 3, "num_experts": 3},
         {"events": {"event0": EventConfig(num_layers=2)}, "num_layers": 4, "pooling": "pma"},
+        {"layers": MIXED, "events": {"event1": EventConfig(layers=[{"num_tokens": 4}, {"num_target": 0}])}},
     ],
-    ids=["defaults", "all in each layer", "apart", "own widths", "own depth"],
+    ids=["defaults", "all in each layer", "apart", "own widths", "own depth", "own layers"],
 )
 def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None:
     model, embedding = kunlun(**changes)
@@ -182,12 +197,55 @@ def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None
 
 def test_comp_skip_alternates_and_the_last_layer_pools() -> None:
     config = KunlunConfig(**SMALL, num_layers=4)
-    works = [work_of(index, config) for index in range(4)]
+    works = works_of(stack_layers(config))
     assert [work.pffn for work in works] == [True, False, True, False]
     assert [work.attention for work in works] == [False, True, False, True]
     assert [work.pooling for work in works] == [True, False, True, True]
-    every = dataclasses.replace(config, comp_skip=False)
-    assert all(all(work_of(index, every)) for index in range(4))
+    assert all(all(work) for work in works_of(stack_layers(dataclasses.replace(config, comp_skip=False))))
+    of_three = works_of(
+        stack_layers(dataclasses.replace(config, events={"event1": EventConfig(num_layers=3)}), "event1")
+    )
+    assert [work.attention for work in of_three] == [False, True, False]
+
+
+def test_a_layer_says_what_it_computes_and_the_others_take_turns() -> None:
+    config = KunlunConfig(**SMALL, layers=[{}, {"compute": ["pooling", "attention"]}, {"compute": ["pffn", "pooling"]}])
+    assert [tuple(work) for work in works_of(stack_layers(config))] == [(1, 0, 1), (0, 1, 1), (1, 0, 1)]
+    first, second, third = kunlun(layers=config.layers)[0].stacks[0].layers
+    assert first.attention is None
+    assert second.pffn is None
+    assert second.pooling is not None
+    assert third.attention is None
+
+
+def test_a_key_is_that_of_the_types_layer_then_the_type_then_the_layer_then_the_model() -> None:
+    config = KunlunConfig(
+        **SMALL | {"window": 1},
+        layers=[{"window": 2, "num_seeds": 2}, {"window": 3, "pffn_gdpa": {"activation": "silu"}}, {}, {}],
+        events={
+            "event0": EventConfig(window=4, layers=[{}, {"window": 5, "pooling": "pma"}, {}]),
+            "event1": EventConfig(num_layers=2, dim=16),
+        },
+    )
+    own, short, other = (stack_layers(config, name) for name in ("event0", "event1", "event2"))
+    assert [layer.window for layer in own] == [4, 5, 4]
+    assert [layer.window for layer in short] == [2, 3]
+    assert [layer.window for layer in other] == [2, 3, 1, 1]
+    assert [layer.num_seeds for layer in own] == [2, 5, 5]
+    assert [layer.pooling for layer in own] == ["hsp", "pma", "hsp"]
+    assert [layer.pffn_gdpa.activation for layer in short] == ["gelu", "silu"]
+    assert [layer.dim for layer in short] == [16, 16]
+    # Scale and norm of the layer's network are still the model's.
+    assert short[1].pffn_gdpa == dataclasses.replace(config.pffn_gdpa, activation="silu")
+
+
+def test_a_list_of_an_event_type_that_repeats_the_model_changes_nothing() -> None:
+    same, listed = (
+        kunlun(num_layers=3, events={"event1": event})[0].state_dict()
+        for event in (EventConfig(num_layers=2), EventConfig(layers=[{}, {}]))
+    )
+    assert same.keys() == listed.keys()
+    assert all(torch.equal(tensor, listed[name]) for name, tensor in same.items())
 
 
 def test_the_kept_summary_carries_gradients_of_the_layer_that_reuses_it() -> None:
@@ -308,6 +366,26 @@ def test_comp_skip_and_windows_save_what_flops_say() -> None:
         ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),
         ({"events": {"event1": EventConfig(dim=12, num_heads=4)}}, "model.events.event1.dim=12 must be a multiple"),
         ({"time_scale": 0.0}, "model.time_scale=0.0 must be above 0 seconds"),
+        ({"layers": [{"compute": ["sums"]}, {}]}, r"layers\.0\.compute=\['sums'\] is not known; choose from pffn, att"),
+        ({"compute": ["attention"]}, r"model: nothing reads what layer 0 .* of compute=\[attention,pooling\]"),
+        ({"layers": [{}, {}, {"compute": ["pffn"]}]}, r"what layer 1 computes.* of compute=\[pffn,pooling\]"),
+        (
+            {"layers": [{}, {"compute": ["attention"]}, {}], "events": {"event0": EventConfig(num_layers=2)}},
+            "model.events.event0: nothing reads what layer 1 computes",
+        ),
+        (
+            {"events": {"event0": EventConfig(layers=[{"machine": "plain"}, {}])}},
+            r"events\.event0\.layers\.0\.machine is no key of a layer; set model\.machine for all, or choose .*compute",
+        ),
+        (
+            {"events": {"event0": EventConfig(num_layers=2, layers=[{}])}},
+            r"events\.event0\.layers has 1 entries, one a layer, and model\.events\.event0\.num_layers=2",
+        ),
+        (
+            {"events": {"event0": EventConfig(layers=[{}] * 3)}},
+            r"event0\.layers, of 3 entries, must be at most model\.num_layers=2",
+        ),
+        ({"layers": [{}, {"num_heads": 3}]}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),
     ],
 )
 def test_wrong_fields_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:

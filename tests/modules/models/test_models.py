@@ -80,12 +80,33 @@ VARIANTS: dict[str, Any] = {
     "wukong": Wukong.Config(**WUKONG),
     "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
     "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
+    "wukong-layers": Wukong.Config(
+        **WUKONG, layers=[{"machine": "attentive", "num_fmb": 3}, {"machine": "plain", "hidden": []}, {"rank": 2}]
+    ),
     "gem": GEM.Config(**GEM_SMALL),
+    "gem-layers": GEM.Config(
+        **GEM_SMALL,
+        layers=[
+            {"num_heads": 1, "num_tokens": 3, "num_context": 3, "machine": "attentive"},
+            {"window": 1, "num_target": 1, "num_fmb": 3, "pffn_gdpa": {"activation": "silu"}},
+            {"cross_layer": False, "pffn_hidden": 4},
+        ],
+    ),
     "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, machine="attentive", levels=[]),
     "kunlun": Kunlun.Config(**KUNLUN),
     "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=1),
     "kunlun-merged": Kunlun.Config(
         **KUNLUN | {"window": 0}, event_stacks="merged", num_layers=3, pooling="pma", rotation="position"
+    ),
+    "kunlun-layers": Kunlun.Config(
+        **KUNLUN,
+        layers=[
+            {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1},
+            {"compute": ["pffn", "attention"], "num_context": 3, "num_experts": 3, "machine": "attentive"},
+            {"compute": ["pffn"], "pffn": "linear", "num_summary": 4},
+            {"window": 1, "num_target": 0, "pooling": "pma", "shared_kv": False, "compute": ["attention", "pooling"]},
+        ],
+        events={"event1": EventConfig(dim=16, layers=[{"num_tokens": 2}, {"compute": ["pffn", "pooling"]}])},
     ),
     "kunlun-events": Kunlun.Config(
         **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
@@ -161,7 +182,7 @@ def test_odd_batches_run_forward_and_backward(variant, candidates, lengths):
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_models_without_dense_features_and_with_any_number_of_event_types(variant, num_events):
     spec = dataclasses.replace(random_spec(num_events, tasks=("click",)), request_dense=(), candidate_dense=())
-    changes = {"events": {}} if variant == "kunlun-events" else {}  # it names a type
+    changes = {"events": {}} if getattr(VARIANTS[variant], "events", None) else {}  # which name a type
     assert Ranking(variant, spec, **changes)(random_batch(spec)).shape == (7, 1)
 
 

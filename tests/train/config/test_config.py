@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import re
 from copy import deepcopy
@@ -14,8 +15,9 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from modules.models.kunlun import KunlunConfig
 from train.commands.doctor import ROOT
-from train.config.compose import to_config
+from train.config.compose import from_dict, to_config
 from train.config.parser import accept_late_help
 from train.config.schema import Config, EventsConfig, register_schema
 from train.process import length
@@ -103,6 +105,16 @@ from train.process import length
         ("data.num_workers=100000", "data.num_workers=100000 must be at most 1024, e.g. data.num_workers=1"),
         ("data.batch_size=100000000", "data.batch_size=100000000 must be at most 16777216, e.g. data.batch_size=256"),
         ("data=synthetic data.tasks=[a,a]", "must name each task once, e.g. data.tasks=[a]"),
+        (
+            "model=kunlun model.layers=[{},{dim:8}]",
+            "model.layers.1.dim is no key of a layer; set model.dim for all, or",
+        ),
+        ("model=kunlun model.layers=[{window:wide},{}]", "model.layers.0.window=wide must be of type int, e.g. model"),
+        (
+            "+experiment=kunlun_h200 model.layers=[{},{}]",
+            "model.layers has 2 entries, one a layer, and model.num_layers=4; leave out one of the two, or use",
+        ),
+        ("model=gem model.layers=[{pffn_gdpa:{out_scale:inf}}]", "model.layers.0.pffn_gdpa.out_scale=inf must be fin"),
     ],
 )
 @pytest.mark.reliability(
@@ -160,6 +172,23 @@ def test_numbers_of_other_classes_and_columns_may_be_any() -> None:
     to_config(composed("model=custom", "model.name=my.Model", "+model.arguments={cap: .inf, least: -1}"))
     where = "+data.histories={low: {fields: [site_id], where: {site_id: [-1]}}}"
     to_config(composed("data=avazu", "data.files=[a.csv]", "+data.missing_fill.x=-1", "data.user=device_id", where))
+
+
+def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> None:
+    """As the documentation writes them; a checkpoint of before has no list, or an empty one."""
+    page = (ROOT / "docs/kunlun.md").read_text(encoding="utf-8")
+    of_model, of_events = re.findall(r"'(\+?model\.(?:layers|events)=[^']+)'", page)
+    for override, depth in ((of_model, 3), (of_events, 2)):
+        config = to_config(composed("model=kunlun", "data=synthetic", override))
+        assert isinstance(config.model, KunlunConfig)
+        assert config.model.num_layers == len(config.model.layers or config.model.events["click"].layers or []) == depth
+        saved = json.loads(json.dumps(dataclasses.asdict(config)))
+        assert from_dict(saved, []).model == config.model
+    equal = to_config(composed("model=interformer", "data=synthetic", "model.num_layers=3"))
+    saved = json.loads(json.dumps(dataclasses.asdict(equal)))
+    assert from_dict({**saved, "model": {**saved["model"], "layers": []}}, []).model.describe_layers() == []
+    del saved["model"]["layers"]
+    assert from_dict(saved, []).model == equal.model
 
 
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:

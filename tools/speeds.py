@@ -8,6 +8,10 @@ memory, the loss of each logging window, versions and the commit, and with `trac
 steps. Arms whose names are in OUT are left out, so the same command goes on after an interruption. One with
 `if_failed: NAME` runs only if that one has failed.
 
+    python -m tools.speeds OUT.jsonl --json FILE.json
+
+writes the lines as one document, with what they have in common once.
+
 All arms run in one process, which spares them imports and kernels that are compiled already. It is replaced when an arm
 has failed, has run out of time, or has left memory behind on the device that would count for the next one.
 """
@@ -28,10 +32,12 @@ from typing import Any
 
 import yaml
 
+from train.process.files import write_json
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LEFT_BEHIND = 2**30
 """Bytes on the device after an arm, above which the next one gets a process of its own."""
-WORKER = "--worker"
+WORKER, JSON = "--worker", "--json"
 COMMAND = [sys.executable, "-u", "-m", "tools.speeds"]
 Row = dict[str, Any]
 
@@ -176,10 +182,19 @@ class Worker:
         self._process.wait()
 
 
+def together(rows: list[Row]) -> Row:
+    """The rows without what all of them have in common, which stands before them."""
+    common = {name: rows[-1][name] for name in ("device", "versions")}
+    rows = [{name: value for name, value in row.items() if common.get(name) != value} for row in rows]
+    return {"command": "python -m tools.speeds", **common, "rows": rows}
+
+
 def main(arguments: list[str]) -> None:
     file = Path(arguments[0])
     if arguments[1] == WORKER:
         return work(file)
+    if arguments[1] == JSON:
+        return write_json(Path(arguments[2]), together(rows_of(file)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`
     worker: Worker | None = None
     try:

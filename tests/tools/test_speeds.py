@@ -57,3 +57,14 @@ def test_every_measured_arm_is_a_configuration() -> None:
     with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
         for arm in arms:
             assert to_config(compose("train", arm["overrides"])).runtime.steps >= 20
+
+
+def test_what_arms_have_in_common_is_written_once(tmp_path: Path) -> None:
+    lines, out = tmp_path / "out.jsonl", tmp_path / "out.json"
+    about = {"device": "H200", "versions": {"torch": "2.11"}}
+    for row in ({"name": "old", **about, "versions": {"torch": "2.10"}}, {"name": "new", **about}):
+        speeds.append(lines, row)
+    speeds.main([str(lines), "--json", str(out)])
+    written = json.loads(out.read_text())
+    assert {name: written[name] for name in about} == about
+    assert written["rows"] == [{"name": "old", "versions": {"torch": "2.10"}}, {"name": "new"}]

@@ -194,7 +194,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiments() -> list[str]:
     """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too."""
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
-    others = re.compile(r"ml1m|gowalla|.*(_large|_ratio64)$")
+    others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
     return [name for name in names if not others.match(name)]
 
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from train.config.schema import EventsConfig, register_schema
 from train.data import build_source
+from train.data.source import Source
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 ROWS = 60
@@ -165,6 +166,24 @@ def write_movielens_ids(folder: Path) -> None:
     pq.write_table(pa.table({**rows, "timestamp": range(ROWS)}), folder / "ratings.parquet")
 
 
+SEQUENCES: dict[str, list[int]] = {"user": [i // 10 for i in range(ROWS)], "position": [i % 10 for i in range(ROWS)]}
+
+
+def write_ml1m_next(folder: Path) -> None:
+    pq.write_table(pa.table({**SEQUENCES, "item": digits(), "rating": digits()}), folder / "ratings.parquet")
+
+
+def write_amazon_next(folder: Path) -> None:
+    pq.write_table(pa.table({**SEQUENCES, "item": digits()}), folder / "events.parquet")
+
+
+def write_sessions(folder: Path) -> None:
+    for number, split in enumerate(("train", "valid", "test")):
+        sessions = [user + 6 * number for user in SEQUENCES["user"]]
+        table = {"session": sessions, "position": SEQUENCES["position"], "item": digits()}
+        pq.write_table(pa.table(table), folder / f"{split}.parquet")
+
+
 EXAMPLES = {
     "ml1m": (write_ml1m, {"rated"}, 3),
     "ml1m_features": (write_ml1m, {"rated"}, 3),
@@ -185,21 +204,43 @@ EXAMPLES = {
 }
 
 
+# Next items: what writes the layout, and the requests it has for training, validation and test.
+NEXT = {
+    "ml1m_next": (write_ml1m_next, (6, 6, 6)),
+    "amazon_next": (write_amazon_next, (6, 6, 6)),
+    "sessions": (write_sessions, (6, 6, 6)),
+}
+
+
+def source_of(name: str, folder: Path) -> Source:
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        overrides = [f"+data={name}", f"data.root={folder}", f"data.cache_dir={folder / 'cache'}"]
+        return build_source(OmegaConf.to_object(compose(None, overrides=overrides).data))
+
+
 def test_every_shipped_example_is_tried_here():
     shipped = {path.stem for path in (CONFIGS / "data").glob("*.yaml")}
-    elsewhere = {"ml1m_next", "gowalla_m1"}  # with the models of next items
-    assert shipped == {*EXAMPLES, *elsewhere, "movielens", "synthetic", "production", "events"}
+    elsewhere = {"gowalla_m1"}  # with the losses of retrieval
+    assert shipped == {*EXAMPLES, *NEXT, *elsewhere, "movielens", "synthetic", "production", "events"}
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_shipped_next_item_example_reads_its_layout(tmp_path, name):
+    write_files, requests = NEXT[name]
+    write_files(tmp_path)
+    source = source_of(name, tmp_path)
+    assert tuple(source.num_requests(split) for split in ("train", "valid", "test")) == requests
+    batch = source.batch("test", np.arange(requests[-1]))
+    assert batch.num_candidates == requests[-1]
+    assert batch.histories.lengths().tolist() == [9] * 6
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_shipped_example_reads_its_layout(tmp_path, name):
     write_files, events, files = EXAMPLES[name]
     write_files(tmp_path)
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        overrides = [f"+data={name}", f"data.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
-        config = OmegaConf.to_object(compose(None, overrides=overrides).data)
-    source = build_source(config)
+    source = source_of(name, tmp_path)
     batches = [source.batch(split, np.arange(source.num_requests(split))) for split in ("train", "valid", "test")]
     assert sum(batch.num_candidates for batch in batches) == files * ROWS
     assert {event.name for event in source.spec.histories} == events

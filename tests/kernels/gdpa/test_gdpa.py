@@ -109,7 +109,7 @@ def test_training_dtypes(name: str, dtype: torch.dtype) -> None:
 
 def test_padded_is_the_reference_between_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the compiler, which is asked for on GPUs only."""
-    monkeypatch.setattr(padded, "_compiled", lambda: reference.attend)
+    monkeypatch.setattr(padded, "compiled", lambda function: function)
     offsets = {"q_offsets": offsets_of([0, 7, 1, 4]), "k_offsets": offsets_of([4, 5, 0, 6])}
     inputs = inputs_of(**offsets, heads=(4, 2), widths=(8, 6))
     rows = Rows(offsets["q_offsets"], 7), Rows(offsets["k_offsets"], 8)

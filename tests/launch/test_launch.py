@@ -19,7 +19,7 @@ LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
 
 # Ranks sum their numbers over gloo; the first attempt fails on rank 1 when told to.
 FAKE_JOB = """
-import os, sys
+import contextlib, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 import torch, torch.distributed as dist
@@ -27,7 +27,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from train.process import distributed
 
 def listening(process):
-    sockets = {os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir() if fd.is_symlink()}
+    sockets = set()
+    for descriptor in os.listdir(f"/proc/{process}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the launcher closes files meanwhile
+            sockets.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 

@@ -35,7 +35,7 @@ help:
 	@echo 'make wheel        the package that pip and uv install, in dist/'
 	@echo 'make image        the container of DEVICE=$(DEVICE), by docker: $(IMAGE)'
 	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
-	@echo 'make nightly      train one row of docs/quality.md again and fail when it leaves its interval'
+	@echo 'make nightly      the longest tests; one row of docs/quality.md again, which must not leave its interval'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
 env: $(STAMP)
@@ -61,7 +61,7 @@ quickstart: env
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: env
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not nightly' $(ARGS)
 
 test: check
 	$(PYTEST) $(ARGS)
@@ -76,6 +76,7 @@ format: env
 	$(BIN)/ruff format .
 
 nightly: env
+	$(PYTEST) -m nightly
 	$(BIN)/python -m tools.quality.nightly $(ARGS)
 
 doctor: env

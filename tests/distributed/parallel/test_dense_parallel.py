@@ -36,6 +36,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)).item()
 
 
+@pytest.mark.nightly
 def test_a_run_that_changes_its_layout_at_every_checkpoint_is_one_under_ddp(tmp_path: Path) -> None:
     """Weights, averages, both optimisers' states and sums of an accumulation: each layout reads what another wrote."""
     options = ("optimizer.accumulate=2", "checkpoint.every=3")  # the third step is in the middle of an accumulation
@@ -115,6 +116,7 @@ def test_requests_dealt_by_cost_give_the_same_loss_from_more_even_ranks(tmp_path
         assert "imbalance" not in order.values
 
 
+@pytest.mark.nightly
 def test_layers_that_are_gathered_can_be_compiled(tmp_path: Path) -> None:
     losses = []
     for name, options in (("replicated", ()), ("sharded", ("parallel.dense=fsdp", "runtime.compile=true"))):

@@ -56,6 +56,14 @@ def test_the_dense_part_is_that_of_its_layout() -> None:
     assert saved == of_experts * 4 * 3 // 4
 
 
+def test_long_histories_are_sampled_in_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = report().parts["activations and looked-up rows"]
+    monkeypatch.setattr("train.commands.fit.SAMPLED_EVENTS", 60)
+    few = report().parts["activations and looked-up rows"]
+    assert few == pytest.approx(whole, rel=0.3)  # lengths differ from one request to another
+    assert few != whole
+
+
 def test_activations_grow_with_the_batch_and_shrink_where_layers_run_again() -> None:
     small, large = (report(f"data.batch_size={size}").parts["activations and looked-up rows"] for size in (16, 64))
     assert large == pytest.approx(4 * small, rel=1e-3)

@@ -42,6 +42,7 @@ from train.process.distributed import World
 from train.speedup.regions import regions
 
 SAMPLE = 32  # requests of the forward from which activations are scaled
+SAMPLED_EVENTS = 16_384  # that they have together, about: the forward runs in host memory
 STATE = {"rowwise_adagrad": lambda columns: 4, "adam": lambda columns: 8 * columns, "sgd": lambda columns: 0}
 """Bytes of optimiser state of a row of a shard."""
 
@@ -218,10 +219,15 @@ def _dense(config: Config, model: RankingModel, ranks: int, node_ranks: int) -> 
 
 def _activations(config: Config, source: Source, model: RankingModel) -> int:
     """Bytes that a forward of a batch keeps for its backward, with the looked-up rows and their gradients."""
-    requests = np.unique(np.linspace(0, source.num_requests("train") - 1, SAMPLE).astype(np.int64))
-    if not len(requests):
+    last = source.num_requests("train") - 1
+    if last < 0:
         return 0
-    batch = source.batch("train", requests)
+    batch = source.batch("train", np.unique(np.linspace(0, last, SAMPLE).astype(np.int64)))
+    events = batch.history_times.values().numel() // batch.num_requests
+    fewer = max(1, min(SAMPLE, SAMPLED_EVENTS // max(1, events)))
+    requests = np.unique(np.linspace(0, last, fewer).astype(np.int64))
+    if fewer < SAMPLE:
+        batch = source.batch("train", requests)
     widths: dict[str, int] = {}
     for collection in model.embedding.collections:
         for table in collection.embedding_configs():

@@ -53,8 +53,6 @@ MAX_ROWS_IN_FLIGHT = 128
 # one number occupy half of the chip.
 CAUSAL_TOKENS_IN_FLIGHT = 262144
 CAUSAL_TILES_IN_FLIGHT = 64
-# With this many times as many queries as keys, a row has few key tiles, which seldom wait for each other.
-LATE_FROM = 2
 # Three warpgroups of 128 threads, the last of which has one warp, share 512 x 128 registers: 240 for each of the first
 # two, and 24. With 232 for the first two the kernel takes a fifth longer.
 MAX_REGISTERS = 168
@@ -66,7 +64,6 @@ def _attention_backward_kernel(
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    LATE: gl.constexpr,
 ):  # fmt: skip
     let_next_start()
     dtype: gl.constexpr = q_desc.dtype
@@ -88,8 +85,7 @@ def _attention_backward_kernel(
     stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    exchanged = gl.allocate_shared_memory(gl.int64, [1], BAR)
     dq_turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
@@ -99,20 +95,19 @@ def _attention_backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
         mbarrier.init(dq_turn.index(i), count=1)
+    mbarrier.init(exchanged, count=2)
     mbarrier.init(done, count=2)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, g_desc, statistics_desc)
     buffers = (k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s)
-    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done)
+    bars = (q_full, g_full, stage_empty, kv_full, kv_empty, exchanged, dq_turn, done)
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 0)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, LATE, 1)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, scratch_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, RUNS, LEFT, RIGHT)),
         ],
@@ -184,7 +179,8 @@ def attention_backward(
         q_offsets,
         k_offsets,
     )
-    statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q, k_offsets, short)
+    # Scores start from -lse / scale, so that they are scaled once.
+    statistics, flags = row_statistics(out, grad_out, lse, q_offsets, max_q, -1.0 / scale, k_offsets, short)
     items = (table.shape[0] - 1) // runs * kv_heads
     programs = min(items, processors(q.device))
     sums = flags.numel() * QUERIES * head_dim if max_k > KEYS else 4
@@ -195,8 +191,7 @@ def attention_backward(
     # Each half of the columns of keys is an operand, which must not divide a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
-    late = max_q >= LATE_FROM * max_k
-    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0, late)
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,

@@ -6,9 +6,11 @@ dv and dk. Warpgroup C owns keys [64 C, 64 C + 64) of each tile of 128, and colu
 
 dq takes the ds of both warpgroups. It is computed one step late, when the other's ds has long been written, so that the
 two need not run in step: while one computes exponentials, the other has the tensor cores. The scores of a step are
-computed at the end of the step before, across key tiles and rows. All products are complete at the end of the loop's
-body: with one in flight there, the compiler would serialise all of them. dk and dv are stored by TMA, through the
-buffer of the tile's values: ordinary stores would delay the loads of the next item behind them.
+computed at the end of the step before, across key tiles and rows, and dq is added while they are: a reduction keeps its
+registers until the path to L2 has taken it, which is hundreds of instructions. All products are complete at the end of
+the loop's body: with one in flight there, the compiler would serialise all of them. It does that, too, where registers
+run out, and every number of the loop counts; scores therefore start from -lse / scale in their accumulators. dk and dv
+are stored by TMA, through the buffer of the tile's values: ordinary stores would delay the loads of the next item.
 """
 
 from __future__ import annotations
@@ -107,6 +109,37 @@ def _rounded(x, dtype: gl.constexpr):
     return y
 
 
+def _product_with(unpack: str, pack: str) -> gl.constexpr:
+    """Assembly: $0 = the product of two neighbours in 16 bits, $1, and in float32, $2 and $3, rounded to 16 bits.
+
+    Compilers take pairs of 16 bits apart and put them together again where one of them is used by itself.
+    """
+    products = "mul.f32 x0, p0, $2; mul.f32 x1, p1, $3;"
+    return gl.constexpr(f"{{ .reg .f32 p<2>, x<2>; {unpack} {products} {pack} $0, x1, x0; }}")
+
+
+_TIMES_BFLOAT16 = _product_with("shl.b32 p0, $1, 16; and.b32 p1, $1, 0xffff0000;", "cvt.rn.bf16x2.f32")
+_TIMES_FLOAT16 = _product_with(
+    ".reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 p0, h0; cvt.f32.f16 p1, h1;", "cvt.rn.f16x2.f32"
+)
+
+
+@gluon.jit
+def _times(p, x):
+    """The product of p, of 16 bits, and a float32 tensor, rounded like p."""
+    if p.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(_TIMES_BFLOAT16, "=r,r,f,f", [p, x], gl.bfloat16, True, 2)
+    else:
+        y = gl.inline_asm_elementwise(_TIMES_FLOAT16, "=r,r,f,f", [p, x], gl.float16, True, 2)
+    return y
+
+
+@gluon.jit
+def _of_columns(numbers):
+    """An accumulator whose rows all are the 64 numbers in shared memory."""
+    return gl.expand_dims(numbers.load(gl.SliceLayout(0, SCORES)), 0).broadcast_to((64, 64))
+
+
 @gluon.jit
 def store_rows(x, pointer, rows, STRIDE: gl.constexpr):
     """The first `rows` rows of x [64, columns] to rows STRIDE elements apart."""
@@ -175,14 +208,11 @@ def differentiate(
     buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
     left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    LATE: gl.constexpr, C: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq, which it adds to the others' late if LATE.
-
-    Added after the next scores, they cost less time here, but the other key tiles of the row wait longer for them.
-    """
+    """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, ds_full, ds_empty, dq_turn, done = bars
+    q_full, g_full, stage_empty, kv_full, kv_empty, exchanged, dq_turn, done = bars
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
     HALF: gl.constexpr = D // 2
@@ -203,7 +233,7 @@ def differentiate(
     old_slot = 0
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(kv_full.index(0), 0)
-    s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(k_s.index(C), q_s.index(0).permute((1, 0)), _of_columns(lse_s.index(0)), is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys = keys_of(table_ptr, 0, num_items, HEADS, RUNS)
     queries = queries_of(table_ptr, 0, num_items, HEADS, RUNS)
@@ -228,34 +258,28 @@ def differentiate(
                 mbarrier.wait(g_full.index(stage), step // STAGES & 1)
                 dp = warpgroup_mma(v_s.index(kv * 2 + C), g.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 s = _masked(s, own_keys, j * 128 + C * 64 - i * 64, left, right, LEFT, RIGHT)
-                lse = gl.expand_dims(lse_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-                p = _rounded(gl.exp2(s * exponent - lse), dtype)
+                p = _rounded(gl.exp2(s * exponent), dtype)
                 p_left = gl.convert_layout(p, LEFT_OPERAND)
+                # Asked for before it is needed, because the answer takes a while.
+                delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
                 dv = warpgroup_mma(p_left, g, dv, is_async=True)
                 old = buffer ^ 1
                 # The last key tile starts from the sum of the others; these need their turn only when they add to it.
                 mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=last & (step > 0))
                 dq = load_dq(place, last and not first, HALF)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
-                delta = gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
-                ds = _rounded(p.to(gl.float32) * (dp - delta), dtype)
-                mbarrier.wait(ds_empty.index(buffer), (step // 2 & 1) ^ 1)
+                ds = _times(p, dp - delta)
+                ds_left = gl.convert_layout(ds, LEFT_OPERAND)
+                # Both have written ds of the step before, and read the one before that from this buffer.
+                mbarrier.wait(exchanged, (step - 1) & 1, pred=step > 0)
                 ds_s.index(buffer * 2 + C).store(ds)
                 fence_async_shared()
-                mbarrier.arrive(ds_full.index(buffer), count=1)
-
-                mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
                 for c in gl.static_range(2):
                     k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
                     dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)
-                ds_left = gl.convert_layout(ds, LEFT_OPERAND)
                 dk = warpgroup_mma(ds_left, q_s.index(stage), dk, is_async=True)
                 dq, p_left = warpgroup_mma_wait(1, deps=(dq, p_left))
-                if not LATE:
-                    if not last:
-                        mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1)
-                        add_dq(dq, place, first)
-                    mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 0)
+                mbarrier.arrive(exchanged, count=1)
                 if left_tile:
                     # The buffer of that tile's values also held its dv.
                     tma.store_wait(0)
@@ -267,18 +291,14 @@ def differentiate(
                 new_slot = (tile - 1 + left_tile.to(gl.int32)) & 1
                 mbarrier.wait(q_full.index(after), step // STAGES & 1)
                 mbarrier.wait(kv_full.index(new_slot), (tile - 1 + left_tile.to(gl.int32)) // 2 & 1)
-                s = warpgroup_mma(
-                    k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                # Here, while the tensor cores compute dk and the next scores: it takes a while.
-                if LATE:
-                    mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=(not last) & (step > 1))
+                s = _of_columns(lse_s.index(after))
+                s = warpgroup_mma(k_s.index(new_slot * 2 + C), q_s.index(after).permute((1, 0)), s, is_async=True)
+                # Here, while the tensor cores compute the next scores: it takes a while.
                 if last:
                     store_dq(dq, out, rows, scale, HEADS * GROUP * D)
-                elif LATE:
+                else:
+                    mbarrier.wait(dq_turn.index(old), (step - 2) // 2 & 1, pred=step > 1)
                     add_dq(dq, place, first)
-                if LATE:
-                    mbarrier.arrive(ds_empty.index(old), count=1, pred=step > 1)
                 first_key_tile, last_key_tile = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
                 first = j == first_key_tile
                 last = j == last_key_tile
@@ -322,7 +342,7 @@ def differentiate(
     old = (step & 1) ^ 1
     mbarrier.wait(dq_turn.index(old), (step - 1) // 2 & 1, pred=step > 0)
     dq = load_dq(place, last and not first, HALF)
-    mbarrier.wait(ds_full.index(old), (step - 1) // 2 & 1, pred=step > 0)
+    mbarrier.wait(exchanged, (step - 1) & 1, pred=step > 0)
     for c in gl.static_range(2):
         k_half = k_s.index(old_slot * 2 + c).slice(C * HALF, HALF, dim=1)
         dq = warpgroup_mma(ds_s.index(old * 2 + c).permute((1, 0)), k_half, dq, is_async=True)

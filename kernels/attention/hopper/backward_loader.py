@@ -91,7 +91,7 @@ def raise_flag(flags_ptr, index):
 
 
 @gluon.jit
-def await_flag(flags_ptr, index, height, ds_empty, step, b):
+def await_flag(flags_ptr, index, height, stage_empty, step, b):
     """Wait until the flag of the step before `step` has the height that its dq needs. Returns b, or -1 if it is raised.
 
     Before it waits for other programs, this one raises all its own flags: otherwise they could wait for each other. The
@@ -100,7 +100,7 @@ def await_flag(flags_ptr, index, height, ds_empty, step, b):
     if height > 0:
         seen = gl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="gpu")
         if seen < height:
-            mbarrier.wait(ds_empty.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)
+            mbarrier.wait(stage_empty.index((step - 1) % STAGES), (step - 1) // STAGES & 1, pred=step > 1)
             raise_flag(flags_ptr, b)
             b = -1
             while seen < height:
@@ -131,7 +131,7 @@ def _load_keys(descs, buffers, bars, keys, tile, K_STEP: gl.constexpr, V_STEP: g
     """Keys and values of an item, which is number `tile` of those that have steps."""
     _q_desc, k_desc, v_desc, _g_desc, _statistics_desc = descs
     k_s, v_s, _q_s, _g_s, _ds_s, _lse_s, _delta_s = buffers
-    _q_full, _g_full, _stage_empty, kv_full, kv_empty, _ds_full, _ds_empty, _dq_turn, _done = bars
+    _q_full, _g_full, _stage_empty, kv_full, kv_empty, _exchanged, _dq_turn, _done = bars
     k_start, _k_length, j, head = keys
     slot = tile & 1
     full = kv_full.index(slot)
@@ -174,7 +174,7 @@ def load_tiles(
     """
     q_desc, _k_desc, _v_desc, g_desc, statistics_desc = descs
     _k_s, _v_s, q_s, g_s, _ds_s, lse_s, delta_s = buffers
-    q_full, g_full, stage_empty, kv_full, kv_empty, _ds_full, ds_empty, dq_turn, done = bars
+    q_full, g_full, stage_empty, kv_full, kv_empty, _exchanged, dq_turn, done = bars
     num_items = gl.load(table_ptr) * HEADS
     tile = 0
     step = 0
@@ -223,7 +223,7 @@ def load_tiles(
                     tma.async_copy_global_to_shared(g_desc, [query, q_head * G_STEP], full, g_s.index(stage))
                     tma.async_copy_global_to_shared(statistics_desc, [deltas + statistic], full, delta_s.index(stage))
                     raise_flag(flags_ptr, c)
-                    b = await_flag(flags_ptr, index, height, ds_empty, step, b)
+                    b = await_flag(flags_ptr, index, height, stage_empty, step, b)
                     mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
                     forget(scratch_ptr, oldest, D)
                     first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
@@ -251,7 +251,7 @@ def load_tiles(
     mbarrier.wait(kv_empty.index(tile & 1), (tile // 2 & 1) ^ 1)
     mbarrier.arrive(kv_full.index(tile & 1), count=1)
     raise_flag(flags_ptr, c)
-    b = await_flag(flags_ptr, index, height, ds_empty, step, b)
+    b = await_flag(flags_ptr, index, height, stage_empty, step, b)
     mbarrier.arrive(dq_turn.index((step & 1) ^ 1), count=1, pred=step > 0)
     mbarrier.wait(done, 0)
     raise_flag(flags_ptr, b)

@@ -29,7 +29,6 @@ COLUMNS = tl.constexpr(8)
 TILE = tl.constexpr(64)
 KEY_TILE = tl.constexpr(128)
 LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -235,7 +234,7 @@ def _empty_tiles(rows: Tensor, num_rows: int, num_keys: int, runs: int = 1) -> T
     return rows.new_empty(1 + (num_keys // KEY_TILE.value + num_rows) * runs, COLUMNS.value)
 
 
-@triton.jit(do_not_specialize=["num_queries", "stride"])
+@triton.jit(do_not_specialize=["num_queries", "stride", "lse_factor"])
 def _attention_statistics_kernel(
     out_ptr,
     grad_ptr,
@@ -246,6 +245,7 @@ def _attention_statistics_kernel(
     flags_ptr,
     num_queries,
     stride,
+    lse_factor,
     out_row,
     out_head,
     grad_row,
@@ -274,7 +274,7 @@ def _attention_statistics_kernel(
     grad = tl.load(grad_ptr + query * grad_row + head * grad_head + column, inside[:, None], 0.0)
     lse = tl.load(lse_ptr + head * num_queries + start + position, inside, float("inf"))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(statistics_ptr + head * stride + target, lse * _LOG2_E)
+    tl.store(statistics_ptr + head * stride + target, lse * lse_factor)
     tl.store(statistics_ptr + (tl.num_programs(2) + head) * stride + target, delta)
     tl.store(flags_ptr + head * (stride // TILE) + start // TILE + row + tile, 0)
 
@@ -285,13 +285,15 @@ def row_statistics(
     lse: Tensor,
     q_offsets: Tensor,
     max_q: int,
+    lse_factor: float,
     k_offsets: Tensor | None = None,
     short: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(lse in base 2 and delta = sum over d of out * grad_out, float32 [2, H, tiles * TILE]; zeros, int32 [H, tiles]).
+    """(lse times lse_factor and delta = sum over d of out * grad_out, float32 [2, H, tiles * TILE]; flags).
 
-    Entries beyond a row's end are lse = +inf and delta = 0, so that the exponential of scores there is zero. Nothing is
-    written for rows of at most `short` queries and keys; to find them, `k_offsets` is needed.
+    The flags are zeros, int32 [H, tiles]. Entries beyond a row's end have lse = +inf and delta = 0: with a negative
+    factor, the exponential of scores that start from them is zero. Nothing is written for rows of at most `short`
+    queries and keys; to find them, `k_offsets` is needed.
     """
     num_queries, num_heads, head_dim = out.shape
     num_rows = q_offsets.shape[0] - 1
@@ -305,8 +307,8 @@ def row_statistics(
         (num_rows, -(-min(max_q, num_queries) // TILE.value), num_heads),
         (device, out.dtype, grad_out.dtype, q_offsets.dtype, k_offsets.dtype,
          *aligned(out, grad_out, lse, q_offsets, k_offsets), *strides, head_dim, short),
-        out, grad_out, lse, q_offsets, k_offsets, statistics, flags, num_queries, tiles * TILE.value, *strides,
-        head_dim, short,
+        out, grad_out, lse, q_offsets, k_offsets, statistics, flags, num_queries, tiles * TILE.value, lse_factor,
+        *strides, head_dim, short,
     )  # fmt: skip
     return statistics, flags
 

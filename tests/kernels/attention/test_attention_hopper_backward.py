@@ -27,7 +27,7 @@ from tests.kernels.core.interpreting import interpret  # noqa: E402
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> object:
+def compiled(head_dim: int, window: bool, dtype: str, runs: int) -> object:
     tile = descriptor(dtype, 64, head_dim, swizzle=128)
     signature = {f"{name}_desc": tile for name in ("q", "v", "g", "dk", "dv")}
     signature["k_desc"] = descriptor(dtype, 64, head_dim, swizzle=head_dim)
@@ -39,7 +39,7 @@ def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> 
     return compile_ahead(
         backward._attention_backward_kernel,
         signature,
-        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window, "LATE": late},
+        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window},
         target="sm_90",
         gluon=True,
         maxnreg=backward.MAX_REGISTERS,
@@ -47,13 +47,10 @@ def compiled(head_dim: int, window: bool, dtype: str, late: bool, runs: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "dtype", "late", "runs"),
-    [(64, False, "bf16", True, 1), (128, False, "fp16", True, 2), (128, True, "bf16", False, 1)],
+    ("head_dim", "window", "dtype", "runs"), [(64, False, "bf16", 1), (128, False, "fp16", 2), (128, True, "bf16", 1)]
 )
-def test_compiles_to_asynchronous_hopper_instructions(
-    head_dim: int, window: bool, dtype: str, late: bool, runs: int
-) -> None:
-    built = compiled(head_dim, window, dtype, late, runs)
+def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: bool, dtype: str, runs: int) -> None:
+    built = compiled(head_dim, window, dtype, runs)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "mbarrier.try_wait", "stmatrix"):
         assert built.contains(instruction), instruction
     # Four elements to a reduction; flags keep the order of an element's, so runs do not differ.
@@ -61,6 +58,7 @@ def test_compiles_to_asynchronous_hopper_instructions(
     assert built.shared_bytes <= 227 * 1024
     # Mostly what only the outer loops need is spilled; how much depends on the compiler.
     assert built.spill_bytes <= (16 if head_dim == 64 else 768)
+    assert not built.serialized
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -77,7 +75,7 @@ def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     sizes = ("num_queries", "stride", "out_row", "out_head", "grad_row", "grad_head")
     statistics = compile_ahead(
         tables._attention_statistics_kernel,
-        pointers | {"statistics_ptr": "*fp32", "flags_ptr": "*i32"} | dict.fromkeys(sizes, "i32"),
+        pointers | {"statistics_ptr": "*fp32", "flags_ptr": "*i32", "lse_factor": "fp32"} | dict.fromkeys(sizes, "i32"),
         {"D": 128, "SHORT": 64},
         target=target,
         divisible_by_16=sizes[2:],
@@ -186,16 +184,16 @@ def test_statistics_lie_on_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     out, grad = (torch.randn(174, 2, 16) for _ in range(2))
     lse = torch.randn(2, 174)
     with poisoned_empty():
-        (lse2, delta), flags = tables.row_statistics(out, grad, lse, offsets, 100)
-        (_, some), _ = tables.row_statistics(out, grad, lse, offsets, 100, offsets, 64)
+        (starts, delta), flags = tables.row_statistics(out, grad, lse, offsets, 100, -2.0)
+        (_, some), _ = tables.row_statistics(out, grad, lse, offsets, 100, -2.0, offsets, 64)
     for row, length in enumerate(lengths):
         start = int(offsets[row])
         tile = start // 64 + row
         tiles = math.ceil(length / 64)
         own, padding = (slice(tile * 64 + a, tile * 64 + b) for a, b in ((0, length), (length, tiles * 64)))
-        torch.testing.assert_close(lse2[:, own], lse[:, start : start + length] / math.log(2))
+        torch.testing.assert_close(starts[:, own], lse[:, start : start + length] * -2)
         torch.testing.assert_close(delta[:, own], (out * grad).sum(2).T[:, start : start + length])
-        assert (lse2[:, padding] == math.inf).all()
+        assert (starts[:, padding] == -math.inf).all()
         assert (delta[:, padding] == 0).all()
         assert (flags[:, tile : tile + tiles] == 0).all()
         first = some[:, tile * 64]

@@ -236,13 +236,16 @@ class AttentionProgram(Program):
     """One stage of q and g together, keys of the next item during this one, and no records of control."""
 
     counts: ClassVar = dict.fromkeys(("q_full", "g_full", "kv_full", "dq_turn"), 1) | dict.fromkeys(
-        ("g_empty", "kv_empty", "ds_full", "ds_empty", "done"), 2
+        ("g_empty", "kv_empty", "exchanged", "done"), 2
     )
     unadded: ClassVar = 1
-    late: ClassVar = False
 
     def all_added(self, step: int) -> Event:
-        return self.wait("ds_empty", step - 2)
+        return self.wait("g_empty", step - 1)
+
+    def exchange(self, step: int) -> Event:
+        """Until both have written ds of a step and read that of the step before; a barrier by itself."""
+        return self.bars["exchanged"][0].ready(step & 1)
 
     def flows(self) -> list[Iterator[Event]]:
         return [self.loader(), self.consumer(0), self.consumer(1)]
@@ -319,29 +322,23 @@ class AttentionProgram(Program):
                 is_last = step > 0 and previous[1] == previous[3]
                 if is_last:
                     yield self.wait("dq_turn", step - 1)
-                yield self.wait("ds_empty", step, free=True)
+                if step > 0:
+                    yield self.exchange(step - 1)
                 self.ds[step % 2][c] = step
                 yield None
-                self.bars["ds_full"][step % 2].arrive()
                 if step > 0:
-                    yield self.wait("ds_full", step - 1)
                     self.multiply(step, old_slot, previous)
-                    if not (is_last or self.late):
-                        yield self.wait("dq_turn", step - 1)
-                        self.sum_up(c, previous)
-                    if not self.late:
-                        self.bars["ds_empty"][(step - 1) % 2].arrive()
+                    yield None
+                self.bars["exchanged"][0].arrive()
                 if left_tile:
                     self.bars["kv_empty"][old_slot].arrive()
                 left_tile = n == len(steps) - 1
                 yield self.wait("q_full", step + 1)
                 yield self.wait("kv_full", tile - 1 + left_tile)
-                if step > 0 and self.late and not is_last:
-                    yield self.wait("dq_turn", step - 1)
-                if step > 0 and (self.late or is_last):
+                if step > 0:
+                    if not is_last:
+                        yield self.wait("dq_turn", step - 1)
                     self.sum_up(c, previous)
-                if step > 0 and self.late:
-                    self.bars["ds_empty"][(step - 1) % 2].arrive()
                 previous = (own, j, *key_tiles_of(i, max(count(keys, 128), 1), *self.window))
                 old_slot = slot
                 yield None
@@ -353,17 +350,13 @@ class AttentionProgram(Program):
                 assert self.k[slot] == (row, j, head)
         if step > 0:
             yield self.wait("dq_turn", step - 1)
-            yield self.wait("ds_full", step - 1)
+            yield self.exchange(step - 1)
             self.multiply(step, old_slot, previous)
             self.sum_up(c, previous)
         self.bars["done"][0].arrive()
 
 
-class LateAttentionProgram(AttentionProgram):
-    late: ClassVar = True
-
-
-@pytest.mark.parametrize("kind", [Program, UnevenProgram, AttentionProgram, LateAttentionProgram])
+@pytest.mark.parametrize("kind", [Program, UnevenProgram, AttentionProgram])
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_of_events_deadlocks_or_changes_the_order_of_sums(seed: int, kind: type[Program]) -> None:
     chance = random.Random(seed)

@@ -31,6 +31,7 @@ def main(arguments: list[str]) -> int:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interface = os.environ.get("INTERFACE") or ("lo" if "--standalone" in arguments else "")
     if interface:
+        os.environ["INTERFACE"] = interface  # of rank 0's store, where PyTorch is told not to share the launcher's
         arguments = ["--local-addr", listen_on(interface), *arguments]
     try:
         run.main(["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", *arguments])

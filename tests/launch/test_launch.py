@@ -82,9 +82,13 @@ def stub(folder: Path, name: str, script: str) -> None:
     "somebody on the network looks for the stores of a run of one node, or for gloo",
     "they listen on the loopback interface alone; those of several nodes on `INTERFACE`, where it is set",
 )
-def test_one_node_names_the_run_once_and_passes_its_arguments(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_store", [False, True])
+def test_one_node_names_the_run_once_and_passes_its_arguments(
+    environment: dict[str, str], tmp_path: Path, own_store: bool
+) -> None:
     cwd = tmp_path / "elsewhere"
-    done = launch({**environment, "NPROC": "2"}, "+experiment=[a,b]", "x=1 2", cwd=cwd)
+    settings = {**environment, "NPROC": "2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store))}
+    done = launch(settings, "+experiment=[a,b]", "x=1 2", cwd=cwd)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (cwd / "runs").iterdir()
     assert run_dir.name.startswith("a-b-")

@@ -186,5 +186,6 @@ def test_a_failure_beside_a_stop_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
         raise failed
 
     monkeypatch.setattr("launch.agent.run.main", run)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")  # which the launcher changes, for later tests as well
     with pytest.raises(ChildFailedError):
         agent([])

@@ -17,7 +17,17 @@ from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, tr
 from kernels.tokens import reference
 from kernels.tokens.parts import Unbind
 
-__all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = [
+    "EPSILON",
+    "activate",
+    "add_rms_norm",
+    "permute",
+    "rms_norm",
+    "rotate",
+    "rotate_qkv",
+    "unbind",
+    "zero_unless_",
+]
 
 # Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
 MAX_WIDTH = 8192
@@ -134,6 +144,22 @@ def unbind(x: Tensor) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", Unbind.apply(x))
 
 
+def zero_unless_(x: Tensor, condition: Tensor, *, backend: str | None = None) -> Tensor:
+    """Write zeros over x, in place, if the number `condition` [] is 0; returns x. Without gradients.
+
+    The host does not wait for the condition, and if it is another number, x is neither read nor written. ValueError for
+    an x whose elements do not lie together, and for a condition of another shape or elsewhere.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, e.g. x.contiguous(); got strides {x.stride()} of {tuple(x.shape)}")
+    if condition.dim() or condition.device != x.device:
+        raise ValueError(
+            f"condition must be one number on {x.device}, e.g. torch.ones((), device=x.device); got "
+            f"{tuple(condition.shape)} on {condition.device}"
+        )
+    return cast(Tensor, dispatch.choose_in_eager("zero_unless", backend, x)(x, condition))
+
+
 def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
     learn = cos.requires_grad or sin.requires_grad
     return {"width": x.shape[-1], "angles": cos.dtype, "angles_learn": learn}
@@ -194,6 +220,7 @@ for _op, _function, _supports, _specification in (
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),
+    ("zero_unless", "zero:zero_unless_", triton_floats, reference.zero_unless_),
 ):
     dispatch.declare(
         _op,

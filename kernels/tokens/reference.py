@@ -49,3 +49,7 @@ def rotate_qkv(
     q, k, v = qkv.unbind(1)
     key_value = rotate(k, cos, sin, positions), v
     return rotate(q, cos, sin, positions), *key_value, *(key_value if twice else ())
+
+
+def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
+    return x.masked_fill_(condition == 0, 0)

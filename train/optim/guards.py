@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from kernels.tokens import zero_unless_
 from modules.batch import RequestBatch
 from train.process.distributed import World
 
@@ -111,9 +112,17 @@ class _Gate(torch.autograd.Function):
         large = [each for each, is_small in zip(gradients, small, strict=True) if not is_small]
         together = [torch.cat(packed)] if packed else []
         ctx.guard.judge([*together, *large])
-        finite = ctx.guard.finite.bool()
-        passed = [torch.where(finite, each, ctx.guard.zero.to(each.dtype)) for each in [*together, *large]]
-        parts = iter(passed.pop(0).split([len(each) for each in packed]) if packed else ())
+        finite = ctx.guard.finite
+        together = [torch.where(finite.bool(), each, ctx.guard.zero) for each in together]
+        passed = [_zeros_unless(finite, each) for each in large]
+        parts = iter(together[0].split([len(each) for each in packed]) if packed else ())
         rest = iter(passed)
         chosen = (next(parts if is_small else rest) for is_small in small)
         return None, *(part.view(each.shape) for part, each in zip(chosen, gradients, strict=True))
+
+
+def _zeros_unless(finite: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, or zeros in its place: a step that is not finite uses nothing of what the backward has made."""
+    if gradient.is_contiguous():
+        return zero_unless_(gradient, finite)
+    return torch.where(finite.bool(), gradient, finite.new_zeros((), dtype=gradient.dtype))

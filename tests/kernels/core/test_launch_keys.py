@@ -50,7 +50,7 @@ from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import scales as triton_grouped
-from kernels.tokens.triton import activation, residual
+from kernels.tokens.triton import activation, residual, zero
 from kernels.tokens.triton import tokens as triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
@@ -223,7 +223,9 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)
             activation.activate_backward(x, x, bias, name, factor)
-    launchers = [activation._launch_forward, activation._launch_backward]
+        for condition in (torch.zeros(()), torch.zeros((), dtype=torch.bool)):
+            zero.zero_unless_(x, condition)
+    launchers = [activation._launch_forward, activation._launch_backward, zero._launch]
     launchers += [
         getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "permute")
     ]

@@ -21,6 +21,7 @@ __all__ = [
     "EPSILON",
     "activate",
     "add_rms_norm",
+    "has_rows",
     "permute",
     "rms_norm",
     "rotate",
@@ -144,14 +145,22 @@ def unbind(x: Tensor) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", Unbind.apply(x))
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether x is [N, D] of contiguous rows that do not overlap, such as some columns of a wider matrix."""
+    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
 def zero_unless_(x: Tensor, condition: Tensor, *, backend: str | None = None) -> Tensor:
     """Write zeros over x, in place, if the number `condition` [] is 0; returns x. Without gradients.
 
     The host does not wait for the condition, and if it is another number, x is neither read nor written. ValueError for
-    an x whose elements do not lie together, and for a condition of another shape or elsewhere.
+    an x that neither is contiguous nor [N, D] of contiguous rows, and for a condition of another shape or elsewhere.
     """
-    if not x.is_contiguous():
-        raise ValueError(f"x must be contiguous, e.g. x.contiguous(); got strides {x.stride()} of {tuple(x.shape)}")
+    if not (x.is_contiguous() or has_rows(x)):
+        raise ValueError(
+            "x must be contiguous, or [N, D] of contiguous rows that do not overlap; got strides "
+            f"{x.stride()} of {tuple(x.shape)}"
+        )
     if condition.dim() or condition.device != x.device:
         raise ValueError(
             f"condition must be one number on {x.device}, e.g. torch.ones((), device=x.device); got "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from kernels.tokens import zero_unless_
+from kernels.tokens import has_rows, zero_unless_
 from modules.batch import RequestBatch
 from train.process.distributed import World
 
@@ -59,7 +59,7 @@ class FiniteGuard:
     def judge(self, gradients: list[Tensor]) -> None:
         """Called by the gate in the backward: is every gradient of the looked-up rows finite, on every rank?"""
         norm = torch.nn.utils.get_total_norm(gradients)
-        self.culprit = 1 - torch.isfinite(norm).to(norm.dtype)
+        self.culprit = 1 - torch.isfinite(norm).float()
         self.finite = 1 - self.culprit
         if self.world.size > 1:
             dist.all_reduce(self.finite, op=dist.ReduceOp.MIN, group=self.world.guard_group)
@@ -123,6 +123,6 @@ class _Gate(torch.autograd.Function):
 
 def _zeros_unless(finite: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, or zeros in its place: a step that is not finite uses nothing of what the backward has made."""
-    if gradient.is_contiguous():
+    if gradient.is_contiguous() or has_rows(gradient):
         return zero_unless_(gradient, finite)
     return torch.where(finite.bool(), gradient, finite.new_zeros((), dtype=gradient.dtype))

@@ -14,13 +14,16 @@ _PROGRAMS = 1024
 """Few, since mostly each only reads the condition."""
 
 
-@triton.jit(do_not_specialize=["size"])
-def zero_unless_kernel(x, condition, size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "width", "stride"])
+def zero_unless_kernel(x, condition, size, width, stride, BLOCK: tl.constexpr):
     if tl.load(condition) == 0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for begin in range(first, size, tl.num_programs(0) * BLOCK):
             place = begin + tl.arange(0, BLOCK)
-            tl.store(x + place, tl.zeros((BLOCK,), x.dtype.element_ty), mask=place < size)
+            row = place // width
+            tl.store(
+                x + row * stride + (place - row * width), tl.zeros((BLOCK,), x.dtype.element_ty), mask=place < size
+            )
 
 
 _launch = Launcher(zero_unless_kernel, num_warps=8)
@@ -29,7 +32,8 @@ _launch = Launcher(zero_unless_kernel, num_warps=8)
 def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     size = x.numel()
     if size:
+        width, stride = (size, size) if x.is_contiguous() else (x.shape[1], x.stride(0))
         grid = (min(cdiv(size, _BLOCK), _PROGRAMS), 1, 1)
-        key = (x.device, x.dtype, condition.dtype, size >> 31, *aligned(x, condition))
-        _launch(grid, key, x, condition, size, _BLOCK)
+        key = (x.device, x.dtype, condition.dtype, size >> 31, width >> 31, stride >> 31, *aligned(x, condition))
+        _launch(grid, key, x, condition, size, width, stride, _BLOCK)
     return x

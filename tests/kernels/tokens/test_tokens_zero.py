@@ -22,9 +22,20 @@ def test_zeros_unless_a_condition_holds(shape: tuple[int, ...], dtype: torch.dty
         assert torch.equal(x, torch.zeros_like(x))
 
 
-def test_zeros_need_elements_that_lie_together_and_one_condition() -> None:
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_zeros_in_some_columns_leave_the_others(backend: str) -> None:
+    device = "cuda" if backend == "triton" else "cpu"
+    whole = torch.full((1001, 12), torch.nan, device=device)
+    zero_unless_(whole[:, 4:9], torch.zeros((), device=device), backend=backend)
+    assert bool((whole[:, 4:9] == 0).all())
+    assert bool(whole[:, :4].isnan().all())
+    assert bool(whole[:, 9:].isnan().all())
+
+
+def test_zeros_need_rows_and_one_condition() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"x must be contiguous.*got strides \(1, 3\)"):
-        zero_unless_(x.t(), torch.zeros(()))
+    for other in (x.t(), torch.ones(3).expand(2, 3)):
+        with pytest.raises(ValueError, match=r"x must be contiguous, or \[N, D\] of contiguous rows"):
+            zero_unless_(other, torch.zeros(()))
     with pytest.raises(ValueError, match="condition must be one number on cpu"):
         zero_unless_(x, torch.zeros(1))

@@ -5,7 +5,7 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "EPSILON",
     "activate",
     "add_rms_norm",
+    "concat_finite",
     "has_rows",
     "permute",
     "rms_norm",
@@ -73,6 +74,19 @@ def add_rms_norm(
         x, change = x.to(dtype), change.to(dtype)
     chosen = dispatch.choose_in_eager("add_rms_norm", backend, x, width=x.shape[1])
     return cast("tuple[Tensor, Tensor, Tensor]", chosen(x, change, rows))
+
+
+def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """(the rows of parts [N_i, D] one after the other, [sum N_i, D], 1 or 0 [] float32: whether all are finite).
+
+    Without gradients. ValueError for no part, and for parts of several widths or dtypes.
+    """
+    kinds = {(part.dim(), part.shape[-1], part.dtype) for part in parts}
+    if len(kinds) != 1 or parts[0].dim() != 2 or not parts[0].is_floating_point():
+        shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
+        raise ValueError(f"parts must be matrices of one width and one floating dtype, at least one; got {shapes}")
+    chosen = dispatch.choose_in_eager("concat_finite", backend, parts[0])
+    return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
 
 
 def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
@@ -224,12 +238,13 @@ def _rotated(
 
 for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
+    ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
     ("permute", "permutation_operator:permute", triton_floats, reference.permute),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),
-    ("zero_unless", "zero:zero_unless_", triton_floats, reference.zero_unless_),
+    ("zero_unless", "gradients:zero_unless_", triton_floats, reference.zero_unless_),
 ):
     dispatch.declare(
         _op,

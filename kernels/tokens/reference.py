@@ -25,6 +25,11 @@ def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple
     return total, rms_norm(total, total.dtype, EPSILON), picked
 
 
+def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    whole = torch.cat(parts)
+    return whole, whole.isfinite().all().float()
+
+
 def permute(values: Tensor, order: Tensor) -> Tensor:
     return values.index_select(0, order)
 

@@ -50,7 +50,7 @@ from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import scales as triton_grouped
-from kernels.tokens.triton import activation, residual, zero
+from kernels.tokens.triton import activation, gradients, residual
 from kernels.tokens.triton import tokens as triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
@@ -224,8 +224,11 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             activation.activate(x, bias, name, factor)
             activation.activate_backward(x, x, bias, name, factor)
         for condition in (torch.zeros(()), torch.zeros((), dtype=torch.bool)):
-            zero.zero_unless_(x, condition)
-    launchers = [activation._launch_forward, activation._launch_backward, zero._launch]
+            gradients.zero_unless_(x, condition)
+            gradients.zero_unless_(x.flatten(1)[:, 1:], condition)
+        gradients.concat_finite([x.flatten(1), x.flatten(1), x[:1].flatten(1).expand(3, -1)])
+        gradients.concat_finite([x.flatten(1)[:, 1:], x.flatten(1)[:1, :-1]])
+    launchers = [activation._launch_forward, activation._launch_backward, gradients._launch, gradients._launch_concat]
     launchers += [
         getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "permute")
     ]

@@ -23,7 +23,7 @@ __all__ = [
     "add_rms_norm",
     "concat_finite",
     "has_rows",
-    "permute",
+    "place_rows",
     "rms_norm",
     "rotate",
     "rotate_qkv",
@@ -89,18 +89,22 @@ def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tup
     return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
 
 
-def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
-    """values[order] of values [N, ...], for an `order` [N] int64 that holds each of 0 .. N - 1 once.
+def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None = None) -> Tensor:
+    """Rows of parts [N_i, ...], counted through all of them, at `places` [N] int64 of one tensor [N, ...]; N = sum N_i.
 
-    The gradient goes back the same way, without the sums that selecting rows more than once would need. ValueError for
-    another shape or dtype of `order`; it is not checked that each row is in it once.
+    `places` must hold each of 0 .. N - 1 once, which is not checked. No row is read or written twice, and gradients go
+    back the same way. ValueError for parts of several shapes of rows or dtypes, and for other places.
     """
-    if order.shape != values.shape[:1] or order.dtype != torch.int64:
+    kinds = {(part.shape[1:], part.dtype) for part in parts}
+    if len(kinds) != 1:
+        shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
+        raise ValueError(f"parts must be at least one, with rows of one shape and dtype; got {shapes}")
+    total = sum(len(part) for part in parts)
+    if places.shape != (total,) or places.dtype != torch.int64:
         raise ValueError(
-            f"order must be int64 [{len(values)}], a place for each row of values, got {order.dtype} "
-            f"{tuple(order.shape)}"
+            f"places must be int64 [{total}], one for each row of the parts, got {places.dtype} {tuple(places.shape)}"
         )
-    return dispatch.choose_in_eager("permute", backend, values)(values, order)
+    return cast(Tensor, dispatch.choose_in_eager("place_rows", backend, parts[0])(list(parts), places))
 
 
 def rms_norm(
@@ -240,7 +244,7 @@ for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
     ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
-    ("permute", "permutation_operator:permute", triton_floats, reference.permute),
+    ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),

@@ -30,8 +30,9 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.isfinite().all().float()
 
 
-def permute(values: Tensor, order: Tensor) -> Tensor:
-    return values.index_select(0, order)
+def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
+    rows = torch.cat(parts)
+    return torch.empty_like(rows).index_copy(0, places, rows)
 
 
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:

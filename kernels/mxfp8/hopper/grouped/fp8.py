@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
+from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
@@ -103,13 +104,17 @@ def grouped_wgrad(
     Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements, or in tables. Groups have multiples of 128
     columns; N and K are multiples of 128.
     """
-    n, k, groups = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0], ends.shape[0]
-    out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
+    n, k = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0]
     tables = _tables(dy_scales, x_scales, None)
-    sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
     form = PAIRED_COLUMNS.value if paired else 0
-    _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
-    return out
+
+    def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(ends.shape[0], n, k, dtype=dtype, device=dy.device)
+        sizes = (ends.shape[0], -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
+        _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
+        return out
+
+    return in_pieces(product, ends, x.shape[1], (n, k), (_TILE_M.value, _TILE_N.value), dtype, False)
 
 
 def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

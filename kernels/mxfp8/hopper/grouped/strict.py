@@ -37,6 +37,7 @@ from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.dequantize_ahead import COUNTS, dequantize_ahead
+from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PAIRED_COLUMNS,
@@ -302,15 +303,22 @@ def grouped_wgrad(
     [E, C, R] if `transposed`. R and C are multiples of 128. If `paired`, the codes are in `grouped` pairs. Scales may
     be in a table of WORDS.
     """
-    rows, columns, groups = scales.shape[1 if in_table(scales) else 0], values.shape[0], ends.shape[0]
-    shape = (columns, rows) if transposed else (rows, columns)
-    out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
-    sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
+    rows, columns = scales.shape[1 if in_table(scales) else 0], values.shape[0]
+    words = scales if in_table(scales) else transposed_words(scales)
+    tiles = -(-rows // _TILE_M.value), -(-columns // _TILE_N.value)
     form = PAIRED_COLUMNS.value if paired else 0
-    _multiplied(
-        codes, scales, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed
-    )
-    return out
+    shape = (columns, rows) if transposed else (rows, columns)
+
+    def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(ends.shape[0], *shape, dtype=dtype, device=codes.device)
+        sizes = (ends.shape[0], *tiles, rows, columns, 0)
+        _multiplied(
+            codes, words, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed
+        )
+        return out
+
+    tile = (_TILE_N.value, _TILE_M.value) if transposed else (_TILE_M.value, _TILE_N.value)
+    return in_pieces(product, ends, values.shape[1], shape, tile, dtype, True)
 
 
 def _multiplied(

@@ -29,8 +29,7 @@ from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
-    PAIRED_COLUMNS,
-    PAIRED_ROWS,
+    PAIRED,
     PIECES,
     ROWS,
     accept_tile,
@@ -65,11 +64,9 @@ def grouped_mm(
     b: Tensor,
     b_scales: Tensor,
     ends: Tensor,
-    *,
-    paired: bool = False,
     differ: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3. If `paired`, a is in `grouped` pairs.
+    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3.
 
     Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
     square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
@@ -82,8 +79,7 @@ def grouped_mm(
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
     tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
-    form = PAIRED_ROWS.value if paired else 0
-    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
+    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, 0, wgrad=False)
     return out
 
 
@@ -106,7 +102,7 @@ def grouped_wgrad(
     """
     n, k = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0]
     tables = _tables(dy_scales, x_scales, None)
-    form = PAIRED_COLUMNS.value if paired else 0
+    form = PAIRED.value if paired else 0
 
     def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(ends.shape[0], n, k, dtype=dtype, device=dy.device)

@@ -4,9 +4,9 @@ Rows are in expert order; expert e owns rows ends[e - 1]:ends[e], and every grou
 after the last end are undefined, in operands and in results, and are not read. An `Operand` is a bfloat16 tensor or a
 `Quantized` with blocks along its last axis, which is the axis that is summed over.
 
-The first operand of a weight gradient may be in pairs: the codes of the columns of two matrices [M, C] side by side, as
-e4m3 [M, 2C], which has the bytes of one of them in bfloat16. In a tile of 128 x 128 of such a matrix, where the row j of
-the tile had its 256 bytes, there are 128 codes of the column j of the first and then 128 of that of the second.
+The first operand of a weight gradient may be in pairs: the codes of the columns of two matrices [M, C] side by side,
+as e4m3 [M, 2C], which has the bytes of one of them in bfloat16. In a tile of 128 x 128 of such a matrix, where the row
+j of the tile had its 256 bytes, there are 128 codes of the column j of the first and then 128 of that of the second.
 
 Scales of codes [..., lines, K] come in one of these forms:
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels import mxfp8
-from kernels.moe.reference import ROWS, Permutation, permutation
 from kernels.moe.hopper.swiglu_quantized import Results
+from kernels.moe.reference import ROWS, Permutation, permutation
 from kernels.mxfp8.grouped import MATRIX
 from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 
@@ -67,7 +67,7 @@ def mxint8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and words of scales of x bfloat16, from exact arithmetic in float64."""
     blocks = x.double().unflatten(1, (-1, 32))
     largest = blocks.abs().amax(2)
-    finite = largest.isfinite()
+    finite = largest <= 127 * 2.0**104  # and no NaN; the byte 237
     # 127 codes or less, each of at least the smallest normal float32.
     exponents = torch.ceil(torch.log2(torch.where(finite & (largest > 0), largest, 2.0**-140) / 127)).clamp(min=-126)
     exponents += (largest > 127 * torch.exp2(exponents)) & finite

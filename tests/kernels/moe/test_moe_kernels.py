@@ -293,14 +293,14 @@ def test_gpu_swiglu_and_its_gradients() -> None:
         with poisoned_empty():
             results = hopper_swiglu_quantized.empty_results(rows, 256, group, True, on_gpu.ends.device)
             for part in (slice(0, 256), slice(256, rows)):
-                hopper_swiglu_quantized.swiglu_quantized(
-                    gate_up[part].cuda(), on_gpu.ends, group, results, part.start
-                )
+                hopper_swiglu_quantized.swiglu_quantized(gate_up[part].cuda(), on_gpu.ends, group, results, part.start)
             plain = hopper_swiglu_quantized.empty_results(rows, 256, group, False, on_gpu.ends.device)
             hopper_swiglu_quantized.swiglu_quantized(gate_up.cuda(), on_gpu.ends, group, plain)
         codes, scales, kept, kept_scales = results
         assert same_codes(plain.codes[:end], codes[:end].cpu())
-        for actual, expected in zip((kept[:end], kept_scales[:, :end]), moe_standins.mxint8(gate_up[:end]), strict=True):
+        for actual, expected in zip(
+            (kept[:end], kept_scales[:, :end]), moe_standins.mxint8(gate_up[:end]), strict=True
+        ):
             assert torch.equal(actual.cpu(), expected)
         # The backward of what is kept, which is exact in float32 and which bfloat16 would round.
         rounded = moe_standins.mxint8_values(kept.cpu(), kept_scales.cpu())[:end]

@@ -107,9 +107,7 @@ def test_gpu_products_of_pairs(group: int) -> None:
     ends = places.ends.cuda()
     # An odd number of tiles in each of the two matrices: a tile of the product has columns of both.
     d, x = random(places.selections.shape[0], 768), random(places.selections.shape[0], 256, seed=1)
-    across, x_t = (
-        Quantized(*(t.cuda() for t in moe_standins.quantized(value, 0, group)), group) for value in (d, x)
-    )
+    across, x_t = (Quantized(*(t.cuda() for t in moe_standins.quantized(value, 0, group)), group) for value in (d, x))
     paired = across._replace(codes=moe_standins.pairs(across.codes.cpu()).cuda(), paired=True)
     assert torch.equal(wgrad(paired, x_t, ends, torch.float32), wgrad(across, x_t, ends, torch.float32))
 

@@ -36,7 +36,6 @@ SKEWED = {
 SIZES = [*ALIGNED.values(), *RAGGED.values(), *SKEWED.values()]
 
 
-
 def cut(sizes: list[int], length: int) -> tuple[list[int], list[int]]:
     """(the ends of pieces, the number of each group's first piece and behind the last), in plain Python."""
     ends, firsts, begin = [], [0], 0

@@ -1,10 +1,10 @@
 """MXINT8: int8 codes, of which 32 of a row share a power of two; for what is only kept and read again, in Gluon.
 
-code * 2^(byte - 127 - 6) is the element. That is 41 dB of Gaussian data, where e4m3, which matrix instructions multiply,
-has 31.5 dB in as many bytes: its exponents serve magnitudes that differ more than those of 32 neighbours do.
+code * 2^(byte - 127 - 6) is the element. On Gaussian data that leaves 41 dB, where e4m3, which matrix instructions
+multiply, leaves 31.5 dB in as many bytes: its exponents serve magnitudes that differ more than 32 neighbours do.
 
-The scale is the smallest that keeps the largest magnitude within 127 codes. A block with a NaN or an infinity has the
-byte 255 and is NaN. A block below 2^-120 loses bits, and below 2^-127 it is zeros.
+The scale is the smallest that keeps the largest magnitude within 127 codes. A block with a NaN, an infinity or a
+magnitude of 2^111 or more has the byte 255 and is NaN. A block below 2^-120 loses bits, and below 2^-127 it is zeros.
 
 Conversions use no conversion instruction, which a multiprocessor has few of: adding 1.5 * 2^23 rounds to an integer in
 the low bits of a float32, and an integer becomes one by setting the exponent's bits.
@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.mxfp8.hopper.quantize.pairs import row_maxima
 
 _LEAST = gl.constexpr(7)  # the smallest byte: 2^(7 - 133) is the smallest normal float32
+_MOST = gl.constexpr(237)  # the largest: 2^(237 - 133) times the offset is still a float32
 _OFFSET = gl.constexpr(2.0**23 + 128)
 
 
@@ -76,7 +77,7 @@ def store_int8(words, buffer, desc, row, column, scales, line, block, num_lines)
     bits = row_maxima(words)
     exponent = bits >> 23
     rounded_up = gl.maximum(exponent + ((bits & 0x7FFFFF) > 0x7E0000).to(gl.int32), _LEAST)
-    scale_bytes = gl.where(exponent == 255, 255, rounded_up)
+    scale_bytes = gl.where(rounded_up > _MOST, 255, rounded_up)
     BLOCKS: gl.constexpr = scale_bytes.type.layout
     place = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, BLOCKS)), 0) * 8
     at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, gl.SliceLayout(1, BLOCKS))
@@ -102,8 +103,9 @@ def load_int8(codes_smem, scales_smem, LAYOUT: gl.constexpr):
     scale_bytes = (words >> place) & 0xFF
     bits = gl.where(scale_bytes == 255, 0x7FC00000, (scale_bytes - 6) << 23)
     factors = gl.expand_dims(bits.to(gl.float32, bitcast=True), 2)
-    left = (((codes & 0xFF) ^ 0x4B000080).to(gl.float32, bitcast=True) - _OFFSET) * factors
-    right = ((((codes >> 8) & 0xFF) ^ 0x4B000080).to(gl.float32, bitcast=True) - _OFFSET) * factors
+    offset = factors * -_OFFSET  # one instruction then subtracts and scales, exactly
+    left = ((codes & 0xFF) ^ 0x4B000080).to(gl.float32, bitcast=True) * factors + offset
+    right = (((codes >> 8) & 0xFF) ^ 0x4B000080).to(gl.float32, bitcast=True) * factors + offset
     left = gl.convert_layout(gl.reshape(left, codes_smem.shape), LAYOUT, assert_trivial=True)
     right = gl.convert_layout(gl.reshape(right, codes_smem.shape), LAYOUT, assert_trivial=True)
     return left, right

@@ -17,7 +17,7 @@ from kernels.moe.hopper import swiglu_quantized as hopper
 from tests.kernels.core.devices import HOPPER
 from tests.kernels.moe import moe_standins
 from tests.kernels.moe.moe_cases import layer, random
-from tests.kernels.moe.test_moe_fused import on_cpu, one_at_a_time
+from tests.kernels.moe.test_moe_fused import on_cpu, one_at_a_time, qualities
 
 __all__ = ["on_cpu"]  # a fixture
 
@@ -57,6 +57,21 @@ def test_broken_blocks_are_nan_and_others_within_half_a_code() -> None:
     # At least 64 codes for the largest one, 63.75 for one that 127 codes just miss; and half of the smallest unit.
     errors = (values.double() - blocks).abs()
     assert (errors <= largest / 63.75 / 2 + 2.0**-127)[~broken].all()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_g128"])
+def test_gradients_lose_little(on_cpu: None, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Against a backward that has the hidden rows in bfloat16."""
+    case, written = layer(512, 128, 256, 3, 2), []
+    mxint8 = moe_standins.mxint8
+    monkeypatch.setattr(moe_standins, "mxint8", lambda x: (written.append(x), mxint8(x))[1])
+    kept = qualities(fused.experts, case, recipe, "cpu")
+    monkeypatch.setattr(moe_standins, "mxint8_values", lambda codes, scales: written[-1].float())
+    exact = qualities(fused.experts, case, recipe, "cpu")
+    assert kept["out"] == exact["out"]
+    for name in ("x", "weights", "gate_up", "down"):
+        assert exact[name] - 0.25 < kept[name] < exact[name], (name, kept[name], exact[name])
+        assert kept[name] > 22.5  # half a dB above what test_precision.py asks for
 
 
 def saved_bytes(y: Tensor) -> int:

@@ -24,21 +24,28 @@ _GAIN = 0.95  # of the time: what is below the uncertainty of the model does not
 def parts_of(n: int, k: int, steps: int, groups: int, tile: tuple[int, int], longest_first: bool, programs: int) -> int:
     """Into how many parts `steps` times 128 rows are cut for weight gradients [groups, n, k], 1 for none.
 
-    In units of a program's step: each tile takes two steps more than its rows. The sums of a piece move 8 bytes of each
-    element, and two more kernels are launched. One group makes whole waves of tiles. Of several, the programs share the
-    work; half of the longest piece is left at the end, unless those were begun first and are short enough.
+    In units of a program's step: each tile takes two steps more than its rows. Equal groups make whole waves of tiles.
+    Otherwise programs share the work until the last tiles: half of the longest piece is left then, or if those were
+    begun first and are short enough, nothing. Whole groups count as the mean of equal ones and of such of which the
+    longest has `_SKEW` times the mean. The sums of a piece move 8 bytes of each element, in two more kernels.
     """
     tiles = -(-n // tile[0]) * -(-k // tile[1])
 
+    def waves(count: int, length: float) -> float:
+        return -(-tiles * count // programs) * (length + 2)
+
+    def shared(count: float, longest: float, left: float) -> float:
+        return max(tiles * (steps + 2 * count) / programs + left * longest, waves(1, longest))
+
     def cost(parts: int) -> float:
         length = -(-steps // parts)
-        pieces = parts if groups == 1 else groups if parts == 1 else steps / length + groups / 2
-        sums = 5 + 2.5e-6 * n * k * pieces if parts > 1 else 0
-        if groups == 1:
-            return -(-tiles * parts // programs) * (length + 2) + sums
-        longest = min(length, _SKEW * steps / groups)
-        work = max(tiles * (steps + 2 * pieces) / programs, longest * -(-tiles // programs))
-        return work + (0 if parts == 1 and longest_first else longest / 2) + sums
+        if parts == 1:
+            longest = min(length, _SKEW * steps / groups)
+            uneven = shared(groups, longest, 0 if longest_first else 0.5)
+            return waves(1, length) if groups == 1 else (waves(groups, steps / groups) + uneven) / 2
+        pieces = parts if groups == 1 else steps / length + groups / 2
+        work = waves(parts, length) if groups == 1 else shared(pieces, length, 0.5)
+        return work + 5 + 2.5e-6 * n * k * pieces
 
     best = min(range(1, min(_MOST_PARTS, steps) + 1), key=cost)
     return best if groups == 1 or cost(best) < _GAIN * cost(1) else 1

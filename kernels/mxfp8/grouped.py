@@ -4,9 +4,9 @@ Rows are in expert order; expert e owns rows ends[e - 1]:ends[e], and every grou
 after the last end are undefined, in operands and in results, and are not read. An `Operand` is a bfloat16 tensor or a
 `Quantized` with blocks along its last axis, which is the axis that is summed over.
 
-Codes of both orientations of a matrix [M, C] may share a tensor, its pairs: e4m3 [M, 2C], which has the bytes of the
-matrix in bfloat16. In a tile of 128 x 128 of the matrix, where the row j of the tile had its 256 bytes, there are 128
-codes of the row j and then 128 codes of the column j.
+The first operand of a weight gradient may be in pairs: the codes of the columns of two matrices [M, C] side by side,
+as e4m3 [M, 2C], which has the bytes of one of them in bfloat16. In a tile of 128 x 128 of such a matrix, where the row
+j of the tile had its 256 bytes, there are 128 codes of the column j of the first and then 128 of that of the second.
 
 Scales of codes [..., lines, K] come in one of these forms:
 
@@ -46,7 +46,7 @@ def in_table(scales: Tensor) -> bool:
 class Quantized(NamedTuple):
     """codes [..., K] float8_e4m3fn and their scales; `group` elements in a row share a scale.
 
-    With `paired` codes are the pairs of the matrix and of its transpose, of which a product takes the part it needs.
+    With `paired` the codes are in pairs; scales are those of the two matrices' columns, one after the other.
     `differ` int32 [1] comes with VALUES of weights: 0 if the lines of each square of 128 x 128 share their scale.
     """
 
@@ -104,10 +104,7 @@ def in_tables(dtype: torch.dtype, width: int) -> bool:
 
 
 def fprop(a: Operand, b: Operand, ends: Tensor) -> Tensor:
-    """a [M, K] times each row's expert in b [E, N, K] -> bfloat16 [M, N]; the input gradient with b transposed.
-
-    a may be paired.
-    """
+    """a [M, K] times each row's expert in b [E, N, K] -> bfloat16 [M, N]; the input gradient with b transposed."""
     like, group = _describe(a)
     shape = (b if isinstance(b, Tensor) else b[0]).shape
     facts = {"in_features": shape[2], "out_features": shape[1]}
@@ -137,20 +134,18 @@ def _describe(operand: Operand) -> tuple[Tensor, int]:
     return (operand.codes, operand.group) if isinstance(operand, Quantized) else (operand, 0)
 
 
-def row_codes(a: Quantized) -> Quantized:
-    """a [M, K] without pairs."""
-    if not a.paired:
-        return a
-    codes = a.codes.unflatten(1, (-1, 2, 128))[:, :, 0].flatten(1)
-    return Quantized(codes, a.scales, a.group)
+def part_of(a: Quantized, first: int, last: int) -> Quantized:
+    """Rows of a [M, K]; both bounds are multiples of 128."""
+    scales = a.scales[:, first:last] if in_table(a.scales) else a.scales[first:last]
+    return Quantized(a.codes[first:last], scales, a.group)
 
 
 def column_codes(dy: Quantized) -> Quantized:
     """dy [N, M] without pairs."""
     if not dy.paired:
         return dy
-    codes = dy.codes.unflatten(1, (-1, 2, 128)).unflatten(0, (-1, 128))[:, :, :, 1].permute(2, 1, 0, 3)
-    return Quantized(codes.flatten(2).flatten(0, 1), dy.scales, dy.group)
+    codes = dy.codes.unflatten(1, (-1, 2, 128)).unflatten(0, (-1, 128)).permute(3, 2, 1, 0, 4)
+    return Quantized(codes.flatten(3).flatten(0, 2), dy.scales, dy.group)
 
 
 def matrix_scales(operand: Quantized) -> Tensor:
@@ -185,7 +180,7 @@ def _values(operand: Quantized | Rounded) -> Tensor:
 
 
 def _fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
-    return fprop(_values(row_codes(a)), _values(b), ends).bfloat16()
+    return fprop(_values(a), _values(b), ends).bfloat16()
 
 
 def _wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:

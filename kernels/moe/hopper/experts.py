@@ -7,11 +7,12 @@
     o = y W_down^T                                     dW_down = dout^T (w * y),  dW_gate_up = dh^T rows
     out = weighted sums of o's rows                    dx = sums of the rows of dh W_gate_up
 
-Kept for the backward: h in bfloat16 and the rows of x, quantised along the rows' axis or bfloat16. The weights are
-quantised anew for the input gradients, except W_down with groups of 128: one pass quantises it for both products, since
-what is kept of it is freed before the backward's peak. o is not kept: a row's weight is applied to y in the backward,
-where its gradient <dout W_down, y> comes out of the same pass. All else is made as late and freed as early as possible;
-dh takes the memory of h, unless h is needed again.
+Kept for the backward: h and the rows of x. Quantised recipes keep h in MXINT8 and the rows of x quantised along the
+rows' axis; otherwise both are bfloat16. The weights are quantised anew for the input gradients, except W_down with
+groups of 128: one pass quantises it for both products, since what is kept of it is freed before the backward's peak. o
+is not kept: a row's weight is applied to y in the backward, where its gradient <dout W_down, y> comes out of the same
+pass. All else is made as late and freed as early as possible; dh takes the memory of h, unless h is needed again, and
+in codes that of dy.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from kernels.mxfp8.grouped import (
     form_of,
     fprop,
     in_tables,
+    part_of,
     swaps,
     wgrad,
 )
 
-_KEPT = 10  # tensors
+_KEPT = 11  # tensors
+_LARGE = 2**17  # rows of which no more than half are there in bfloat16 while the rest is kept in MXINT8
 
 
 def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
@@ -81,23 +84,24 @@ def _forward(
     group: int,
     dtype: torch.dtype,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe.hopper.gather import gather
     from kernels.moe.hopper.swiglu import swiglu
-    from kernels.moe.hopper.swiglu_quantized import swiglu_quantized
     from kernels.moe.triton import route
 
     permutation = route.permutation(chosen, gate_up.shape[0])
     rows, row_scales, *kept_rows = gather(x, permutation, group, form_of(group, True) if keep and group else None)
     first = _operand(gate_up, group, False)
     if group:
-        hidden = fprop(Quantized(rows, row_scales, group), first, permutation.ends)
-        del rows, row_scales, first
-        result: Operand = Quantized(*swiglu_quantized(hidden, permutation.ends, group), group)
+        operand, width = Quantized(rows, row_scales, group), down.shape[2]
+        codes, scales, hidden, hidden_scales = _hidden(operand, first, permutation.ends, width, keep)
+        del rows, row_scales, operand, first
+        result: Operand = Quantized(codes, scales, group)
+        del codes, scales
     else:
         hidden = fprop(rows, first, permutation.ends)
-        kept_rows = [rows, row_scales]
+        kept_rows, hidden_scales = [rows, row_scales], hidden.new_empty(0, 0, dtype=torch.int32)
         del rows, first
         result = swiglu(hidden, permutation.ends)
     second, *transposed = _both(down, group) if keep else (_operand(down, group, False),)
@@ -106,7 +110,28 @@ def _forward(
     out = route.combine(result, permutation.rows, weights, dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
-    return out, hidden, *kept_rows, *permutation, *transposed
+    return out, hidden, hidden_scales, *kept_rows, *permutation, *transposed
+
+
+def _hidden(
+    rows: Quantized, gate_up: Operand, ends: Tensor, width: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes and scales of y, h in MXINT8 and its scales if kept), of many rows in two parts, so that h in bfloat16 is
+    never there as a whole beside what is kept.
+    """
+    from kernels.moe.hopper.swiglu_quantized import empty_results, swiglu_quantized
+
+    num_rows = rows.codes.shape[0]
+    results = empty_results(num_rows, width, rows.group, keep, ends.device)
+    half = num_rows // 256 * 128
+    for first, last in [(0, half), (half, num_rows)] if keep and num_rows >= _LARGE else [(0, num_rows)]:
+        if last - first == num_rows:
+            hidden = fprop(rows, gate_up, ends)
+        else:
+            hidden = fprop(part_of(rows, first, last), gate_up, (ends - first).clamp_(0, last - first))
+        swiglu_quantized(hidden, ends, rows.group, results, first)
+        del hidden
+    return results
 
 
 @_forward.register_fake
@@ -122,7 +147,8 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
         scales = (width, rows // 32) if form == MATRIX else (rows // 128, width)
         scale_dtype = TABLES.get(form, torch.uint8)
     kept_rows = x.new_empty(shape, dtype=torch.float8_e4m3fn if group else torch.bfloat16)
-    hidden = x.new_empty(rows, double, dtype=torch.bfloat16)
+    hidden = x.new_empty(rows, double, dtype=torch.int8 if group else torch.bfloat16)
+    hidden_scales = x.new_empty((double // 128, rows) if group else (0, 0), dtype=torch.int32)
     shapes = (chosen.shape, (rows,), (num_experts,), (rows // ROWS,))
     indices = [chosen.new_empty(shape, dtype=torch.int32) for shape in shapes]
     transposed = [down.new_empty(0) for _ in range(3)]
@@ -133,7 +159,8 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
             down.new_empty(width // 128, num_experts * hidden_width, dtype=TABLES[VALUES]),
             down.new_empty(1, dtype=torch.int32),
         ]
-    return out, hidden, kept_rows, x.new_empty(scales, dtype=scale_dtype), *indices, *transposed
+    kept_scales = x.new_empty(scales, dtype=scale_dtype)
+    return out, hidden, hidden_scales, kept_rows, kept_scales, *indices, *transposed
 
 
 def _differentiate(
@@ -154,8 +181,8 @@ def _differentiate(
     from kernels.moe.triton import route
     from kernels.mxfp8.hopper import dequantize
 
-    hidden, *kept_rows = kept[:3]
-    permutation = Permutation(*kept[3:7])
+    hidden, hidden_scales, *kept_rows = kept[:4]
+    permutation = Permutation(*kept[4:8])
     _, selections, ends, _ = permutation
     dx, d_weights, d_gate_up, d_down = _unneeded(grad, weights, gate_up, down, dtype)
     needs_x, needs_weights, needs_gate_up, needs_down = needs
@@ -166,20 +193,21 @@ def _differentiate(
     d_hidden: Operand
     rows: Operand
     if group:
-        codes, scales, differ = kept[7:]
+        codes, scales, differ = kept[8:]
         transposed = Quantized(codes, scales, group, differ=differ) if codes.numel() else _operand(down, group, True)
         d_result = fprop(Quantized(d_out, d_out_scales, group), transposed, ends)
         del d_out, d_out_scales, transposed
         if overwrite:
             codes.untyped_storage().resize_(0)
-        pairs, row_scales, column_scales, *result, partial = swiglu_quantized_backward(
-            hidden, d_result, selections, weights, ends, group, overwrite, form_of(group, not swapped)
+        d_codes, d_scales, pairs, pair_scales, *result, partial = swiglu_quantized_backward(
+            hidden, hidden_scales, d_result, selections, weights, ends, group, overwrite, form_of(group, not swapped)
         )
         del d_result
         if needs_down:
             d_down = wgrad(Quantized(*d_out_t, group), Quantized(*result, group), ends, down.dtype)
         del d_out_t, result
-        d_hidden, d_hidden_t = (Quantized(pairs, scales, group, True) for scales in (row_scales, column_scales))
+        d_hidden, d_hidden_t = Quantized(d_codes, d_scales, group), Quantized(pairs, pair_scales, group, True)
+        del d_codes, pairs
         rows = Quantized(*kept_rows, group)
     else:
         d_result = fprop(d_out, _operand(down, group, True), ends)
@@ -193,7 +221,8 @@ def _differentiate(
     if needs_x:
         d_rows = fprop(d_hidden, _operand(gate_up, group, True), ends)
         dx = route.combine(d_rows, permutation.rows, None, dtype)
-        del d_rows, d_hidden
+        del d_rows
+    del d_hidden
     if needs_gate_up:
         if group == QUANTIZED["mxfp8"] and kept_rows[0].numel():
             rows = Rounded(dequantize.dequantize_interleaved(*kept_rows))

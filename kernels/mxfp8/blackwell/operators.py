@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.mxfp8.blackwell import grouped
-from kernels.mxfp8.grouped import Quantized, addressable, column_codes, row_codes, scale_tiles
+from kernels.mxfp8.grouped import Quantized, addressable, column_codes, scale_tiles
 
 
 def _tensors(operand: Quantized) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     m, (groups, n, k) = a.codes.shape[0], b.codes.shape
     if 0 in (m, groups, n, k):
         return a.codes.new_zeros(m, n, dtype=torch.bfloat16)
-    return grouped.grouped_mm(*_tensors(row_codes(a)), *_tensors(b), ends.contiguous())
+    return grouped.grouped_mm(*_tensors(a), *_tensors(b), ends.contiguous())
 
 
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,7 @@
     y = x W^T                                      dW = dy^T x
 
 Kept for the backward: the codes of x along M, half the bytes of x in bfloat16, and those of W along N, so that x and W
-are read once a step. Rows of zeros fill x and dy up to a multiple of 128. A weight gradient has few tiles for the
-processors of a GPU, so M is cut into several groups, whose gradients are added up.
+are read once a step. Rows of zeros fill x and dy up to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.core.launch import processors
 from kernels.core.operator import custom_op
 from kernels.mxfp8 import matmul
 from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, Quantized, addressable, fprop, wgrad
@@ -24,8 +22,6 @@ from kernels.mxfp8.hopper.quantize import weights as quantized_weights
 from kernels.mxfp8.hopper.quantize.tiles import quantize_tiles
 
 GROUP = 128
-_TILE = (256, 128)  # rows and columns of a weight gradient that a program computes at a time
-_MOST_PARTS = 16
 _KEPT = 5  # tensors
 
 
@@ -60,30 +56,8 @@ def quantized_weight(weight: Tensor, transposed: bool) -> tuple[Quantized, Quant
     return Quantized(codes, scales, GROUP), Quantized(codes_t, scales_t, GROUP)
 
 
-def parts_of(n: int, k: int, steps: int, programs: int) -> int:
-    """How many groups a weight gradient [n, k] of `steps` times 128 rows is cut into.
-
-    In units of a program's step: waves of tiles, each of two steps more than its rows take, and the sum of the parts,
-    which moves 8 bytes of each element for each part.
-    """
-    tiles = -(-n // _TILE[0]) * -(-k // _TILE[1])
-
-    def cost(parts: int) -> float:
-        waves = -(-tiles * parts // programs)
-        return waves * (-(-steps // parts) + 2) + (2.5e-6 * n * k * parts if parts > 1 else 0)
-
-    return min(range(1, min(_MOST_PARTS, steps) + 1), key=cost)
-
-
-def _ends(rows: int, parts: int, device: torch.device) -> Tensor:
-    if parts == 1:
-        return torch.full((1,), rows, dtype=torch.int32, device=device)
-    each = -(-rows // (GROUP * parts)) * GROUP
-    return torch.arange(each, each * parts + 1, each, dtype=torch.int32, device=device).clamp_(max=rows)
-
-
-def _programs(device: torch.device) -> int:
-    return processors(device) if device.type == "cuda" else 1
+def _ends(rows: int, device: torch.device) -> Tensor:
+    return torch.full((1,), rows, dtype=torch.int32, device=device)
 
 
 @custom_op("gemsmith::mxfp8_linear")
@@ -93,7 +67,7 @@ def _forward(
     """(y [M, N] bfloat16, and what the backward needs: empty tensors without `keep_x` and `keep_weight`)."""
     rows, columns = quantized(x.bfloat16(), True, keep_x, VALUES)
     matrix, transposed = quantized_weight(weight, keep_weight)
-    y = fprop(rows, matrix, _ends(rows.codes.shape[0], 1, x.device))[: x.shape[0]]
+    y = fprop(rows, matrix, _ends(rows.codes.shape[0], x.device))[: x.shape[0]]
     if bias is not None:
         y.add_(bias)
     codes, scales, differ = transposed.codes, transposed.scales, transposed.differ
@@ -125,14 +99,11 @@ def _backward(dy: Tensor, kept: list[Tensor], needs: list[bool], weight_dtype: t
     dx, dw = dy.new_empty(0, dtype=torch.bfloat16), dy.new_empty(0, dtype=weight_dtype)
     if needs_x:
         matrix = Quantized(codes_t, scales_t, GROUP, differ=differ if differ.numel() else None)
-        dx = fprop(rows, matrix, _ends(rows.codes.shape[0], 1, dy.device))[: dy.shape[0]]
+        dx = fprop(rows, matrix, _ends(rows.codes.shape[0], dy.device))[: dy.shape[0]]
         del rows, matrix
     if needs_weight:
-        length = columns.codes.shape[1]
-        parts = parts_of(dy.shape[1], codes.shape[0], length // GROUP, _programs(dy.device))
-        dtype = weight_dtype if parts == 1 else torch.float32
-        dw = wgrad(columns, Quantized(codes, scales, GROUP), _ends(length, parts, dy.device), dtype)
-        dw = dw[0] if parts == 1 else dw.sum(0).to(weight_dtype)
+        ends = _ends(columns.codes.shape[1], dy.device)
+        dw = wgrad(columns, Quantized(codes, scales, GROUP), ends, weight_dtype)[0]
     return dx, dw
 
 

@@ -96,7 +96,7 @@ def _rounded(operand: Quantized | Rounded) -> Tensor:
 def fprop(a: Quantized, b: Quantized, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b.codes.shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
-    return fp8.grouped_mm(*addressable_operands(a, b), ends.contiguous(), paired=a.paired, differ=b.differ)
+    return fp8.grouped_mm(*addressable_operands(a, b), ends.contiguous(), b.differ)
 
 
 def wgrad(dy: Quantized, x: Quantized, ends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +111,7 @@ def strict_fprop(a: Quantized, b: Quantized | Rounded, ends: Tensor) -> Tensor:
     if a.codes.shape[0] == 0 or b[0].shape[0] == 0:
         return a.codes.new_empty(a.codes.shape[0], b[0].shape[1], dtype=torch.bfloat16)
     matrices, scales = (b.values, None) if isinstance(b, Rounded) else addressable_operands(b)
-    return strict.grouped_mm(*addressable_operands(a), matrices, ends.contiguous(), paired=a.paired, b_scales=scales)
+    return strict.grouped_mm(*addressable_operands(a), matrices, ends.contiguous(), scales)
 
 
 def strict_wgrad(dy: Quantized, x: Quantized | Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,9 +46,11 @@ from kernels.mxfp8.blackwell import grouped as block_scaled
 from kernels.mxfp8.grouped import BYTES, MATRIX, TILES, VALUES, WORDS
 from kernels.mxfp8.hopper import dequantize
 from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
+from kernels.mxfp8.hopper.grouped import pieces as grouped_pieces
 from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
+from kernels.mxfp8.triton import pieces as triton_pieces
 from kernels.mxfp8.triton import scales as triton_grouped
 from kernels.tokens.triton import activation, gradients, residual
 from kernels.tokens.triton import tokens as triton_tokens
@@ -155,6 +157,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "counter", lambda device, size=1: torch.zeros(size, dtype=torch.int32))
     monkeypatch.setattr(block_scaled, "processors", lambda device: 148)
+    monkeypatch.setattr(grouped_pieces, "processors", lambda device: 132)
 
     def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
         codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
@@ -166,6 +169,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
         (torch.bfloat16, torch.float32),
         (False, True),
     ):
+        monkeypatch.setattr(grouped_pieces, "parts_of", lambda *facts, parts=3 if elsewhere else 1: parts)
         rows, experts = sum(sizes), len(sizes)
         ends = torch.tensor(sizes).cumsum(0)
         ends = shifted(ends) if elsewhere else ends.int()
@@ -190,7 +194,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
                 values = torch.zeros(k, rows).bfloat16()
                 strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
         dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
-    launchers = [dequantize._launch, triton_grouped._launch, *(module._launch for module in (*products, block_scaled))]
+    launchers = [dequantize._launch, triton_grouped._launch, triton_pieces._cut, triton_pieces._add]
+    launchers += [module._launch for module in (*products, block_scaled)]
     assert all(hits[launcher] for launcher in launchers), hits
 
 

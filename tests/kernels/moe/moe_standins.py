@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from kernels import mxfp8
+from kernels.moe.hopper.swiglu_quantized import Results
 from kernels.moe.reference import ROWS, Permutation, permutation
 from kernels.mxfp8.grouped import MATRIX
+from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 
 __all__ = [
     "collect",
     "combine",
     "dequantize_interleaved",
+    "empty_results",
     "gather",
     "permutation",
     "quantize_both",
@@ -60,8 +63,36 @@ def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).bfloat16()
 
 
-def swiglu_quantized(gate_up: Tensor, ends: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    return quantized(swiglu(gate_up, ends), 1, group)
+def mxint8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and words of scales of x bfloat16, from exact arithmetic in float64."""
+    blocks = x.double().unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(2)
+    finite = largest <= 127 * 2.0**104  # and no NaN; the byte 237
+    # 127 codes or less, each of at least the smallest normal float32.
+    exponents = torch.ceil(torch.log2(torch.where(finite & (largest > 0), largest, 2.0**-140) / 127)).clamp(min=-126)
+    exponents += (largest > 127 * torch.exp2(exponents)) & finite
+    codes = (blocks / torch.exp2(exponents)[..., None]).nan_to_num(0, 0, 0).round().flatten(1).to(torch.int8)
+    scales = torch.where(finite, exponents + 133, 255).to(torch.uint8)
+    return codes, scales.view(torch.int32).t().contiguous()
+
+
+def mxint8_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """float32, exactly."""
+    exponents = scales.t().contiguous().view(torch.uint8).int()
+    factors = torch.where(exponents == 255, torch.nan, ((exponents - 6) << 23).view(torch.float32))
+    return (codes.float().unflatten(1, (-1, 32)) * factors[..., None]).flatten(1)
+
+
+def empty_results(num_rows: int, width: int, group: int, keep: bool, device: torch.device) -> Results:
+    codes, scales = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn), torch.empty(num_rows, width // 32).byte()
+    return Results(codes, scales, *empty_int8(num_rows if keep else 0, 2 * width if keep else 0, device))
+
+
+def swiglu_quantized(gate_up: Tensor, ends: Tensor, group: int, results: Results, first: int = 0) -> None:
+    part = slice(first, first + len(gate_up))
+    results.codes[part], results.scales[part] = quantized(swiglu(gate_up, ends), 1, group)
+    if results.kept.numel():
+        results.kept[part], results.kept_scales[:, part] = mxint8(gate_up)
 
 
 def swiglu_backward(
@@ -79,7 +110,8 @@ def swiglu_backward(
 
 
 def swiglu_quantized_backward(
-    gate_up: Tensor,
+    kept: Tensor,
+    kept_scales: Tensor,
     grad: Tensor,
     selections: Tensor,
     weights: Tensor,
@@ -88,20 +120,20 @@ def swiglu_quantized_backward(
     overwrite: bool,
     result_form: int = MATRIX,
 ) -> tuple[Tensor, ...]:
+    gate_up = mxint8_values(kept, kept_scales)
     d_gate_up, result, partial = swiglu_backward(gate_up, grad.clone(), selections, weights, ends, False)
     rows, row_scales = quantized(d_gate_up, 1, group)
     columns, column_scales = quantized(d_gate_up, 0, group)
-    both = _written(pairs(rows, columns).view(torch.bfloat16), gate_up, overwrite).view(torch.float8_e4m3fn)
-    return both, row_scales, column_scales, *quantized(result, 0, group), partial
+    rows = _written(rows.view(torch.int8), kept, overwrite).view(torch.float8_e4m3fn)
+    both = _written(pairs(columns).view(torch.bfloat16), grad, True).view(torch.float8_e4m3fn)
+    return rows, row_scales, both, column_scales, *quantized(result, 0, group), partial
 
 
-def pairs(rows: Tensor, columns: Tensor) -> Tensor:
-    """Codes [M, C] and [C, M] as pairs [M, 2C]."""
-    num_rows, width = rows.shape
-    both = rows.new_empty(num_rows // ROWS, ROWS, width // ROWS, 2, ROWS, dtype=torch.uint8)
-    both[:, :, :, 0] = rows.view(torch.uint8).view(num_rows // ROWS, ROWS, width // ROWS, ROWS)
-    both[:, :, :, 1] = columns.view(torch.uint8).view(width // ROWS, ROWS, num_rows // ROWS, ROWS).permute(2, 1, 0, 3)
-    return both.view(num_rows, 2 * width).view(rows.dtype)
+def pairs(columns: Tensor) -> Tensor:
+    """Codes [2C, M] of the columns of two matrices [M, C] as pairs [M, 2C]."""
+    double, num_rows = columns.shape
+    tiles = columns.view(torch.uint8).view(2, double // 2 // ROWS, ROWS, num_rows // ROWS, ROWS).permute(3, 2, 1, 0, 4)
+    return tiles.reshape(num_rows, double).view(columns.dtype)
 
 
 def _written(values: Tensor, place: Tensor, overwrite: bool) -> Tensor:

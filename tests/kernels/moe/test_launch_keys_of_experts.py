@@ -20,6 +20,7 @@ from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
 from kernels.mxfp8.grouped import MATRIX, form_of
+from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 from tests.kernels.core import test_launch_keys
 from tests.kernels.core.test_launch_keys import shifted
 
@@ -47,8 +48,13 @@ def test_routed_experts(hits: Counter[Launcher]) -> None:
         rest = (routed.selections, weights, routed.ends)
         hopper_swiglu.swiglu(gate_up, routed.ends)
         *_, partial = hopper_swiglu.swiglu_backward(gate_up, grad, *rest, elsewhere)
-        hopper_swiglu_quantized.swiglu_quantized(gate_up, routed.ends, group)
-        hopper_swiglu_quantized.swiglu_quantized_backward(gate_up, grad, *rest, group, elsewhere, form_of(group, True))
+        results = hopper_swiglu_quantized.empty_results(count, hidden, group, elsewhere, gate_up.device)
+        half = count // 256 * 128
+        for part in (slice(0, half), slice(half, count)):
+            hopper_swiglu_quantized.swiglu_quantized(gate_up[part], routed.ends, group, results, part.start)
+        kept = empty_int8(count, 2 * hidden, gate_up.device)
+        form = form_of(group, True)
+        hopper_swiglu_quantized.swiglu_quantized_backward(*kept, grad, *rest, group, elsewhere, form)
         route.combine(grad, routed.rows, weights if elsewhere else None, dtype)
         route.collect(partial, routed.rows, dtype)
     launchers = {each for name, each in test_launch_keys.all_launchers().items() if name.startswith("kernels.moe.")}

@@ -29,10 +29,10 @@ from kernels.mxfp8.grouped import (
     column_codes,
     form_of,
     matrix_scales,
-    row_codes,
 )
 from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights as quantized_weights
+from kernels.mxfp8.hopper.quantize.int8 import scale_words_layout
 from kernels.mxfp8.hopper.quantize.pairs import REGISTERS, WARPS, codes_layout, words_layout
 from tests.kernels.core.devices import SHARED_LIMITS
 from tests.kernels.core.interpreting import interpret
@@ -140,7 +140,11 @@ def test_kernels_compile_within_their_registers() -> None:
     groups = {"ends": "*i32", "num_groups": "i32"}
     pointers = {"selections": "*i32", "weights": "*fp32", "partial": "*fp32", **groups, **scales}
     sizes = {"num_rows": "i32", "width": "i32"}
-    descriptors = {"hidden_desc": words, "grad_desc": words, "pairs_desc": codes, "result_desc": codes}
+    kept_scales = f"tensordesc<i32[1, 128],{scale_words_layout()!r}>"
+    descriptors = {"kept_desc": codes, "kept_scales_desc": kept_scales, "grad_desc": words}
+    descriptors |= dict.fromkeys(("rows_desc", "columns_desc", "result_desc"), codes)
+    forward = {"hidden_desc": words, "codes_desc": codes, "kept_desc": codes, "scales": "*u8", "kept_scales": "*i32"}
+    forward |= {"first": "i32", "tile_rows": "i32"}
     gather = {
         "x": "*i32",
         "selections": "*i32",
@@ -164,8 +168,8 @@ def test_kernels_compile_within_their_registers() -> None:
         ),
         (
             hopper_swiglu_quantized.swiglu_quantized_forward_kernel,
-            {"hidden_desc": words, "codes_desc": codes, "scales": "*u8", **groups, **sizes},
-            {"FORM": BYTES},
+            {**forward, **groups, **sizes},
+            {"FORM": BYTES, "KEEP": True},
             FORWARD_REGISTERS,
             3,
         ),
@@ -287,16 +291,39 @@ def test_gpu_swiglu_and_its_gradients() -> None:
     # What is quantised is what is written without quantisation.
     for group in (32, 128):
         with poisoned_empty():
-            kept = gate_up.cuda()
-            codes, scales = hopper_swiglu_quantized.swiglu_quantized(kept, on_gpu.ends, group)
-            form = form_of(group, second=True)
-            backward = hopper_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, False, form)
-            again = hopper_swiglu_quantized.swiglu_quantized_backward(kept, grad.cuda(), *others, group, True, form)
-        pairs, row_scales, column_scales, *weighted_codes, partial = backward
-        assert same_codes(again[0][:end], pairs[:end].cpu())
+            results = hopper_swiglu_quantized.empty_results(rows, 256, group, True, on_gpu.ends.device)
+            for part in (slice(0, 256), slice(256, rows)):
+                hopper_swiglu_quantized.swiglu_quantized(gate_up[part].cuda(), on_gpu.ends, group, results, part.start)
+            plain = hopper_swiglu_quantized.empty_results(rows, 256, group, False, on_gpu.ends.device)
+            hopper_swiglu_quantized.swiglu_quantized(gate_up.cuda(), on_gpu.ends, group, plain)
+        codes, scales, kept, kept_scales = results
+        assert same_codes(plain.codes[:end], codes[:end].cpu())
+        for actual, expected in zip(
+            (kept[:end], kept_scales[:, :end]), moe_standins.mxint8(gate_up[:end]), strict=True
+        ):
+            assert torch.equal(actual.cpu(), expected)
+        # The backward of what is kept, which is exact in float32 and which bfloat16 would round.
+        rounded = moe_standins.mxint8_values(kept.cpu(), kept_scales.cpu())[:end]
+        d_gate_up, weighted, _ = moe_standins.swiglu_backward(
+            rounded, grad[:end].clone(), places.selections[:end], weights, places.ends, False
+        )
+        form = form_of(group, second=True)
+        with poisoned_empty():
+            grads = [grad.cuda() for _ in range(2)]
+            backward, again = (
+                hopper_swiglu_quantized.swiglu_quantized_backward(
+                    kept, kept_scales, own, *others, group, overwrite, form
+                )
+                for own, overwrite in zip(grads, (False, True), strict=True)
+            )
+        row_codes, row_scales, pairs, column_scales, *weighted_codes, partial = backward
+        assert same_codes(again[0][:end], row_codes[:end].cpu())
+        assert same_codes(again[2][:end], pairs[:end].cpu())
         assert again[0].data_ptr() == kept.data_ptr()
+        assert [each[2].data_ptr() for each in (backward, again)] == [each.data_ptr() for each in grads]
+        products = (moe_standins.swiglu(rounded, places.ends).double() * grad[:end].double()).unflatten(1, (-1, ROWS))
         check_partial(partial)
-        along = row_codes(Quantized(pairs, row_scales, group, True))[:2]
+        along = row_codes, row_scales
         across = column_codes(Quantized(pairs, column_scales, group, True))[:2]
         for (actual_codes, actual_scales), (expected_codes, expected_scales), transposed in (
             ((codes, scales), moe_standins.quantized(forward, 1, group), False),

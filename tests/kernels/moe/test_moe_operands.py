@@ -9,6 +9,7 @@ from kernels import mxfp8
 from kernels.moe import reference
 from kernels.mxfp8.grouped import (
     BYTES,
+    MATRIX,
     TABLES,
     VALUES,
     WORDS,
@@ -18,7 +19,7 @@ from kernels.mxfp8.grouped import (
     form_of,
     fprop,
     matrix_scales,
-    row_codes,
+    part_of,
     swaps,
     wgrad,
 )
@@ -78,15 +79,24 @@ def test_gpu_weights_bit_for_bit(transpose: bool, apart: bool) -> None:
     assert torch.equal(in_order, values)
 
 
-def test_pairs_have_the_codes_of_both_orientations() -> None:
-    rows, columns = (random(*shape).to(torch.float8_e4m3fn) for shape in ((256, 384), (384, 256)))
-    pairs = moe_standins.pairs(rows, columns)
+def test_pairs_have_the_codes_of_the_columns_of_two_matrices() -> None:
+    columns = random(768, 256).to(torch.float8_e4m3fn)
+    pairs = moe_standins.pairs(columns)
+    assert pairs.shape == (256, 768)
     # The second row of a tile in the second band, third column of tiles.
-    assert same_codes(pairs[129, 512:640], rows[129, 256:384])
-    assert same_codes(pairs[129, 640:768], columns[257, 128:256])
-    scales = [codes.new_zeros(len(codes), 8, dtype=torch.uint8) for codes in (rows, columns)]
-    assert same_codes(row_codes(Quantized(pairs, scales[0], 32, True)).codes, rows)
-    assert same_codes(column_codes(Quantized(pairs, scales[1], 32, True)).codes, columns)
+    assert same_codes(pairs[129, 512:640], columns[257, 128:256])
+    assert same_codes(pairs[129, 640:768], columns[384 + 257, 128:256])
+    scales = columns.new_zeros(768, 8, dtype=torch.uint8)
+    assert same_codes(column_codes(Quantized(pairs, scales, 32, True)).codes, columns)
+
+
+@pytest.mark.parametrize("form", [MATRIX, WORDS, BYTES])
+def test_a_part_of_an_operand_has_its_scales(form: int) -> None:
+    group = 128 if form == BYTES else 32
+    whole = Quantized(*moe_standins.quantized(random(512, 256), 1, group), group)
+    part = part_of(in_form(whole, form), 128, 384)
+    assert same_codes(part.codes, whole.codes[128:384])
+    assert torch.equal(matrix_scales(part), whole.scales[128:384])
 
 
 @pytest.mark.gpu
@@ -94,17 +104,12 @@ def test_pairs_have_the_codes_of_both_orientations() -> None:
 def test_gpu_products_of_pairs(group: int) -> None:
     """Equal to those of the two matrices of codes, to the last bit."""
     places = reference.permutation(routing(700, 5, 2), 5)
-    ends, end = places.ends.cuda(), int(places.ends[-1])
-    d, weight = random(places.selections.shape[0], 384), random(5, 256, 384)
-    x = random(d.shape[0], 256, seed=1)
-    along, across, weights, x_t = (
-        Quantized(*(t.cuda() for t in moe_standins.quantized(value, axis, group, square)), group)
-        for value, axis, square in ((d, 1, False), (d, 0, False), (weight, 2, group == 128), (x, 0, False))
-    )
-    pairs = moe_standins.pairs(along.codes.cpu(), across.codes.cpu()).cuda()
-    one, other = (operand._replace(codes=pairs, paired=True) for operand in (along, across))
-    assert torch.equal(fprop(one, weights, ends)[:end], fprop(along, weights, ends)[:end])
-    assert torch.equal(wgrad(other, x_t, ends, torch.float32), wgrad(across, x_t, ends, torch.float32))
+    ends = places.ends.cuda()
+    # An odd number of tiles in each of the two matrices: a tile of the product has columns of both.
+    d, x = random(places.selections.shape[0], 768), random(places.selections.shape[0], 256, seed=1)
+    across, x_t = (Quantized(*(t.cuda() for t in moe_standins.quantized(value, 0, group)), group) for value in (d, x))
+    paired = across._replace(codes=moe_standins.pairs(across.codes.cpu()).cuda(), paired=True)
+    assert torch.equal(wgrad(paired, x_t, ends, torch.float32), wgrad(across, x_t, ends, torch.float32))
 
 
 def in_form(operand: Quantized, form: int) -> Quantized:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from kernels.mxfp8.blackwell import grouped as block_scaled
 from kernels.mxfp8.hopper import dequantize
 from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
-from kernels.mxfp8.hopper.grouped.tiles import PAIRED_COLUMNS, PAIRED_ROWS
+from kernels.mxfp8.hopper.grouped.tiles import PAIRED
 from kernels.testing import Compiled, compile_ahead
 from tests.kernels.core.descriptors import descriptor
 
@@ -64,7 +64,7 @@ def _fp8(wgrad: bool) -> Compiled:
         "differ": "*i32",
         "ticket": "*i32",
     }
-    form = (PAIRED_COLUMNS if wgrad else PAIRED_ROWS).value
+    form = PAIRED.value if wgrad else 0
     return _compiled(fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 

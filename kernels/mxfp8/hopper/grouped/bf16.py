@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
+from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     PIECES,
@@ -78,19 +79,23 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Te
 
     Groups are as for `grouped_mm` and have multiples of 64 rows; N and K are multiples of 64.
     """
-    n, k, groups = dy.shape[1], x.shape[1], ends.shape[0]
-    out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
-    _multiplied(
-        descriptor(dy, _BLOCK_K.value, ROWS.value),
-        descriptor(x, _BLOCK_K.value, _TILE_N.value),
-        out,
-        out.flatten(0, 1),
-        ends,
-        (groups, -(-n // _TILE_M.value), -(-k // _TILE_N.value), n, k, 0),
-        wgrad=True,
-        transposed=True,
-    )
-    return out
+    n, k = dy.shape[1], x.shape[1]
+
+    def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(ends.shape[0], n, k, dtype=dtype, device=dy.device)
+        _multiplied(
+            descriptor(dy, _BLOCK_K.value, ROWS.value),
+            descriptor(x, _BLOCK_K.value, _TILE_N.value),
+            out,
+            out.flatten(0, 1),
+            ends,
+            (ends.shape[0], -(-n // _TILE_M.value), -(-k // _TILE_N.value), n, k, 0),
+            wgrad=True,
+            transposed=True,
+        )
+        return out
+
+    return in_pieces(product, ends, dy.shape[0], (n, k), (_TILE_M.value, _TILE_N.value), dtype, True)
 
 
 def _multiplied(

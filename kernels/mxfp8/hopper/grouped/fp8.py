@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
+from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
-    PAIRED_COLUMNS,
-    PAIRED_ROWS,
+    PAIRED,
     PIECES,
     ROWS,
     accept_tile,
@@ -64,11 +64,9 @@ def grouped_mm(
     b: Tensor,
     b_scales: Tensor,
     ends: Tensor,
-    *,
-    paired: bool = False,
     differ: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3. If `paired`, a is in `grouped` pairs.
+    """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3.
 
     Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
     square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
@@ -81,8 +79,7 @@ def grouped_mm(
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
     tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
-    form = PAIRED_ROWS.value if paired else 0
-    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, form, wgrad=False)
+    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, 0, wgrad=False)
     return out
 
 
@@ -103,13 +100,17 @@ def grouped_wgrad(
     Scales are uint8 [N, M / 32] and [K, M / 32], constant over 128 elements, or in tables. Groups have multiples of 128
     columns; N and K are multiples of 128.
     """
-    n, k, groups = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0], ends.shape[0]
-    out = torch.empty(groups, n, k, dtype=dtype, device=dy.device)
+    n, k = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0]
     tables = _tables(dy_scales, x_scales, None)
-    sizes = (groups, -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
-    form = PAIRED_COLUMNS.value if paired else 0
-    _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
-    return out
+    form = PAIRED.value if paired else 0
+
+    def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(ends.shape[0], n, k, dtype=dtype, device=dy.device)
+        sizes = (ends.shape[0], -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
+        _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
+        return out
+
+    return in_pieces(product, ends, x.shape[1], (n, k), (_TILE_M.value, _TILE_N.value), dtype, False)
 
 
 def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

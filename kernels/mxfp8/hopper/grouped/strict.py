@@ -37,10 +37,10 @@ from kernels.core.counters import counter
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.dequantize_ahead import COUNTS, dequantize_ahead
+from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
-    PAIRED_COLUMNS,
-    PAIRED_ROWS,
+    PAIRED,
     PIECES,
     ROWS,
     accept_tile,
@@ -268,22 +268,20 @@ def _grouped_strict_kernel(
         )  # fmt: skip
 
 
-def grouped_mm(
-    codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, *, paired: bool = False, b_scales: Tensor | None = None
-) -> Tensor:
+def grouped_mm(codes: Tensor, scales: Tensor, b: Tensor, ends: Tensor, b_scales: Tensor | None = None) -> Tensor:
     """[M, N] bfloat16: codes [M, K] e4m3 times scales [M, K / 32] uint8, times the group's b [E, N, K] bfloat16.
 
-    With `b_scales` uint8 [E, N, K / 32], b is e4m3 and dequantised in the kernel. N and K are multiples of 128. If
-    `paired`, the codes are in `grouped` pairs. Scales of the rows may be in a table of WORDS.
+    With `b_scales` uint8 [E, N, K / 32], b is e4m3 and dequantised in the kernel. N and K are multiples of 128. Scales
+    of the rows may be in a table of WORDS.
     """
     groups, n, k = b.shape
     out = torch.empty(codes.shape[0], n, dtype=torch.bfloat16, device=codes.device)
-    sizes, form = (groups, 0, -(-n // _TILE_N.value), 0, n, k), PAIRED_ROWS.value if paired else 0
+    sizes = (groups, 0, -(-n // _TILE_N.value), 0, n, k)
     values, ahead = b, None
     if b_scales is not None:
         values = torch.empty(b.shape, dtype=torch.bfloat16, device=b.device)
         ahead = b.view(torch.int32), b_scales.view(torch.int16), values.view(torch.int32)
-    _multiplied(codes, scales, values.flatten(0, 1), out, out, ends, sizes, form=form, ahead=ahead)
+    _multiplied(codes, scales, values.flatten(0, 1), out, out, ends, sizes, form=0, ahead=ahead)
     return out
 
 
@@ -302,15 +300,22 @@ def grouped_wgrad(
     [E, C, R] if `transposed`. R and C are multiples of 128. If `paired`, the codes are in `grouped` pairs. Scales may
     be in a table of WORDS.
     """
-    rows, columns, groups = scales.shape[1 if in_table(scales) else 0], values.shape[0], ends.shape[0]
+    rows, columns = scales.shape[1 if in_table(scales) else 0], values.shape[0]
+    words = scales if in_table(scales) else transposed_words(scales)
+    tiles = -(-rows // _TILE_M.value), -(-columns // _TILE_N.value)
+    form = PAIRED.value if paired else 0
     shape = (columns, rows) if transposed else (rows, columns)
-    out = torch.empty(groups, *shape, dtype=dtype, device=codes.device)
-    sizes = (groups, -(-rows // _TILE_M.value), -(-columns // _TILE_N.value), rows, columns, 0)
-    form = PAIRED_COLUMNS.value if paired else 0
-    _multiplied(
-        codes, scales, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed
-    )
-    return out
+
+    def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(ends.shape[0], *shape, dtype=dtype, device=codes.device)
+        sizes = (ends.shape[0], *tiles, rows, columns, 0)
+        _multiplied(
+            codes, words, values, out, out.flatten(0, 1), ends, sizes, form=form, wgrad=True, transposed=transposed
+        )
+        return out
+
+    tile = (_TILE_N.value, _TILE_M.value) if transposed else (_TILE_M.value, _TILE_N.value)
+    return in_pieces(product, ends, values.shape[1], shape, tile, dtype, True)
 
 
 def _multiplied(

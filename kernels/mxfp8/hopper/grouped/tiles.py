@@ -23,10 +23,9 @@ from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
 SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
-# How an operand lies in memory: with r along its rows (0), along its columns, or as one half of `grouped` pairs.
+# How an operand lies in memory: with r along its rows (0), along its columns, or in `grouped` pairs.
 TRANSPOSED = gl.constexpr(1)
-PAIRED_ROWS = gl.constexpr(2)
-PAIRED_COLUMNS = gl.constexpr(3)
+PAIRED = gl.constexpr(2)
 PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
@@ -99,13 +98,14 @@ def accept_tile(places, read, received):
 
 
 @gluon.jit
-def _block(desc, position, r, full, smem, FORM: gl.constexpr):
+def _block(desc, position, r, full, smem, lines, FORM: gl.constexpr):
+    """Load the block at (position, r) of an operand of so many lines."""
     if FORM == TRANSPOSED:
         tma.async_copy_global_to_shared(desc, [r, position], full, smem)
-    elif FORM == PAIRED_ROWS:
-        tma.async_copy_global_to_shared(desc, [position, r // 128 * 256 + r % 128], full, smem)
-    elif FORM == PAIRED_COLUMNS:
-        column = position // 128 * 256 + 128 + r % 128
+    elif FORM == PAIRED:
+        second = (position >= lines // 2).to(gl.int32)
+        position -= second * (lines // 2)
+        column = position // 128 * 256 + second * 128 + r % 128
         tma.async_copy_global_to_shared(desc, [r // 128 * 128 + position % 128, column], full, smem)
     else:
         tma.async_copy_global_to_shared(desc, [position, r], full, smem)
@@ -190,23 +190,23 @@ def load_tiles(
             if count > 2 * ROWS:
                 mbarrier.expect(bar, BLOCKS * a_desc.block_type.nbytes + FIXED)
                 for c in gl.static_range(2, BLOCKS):
-                    _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_FORM)
+                    _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), M, A_FORM)
             else:
                 mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + FIXED)
             for c in gl.static_range(2):
-                _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), A_FORM)
+                _block(a_desc, row + c * ROWS, r, bar, a_smem.index(stage * BLOCKS + c), M, A_FORM)
             if WGRAD:
                 position = column * TILE_N
             else:
                 position = group * N + column * TILE_N
             if ROW_SCALES:
-                _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), TRANSPOSED)
+                _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), M, TRANSPOSED)
             if COLUMN_SCALES:
-                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), TRANSPOSED)
+                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), N, TRANSPOSED)
             if B_FORM and not WGRAD:
-                _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), TRANSPOSED)
+                _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), N, TRANSPOSED)
             else:
-                _block(b_desc, position, r, bar, b_smem.index(stage), B_FORM)
+                _block(b_desc, position, r, bar, b_smem.index(stage), N, B_FORM)
             loaded += 1
         tile, turn, base = take(ticket, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     _announce(places, written, read, announced, zero, zero, zero, zero)

@@ -188,10 +188,16 @@ def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: g
 
 
 @gluon.jit
+def row_maxima(words):
+    """The bits [128, 4] as float32 of the largest magnitude in each block of a tile in `row_layout`."""
+    largest = gl.reduce(gl.reshape(words, [128, 4, 16]), 2, _larger)
+    return gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
+
+
+@gluon.jit
 def row_scales(words, GROUP: gl.constexpr, SQUARE: gl.constexpr):
     """Scale bytes [128, 4] of a tile in `row_layout`."""
-    largest = gl.reduce(gl.reshape(words, [128, 4, 16]), 2, _larger)
-    bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
+    bits = row_maxima(words)
     if GROUP == 128:
         bits = widen(bits, 1, SQUARE)
     return scale_bytes_of(bits)

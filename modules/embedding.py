@@ -294,6 +294,8 @@ class _Union(nn.Module):
 class TokenAssembly(nn.Module):
     """Stacks looked-up rows into tokens; all dense features of a side become one token by a single linear layer.
 
+    Rows may be in bfloat16: those of histories stay so, tokens of requests, candidates and vendors are float32.
+
     A vector becomes a token by a linear layer of its own.
     Rows of tables of another width, by `table_dims`, become tokens by a matrix of their table, and vectors from files
     (`FeatureSpec.vector_tables`) by a linear layer of theirs, whose bias alone is the token of ids without a vector.
@@ -337,7 +339,7 @@ class TokenAssembly(nn.Module):
             request.append(self.any_request.expand(batch.num_requests, -1))
         if self.candidate_dense is not None:
             candidate.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
-        tokens = Tokens(torch.stack(request, 1), torch.stack(candidate, 1), self._histories(embedded, batch))
+        tokens = Tokens(_stacked(request), _stacked(candidate), self._histories(embedded, batch))
         if self.spec.num_vendor_tokens:
             tokens.vendor = self._vendor(embedded, _vendors(batch))
         return tokens
@@ -347,7 +349,7 @@ class TokenAssembly(nn.Module):
         tokens += _vector_tokens(self.vendor_vectors, vendors.dense)
         if self.vendor_dense is not None:
             tokens.append(self.vendor_dense(vendors.dense[:, : len(self.spec.vendor_dense)]))
-        return torch.stack(tokens, 1)
+        return _stacked(tokens)
 
     def _side(
         self,
@@ -390,6 +392,12 @@ class TokenAssembly(nn.Module):
             event: JaggedSequence(values[event], offsets[event], time)
             for event, time in zip(values, times, strict=True)
         }
+
+
+def _stacked(tokens: list[Tensor]) -> Tensor:
+    """Tokens [N, d] side by side, [N, n, d], in at least float32: sums of layers are added to them."""
+    stacked = torch.stack(tokens, 1)
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32))
 
 
 def _vector_tokens(projections: nn.ModuleList, dense: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from kernels.tokens import permute
+from kernels.tokens import place_rows
 from modules.batch import FeatureSpec
 from modules.embedding import JaggedSequence, Tokens
 from modules.masknet import MaskNet
@@ -27,8 +27,11 @@ class HistoryEncoder(nn.Module):
         masks = nn.ModuleList(MaskNet(len(event.fields), dim) for event in spec.histories)
         self.masks = cast("Sequence[MaskNet]", masks)
 
-    def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """(values [sum T, dim], offsets [R + 1]), oldest first; no event at all when the data has no histories."""
+    def forward(self, tokens: Tokens, front: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(values [sum T, dim], offsets [R + 1]), oldest first; no event at all when the data has no histories.
+
+        Tokens `front` [R, n, dim] come before the events of each row.
+        """
         sequences = []
         for event, mask in zip(self.events, self.masks, strict=True):
             sequence = tokens.histories[event.name]
@@ -36,25 +39,53 @@ class HistoryEncoder(nn.Module):
         if not sequences:
             num_requests, _, dim = tokens.request.shape
             offsets = torch.zeros(num_requests + 1, dtype=torch.int64, device=tokens.request.device)
-            return tokens.request.new_empty(0, dim), offsets
-        merged = merge_by_time(sequences)
-        return merged.values, merged.offsets
+            none = JaggedSequence(tokens.request.new_empty(0, dim), offsets, offsets[:0])
+            sequences = [none]
+        if front is None:
+            merged = merge_by_time(sequences)
+            return merged.values, merged.offsets
+        return _behind(front, sequences)
 
 
 def merge_by_time(sequences: list[JaggedSequence]) -> JaggedSequence:
-    """All events of each request in one row, oldest first; at equal times earlier arguments come first.
+    """All events of each request in one row, oldest first; at equal times earlier arguments come first."""
+    if len(sequences) == 1:
+        return sequences[0]
+    places, _ = _places(sequences)
+    values = place_rows([sequence.values for sequence in sequences], places)
+    times = torch.cat([sequence.times for sequence in sequences])
+    return JaggedSequence(values, _offsets(sequences), torch.empty_like(times).scatter(0, places, times))
+
+
+def _behind(front: Tensor, sequences: list[JaggedSequence]) -> tuple[Tensor, Tensor]:
+    """(values, offsets) of the merged events, each row behind its tokens `front` [R, n, dim]; a token is moved once."""
+    num_rows, num_front, _ = front.shape
+    places, rows = _places(sequences)
+    offsets = _offsets(sequences)
+    index = torch.arange(num_rows + 1, device=offsets.device)
+    offsets = offsets + num_front * index
+    of_front = offsets[:-1, None] + torch.arange(num_front, device=offsets.device)
+    behind = torch.cat([of_front.flatten(), places + num_front * (rows + 1)])
+    events = [sequence.values.to(front.dtype) for sequence in sequences]
+    return place_rows([front.flatten(0, 1), *events], behind), offsets
+
+
+def _places(sequences: list[JaggedSequence]) -> tuple[Tensor, Tensor]:
+    """([N], [N] int64): where each event of all sequences comes when they are merged by time, and its row.
 
     Two stable sorts, by time and then by row, rather than one by a combined key that could overflow.
     """
-    if len(sequences) == 1:
-        return sequences[0]
-    times = torch.cat([sequence.times for sequence in sequences])
     rows = torch.cat([_row_of(sequence) for sequence in sequences])
-    order = times.argsort(stable=True)
+    index = torch.arange(rows.shape[0], device=rows.device)
+    if len(sequences) == 1:
+        return index, rows
+    order = torch.cat([sequence.times for sequence in sequences]).argsort(stable=True)
     order = order[rows[order].argsort(stable=True)]
-    values = torch.cat([sequence.values for sequence in sequences])
-    offsets = torch.stack([sequence.offsets for sequence in sequences]).sum(0)
-    return JaggedSequence(permute(values, order), offsets, times[order])
+    return torch.empty_like(order).scatter(0, order, index), rows
+
+
+def _offsets(sequences: list[JaggedSequence]) -> Tensor:
+    return torch.stack([sequence.offsets for sequence in sequences]).sum(0)
 
 
 def _row_of(sequence: JaggedSequence) -> Tensor:

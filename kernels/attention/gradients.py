@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.core.projection import last_part
+
 
 def contiguous_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors for the gradients of q, k and v."""
@@ -18,3 +20,12 @@ def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     if k.shape != v.shape:
         return contiguous_gradients(q, k, v)
     return q.new_empty(q.shape), *k.new_empty(k.shape[0], 2, *k.shape[1:]).unbind(1)
+
+
+def gradients_in_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors for the gradients of q, k and v; if v is the last part of a projection [N, 3, H, d], dv is, too."""
+    num_tokens, num_heads, dim = v.shape
+    width = num_heads * dim
+    if num_tokens == 0 or v.stride() != (3 * width, dim, 1) or v.storage_offset() != 2 * width:
+        return contiguous_gradients(q, k, v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), last_part(v, 3)

@@ -5,7 +5,7 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import torch
@@ -17,7 +17,19 @@ from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, tr
 from kernels.tokens import reference
 from kernels.tokens.parts import Unbind
 
-__all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = [
+    "EPSILON",
+    "activate",
+    "add_rms_norm",
+    "concat_finite",
+    "has_rows",
+    "place_rows",
+    "rms_norm",
+    "rotate",
+    "rotate_qkv",
+    "unbind",
+    "zero_unless_",
+]
 
 # Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
 MAX_WIDTH = 8192
@@ -64,18 +76,35 @@ def add_rms_norm(
     return cast("tuple[Tensor, Tensor, Tensor]", chosen(x, change, rows))
 
 
-def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
-    """values[order] of values [N, ...], for an `order` [N] int64 that holds each of 0 .. N - 1 once.
+def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """(the rows of parts [N_i, D] one after the other, [sum N_i, D], 1 or 0 [] float32: whether all are finite).
 
-    The gradient goes back the same way, without the sums that selecting rows more than once would need. ValueError for
-    another shape or dtype of `order`; it is not checked that each row is in it once.
+    Without gradients. ValueError for no part, and for parts of several widths or dtypes.
     """
-    if order.shape != values.shape[:1] or order.dtype != torch.int64:
+    kinds = {(part.dim(), part.shape[-1], part.dtype) for part in parts}
+    if len(kinds) != 1 or parts[0].dim() != 2 or not parts[0].is_floating_point():
+        shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
+        raise ValueError(f"parts must be matrices of one width and one floating dtype, at least one; got {shapes}")
+    chosen = dispatch.choose_in_eager("concat_finite", backend, parts[0])
+    return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
+
+
+def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None = None) -> Tensor:
+    """Rows of parts [N_i, ...], counted through all of them, at `places` [N] int64 of one tensor [N, ...]; N = sum N_i.
+
+    `places` must hold each of 0 .. N - 1 once, which is not checked. No row is read or written twice, and gradients go
+    back the same way. ValueError for parts of several shapes of rows or dtypes, and for other places.
+    """
+    kinds = {(part.shape[1:], part.dtype) for part in parts}
+    if len(kinds) != 1:
+        shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
+        raise ValueError(f"parts must be at least one, with rows of one shape and dtype; got {shapes}")
+    total = sum(len(part) for part in parts)
+    if places.shape != (total,) or places.dtype != torch.int64:
         raise ValueError(
-            f"order must be int64 [{len(values)}], a place for each row of values, got {order.dtype} "
-            f"{tuple(order.shape)}"
+            f"places must be int64 [{total}], one for each row of the parts, got {places.dtype} {tuple(places.shape)}"
         )
-    return dispatch.choose_in_eager("permute", backend, values)(values, order)
+    return cast(Tensor, dispatch.choose_in_eager("place_rows", backend, parts[0])(list(parts), places))
 
 
 def rms_norm(
@@ -134,6 +163,30 @@ def unbind(x: Tensor) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", Unbind.apply(x))
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether x is [N, D] of contiguous rows that do not overlap, such as some columns of a wider matrix."""
+    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def zero_unless_(x: Tensor, condition: Tensor, *, backend: str | None = None) -> Tensor:
+    """Write zeros over x, in place, if the number `condition` [] is 0; returns x. Without gradients.
+
+    The host does not wait for the condition, and if it is another number, x is neither read nor written. ValueError for
+    an x that neither is contiguous nor [N, D] of contiguous rows, and for a condition of another shape or elsewhere.
+    """
+    if not (x.is_contiguous() or has_rows(x)):
+        raise ValueError(
+            "x must be contiguous, or [N, D] of contiguous rows that do not overlap; got strides "
+            f"{x.stride()} of {tuple(x.shape)}"
+        )
+    if condition.dim() or condition.device != x.device:
+        raise ValueError(
+            f"condition must be one number on {x.device}, e.g. torch.ones((), device=x.device); got "
+            f"{tuple(condition.shape)} on {condition.device}"
+        )
+    return cast(Tensor, dispatch.choose_in_eager("zero_unless", backend, x)(x, condition))
+
+
 def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
     learn = cos.requires_grad or sin.requires_grad
     return {"width": x.shape[-1], "angles": cos.dtype, "angles_learn": learn}
@@ -189,11 +242,13 @@ def _rotated(
 
 for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
+    ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
-    ("permute", "permutation_operator:permute", triton_floats, reference.permute),
+    ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),
+    ("zero_unless", "gradients:zero_unless_", triton_floats, reference.zero_unless_),
 ):
     dispatch.declare(
         _op,

@@ -25,8 +25,14 @@ def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple
     return total, rms_norm(total, total.dtype, EPSILON), picked
 
 
-def permute(values: Tensor, order: Tensor) -> Tensor:
-    return values.index_select(0, order)
+def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    whole = torch.cat(parts)
+    return whole, whole.isfinite().all().float()
+
+
+def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
+    rows = torch.cat(parts)
+    return torch.empty_like(rows).index_copy(0, places, rows)
 
 
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
@@ -49,3 +55,7 @@ def rotate_qkv(
     q, k, v = qkv.unbind(1)
     key_value = rotate(k, cos, sin, positions), v
     return rotate(q, cos, sin, positions), *key_value, *(key_value if twice else ())
+
+
+def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
+    return x.masked_fill_(condition == 0, 0)

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.tokens import permute
+from kernels.tokens import place_rows
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
 from modules.config import StackConfig, option
 from modules.embedding import Tokens
@@ -87,7 +87,7 @@ class SequentialModel(RetrievalModel):
         # The first event of a request without one is some other request's: nothing but its own token reads that time.
         first = torch.cat([history.times, history.times.new_zeros(1)])[history.offsets[:-1]]
         return Sequences(
-            permute(torch.cat([start, events.to(start.dtype)]), rows),
+            place_rows([start, events.to(start.dtype)], torch.cat([offsets[:-1], event_places])),
             offsets,
             places - starts,
             torch.cat([first, history.times])[rows],
@@ -114,11 +114,12 @@ class SequentialModel(RetrievalModel):
         after = torch.empty_like(rows)
         after[:-1] = rows[1:]
         after[last] = rows[sequences.offsets[:-1]]
+        places = torch.empty_like(after).scatter(0, after, torch.arange(after.shape[0], device=after.device))
         target_ids = torch.cat([last_ids, ids])[after]
         weights = torch.cat([last_weights, last_weights.new_ones(ids.shape[0])])[after]
         return NextItems(
             query=self.query(states),
-            target=self.item(permute(torch.cat([of_last, events.to(of_last.dtype)]), after)),
+            target=self.item(place_rows([of_last, events.to(of_last.dtype)], places)),
             target_ids=target_ids,
             weights=torch.where(target_ids == UNKNOWN_ID, 0, weights),
             candidates=self.item(candidates),

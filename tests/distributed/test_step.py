@@ -63,7 +63,7 @@ class Step:
     def __init__(
         self,
         optimizer: OptimizerConfig,
-        comm_precision: str = "fp32",
+        row_precision: str = "fp32",
         whole: tuple[str, ...] = (),
         *,
         index_dedup: bool = False,
@@ -79,7 +79,7 @@ class Step:
             optimizer=optimizer,
             parallel=ParallelConfig(
                 sharding_types=["row_wise"],
-                comm_precision=comm_precision,
+                row_precision=row_precision,
                 index_dedup=index_dedup,
                 table_ranks=table_ranks,
                 tables=[TablesConfig(match=[name], sharding_types=["data_parallel"]) for name in whole],

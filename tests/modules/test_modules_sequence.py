@@ -210,6 +210,11 @@ def test_history_encoder_keeps_event_types_apart_until_the_merge():
     click, view = encoder.masks[0](clicks.values), encoder.masks[1](views.values)
     assert offsets.tolist() == [0, 3, 5]
     torch.testing.assert_close(values, torch.stack([view[0], click[0], view[1], view[2], click[1]]))
+    front = torch.randn(2, 2, 4)
+    values, offsets = encoder(Tokens(request, request, {"event0": clicks, "event1": views}), front)
+    assert offsets.tolist() == [0, 5, 9]
+    rows = [*front[0], view[0], click[0], view[1], *front[1], view[2], click[1]]
+    torch.testing.assert_close(values, torch.stack(rows))
 
 
 def test_history_encoder_without_histories_gives_empty_rows():
@@ -217,6 +222,18 @@ def test_history_encoder_without_histories_gives_empty_rows():
     values, offsets = HistoryEncoder(random_spec(num_events=0), 4)(tokens)
     assert values.shape == (0, 4)
     assert offsets.tolist() == [0, 0, 0, 0]
+    values, offsets = HistoryEncoder(random_spec(num_events=0), 4)(tokens, torch.ones(3, 2, 4))
+    assert torch.equal(values, torch.ones(6, 4))
+    assert offsets.tolist() == [0, 2, 4, 6]
+
+
+def test_history_encoder_puts_tokens_before_the_events_of_one_type():
+    encoder = HistoryEncoder(random_spec(num_events=1), dim=4)
+    events = JaggedSequence(torch.randn(3, 8), offsets_of([0, 3, 0]), torch.tensor([4, 6, 7]))
+    request, front = torch.zeros(3, 1, 4), torch.randn(3, 1, 4)
+    values, offsets = encoder(Tokens(request, request, {"event0": events}), front)
+    assert offsets.tolist() == [0, 1, 5, 6]
+    torch.testing.assert_close(values, torch.cat([front[0], front[1], encoder.masks[0](events.values), front[2]]))
 
 
 def test_projections_with_a_recipe_of_their_own_run_it():

@@ -49,10 +49,10 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_the_rest_measured(
     assert rows["instead"]["process"] == rows["last"]["process"]
 
 
-def test_every_measured_arm_is_a_configuration() -> None:
+@pytest.mark.parametrize("file", sorted((speeds.CONFIGS.parent / "docs" / "performance").glob("*_arms.yaml")), ids=str)
+def test_every_measured_arm_is_a_configuration(file: Path) -> None:
     register_schema()
-    root = Path(speeds.CONFIGS).parent
-    arms = speeds.arms_of(root / "docs" / "performance" / "production_arms.yaml")
+    arms = speeds.arms_of(file)
     assert len({arm["name"] for arm in arms}) == len(arms)
     with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
         for arm in arms:

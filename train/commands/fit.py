@@ -233,8 +233,11 @@ def _activations(config: Config, source: Source, model: RankingModel) -> int:
         for table in collection.embedding_configs():
             widths |= dict.fromkeys(table.feature_names, table.embedding_dim)
     lookup = batch.lookup
+    row_dtype = torch.bfloat16 if config.parallel.row_precision == "bf16" else torch.float32
     embedded = {
-        key: JaggedTensor(torch.randn(count, widths[key], requires_grad=True), lengths=torch.tensor([count]))
+        key: JaggedTensor(
+            torch.randn(count, widths[key], dtype=row_dtype, requires_grad=True), lengths=torch.tensor([count])
+        )
         for key, count in zip(lookup.keys(), lookup.length_per_key(), strict=True)
     }
     rows = sum(each.values().nbytes for each in embedded.values())

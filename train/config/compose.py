@@ -97,6 +97,12 @@ def validate(config: Config) -> None:
             f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "
             "tokens travel; use parallel.expert_payload=full, or e.g. parallel.expert_ranks=2"
         )
+    if config.parallel.index_dedup and config.parallel.row_precision != "fp32":
+        raise ValueError(
+            f"parallel.index_dedup=true with parallel.row_precision={config.parallel.row_precision}: the gradients of "
+            "an id that occurs often would be added up in bfloat16, where small ones are lost; use "
+            "parallel.row_precision=fp32 or parallel.index_dedup=false"
+        )
     in_host = [rule for rule in config.parallel.tables if set(rule.kernels or ()) - {"fused"}]
     if config.parallel.table_ranks and in_host:
         raise ValueError(

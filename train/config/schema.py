@@ -290,8 +290,8 @@ class ParallelConfig:
     table_average_every: int = option(1, least=1)  # steps after which the copies are averaged
     index_dedup: bool = False  # send each id of a batch once, however often it occurs
     prefetch_tables: bool = False  # fill caches of tables in host memory for the next batch while one computes; on GPUs
-    # of looked-up rows and their gradients on the way between ranks
-    comm_precision: str = option("fp32", choices=["fp32", "bf16"])
+    # in which tables hand out rows, take their gradients, and send both between ranks; the tables stay fp32
+    row_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
     host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
     reserve: float = option(0.15, below=1, example=0.1)  # fraction of GPU memory left to the dense part and activations

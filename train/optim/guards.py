@@ -8,8 +8,9 @@ decay by one step. The dense optimiser skips the batch by the same verdict.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from kernels.tokens import concat_finite, has_rows, zero_unless_
 from modules.batch import RequestBatch
 from train.process.distributed import World
 
@@ -37,7 +39,6 @@ class FiniteGuard:
         self.world, self.locate = world, locate
         self.finite = torch.ones((), device=world.device)  # of this step: 1 where all gradients of all ranks are finite
         self.culprit = torch.zeros((), device=world.device)  # 1 where this rank's were not
-        self.zero = torch.zeros((), device=world.device)  # made once: a new scalar would be a launch
         self.found_inf = torch.zeros((), device=world.device)  # verdict of the last batch, 1 = skipped
         self.skipped: deque[bool] = deque(maxlen=remembered)
         self._verdicts: deque[tuple[int, Tensor, Tensor, Tensor]] = deque(maxlen=window)
@@ -48,17 +49,27 @@ class FiniteGuard:
         if not torch.is_grad_enabled():
             return args
         names = [name for name, _ in embedded.items()]
-        values = _Gate.apply(self, *[embedded[name].values() for name in names])
-        gated = {
-            name: JaggedTensor(values=value, lengths=embedded[name].lengths())
-            for name, value in zip(names, values, strict=True)
-        }
-        return gated, batch
+        rows = [embedded[name].values() for name in names]
+        wholes = _wholes(rows)
+        sliced = [index for _, members in wholes for index in members]
+        single = [index for index in range(len(rows)) if index not in set(sliced)]
+        sizes = [[len(rows[index]) for index in members] for _, members in wholes]
+        values = _Gate.apply(self, sizes, *[whole for whole, _ in wholes], *[rows[index] for index in single])
+        gated = dict(zip([*sliced, *single], values, strict=True))
+        return {
+            name: JaggedTensor(values=gated[index], lengths=embedded[name].lengths())
+            for index, name in enumerate(names)
+        }, batch
 
-    def judge(self, gradients: list[Tensor]) -> None:
-        """Called by the gate in the backward: is every gradient of the looked-up rows finite, on every rank?"""
-        norm = torch.nn.utils.get_total_norm(gradients)
-        self.culprit = 1 - torch.isfinite(norm).to(norm.dtype)
+    def judge(self, gradients: list[Tensor], finite: list[Tensor]) -> None:
+        """Called by the gate in the backward: is every gradient of the looked-up rows finite, on every rank?
+
+        Of those that have been looked at, `finite` says so (1, or 0).
+        """
+        verdicts = list(finite)
+        if gradients:
+            verdicts.append(torch.isfinite(torch.nn.utils.get_total_norm(gradients)).float())
+        self.culprit = 1 - (verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).amin())
         self.finite = 1 - self.culprit
         if self.world.size > 1:
             dist.all_reduce(self.finite, op=dist.ReduceOp.MIN, group=self.world.guard_group)
@@ -98,22 +109,63 @@ def verdict(finite: Tensor, dense_norm: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, guard: FiniteGuard, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.guard = guard
-        return tuple(value.view_as(value) for value in values)
+    """Passes on rows: some whole tensors cut to slices, then single ones. Their gradients it looks at together."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, guard: FiniteGuard, sizes: list[list[int]], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.guard, ctx.sizes = guard, sizes
+        cut = zip(values, sizes, strict=False)
+        slices = [part for whole, lengths in cut for part in whole.split(lengths)]
+        return *slices, *(value.view_as(value) for value in values[len(sizes) :])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | list[list[int]] | None, ...]:
+        guard, left = ctx.guard, list(gradients)
+        # What would be a concatenation, a norm and a choice is one pass.
+        wholes = [concat_finite([left.pop(0) for _ in lengths]) for lengths in ctx.sizes]
         # All small ones are copied into one tensor: two launches in place of two for each.
-        small = [each.numel() < SMALL and each.dtype is torch.float32 for each in gradients]
-        packed = [each.flatten() for each, is_small in zip(gradients, small, strict=True) if is_small]
-        large = [each for each, is_small in zip(gradients, small, strict=True) if not is_small]
+        small = [each.numel() < SMALL and each.dtype is torch.float32 for each in left]
+        packed = [each.flatten() for each, is_small in zip(left, small, strict=True) if is_small]
+        large = [each for each, is_small in zip(left, small, strict=True) if not is_small]
         together = [torch.cat(packed)] if packed else []
-        ctx.guard.judge([*together, *large])
-        finite = ctx.guard.finite.bool()
-        passed = [torch.where(finite, each, ctx.guard.zero.to(each.dtype)) for each in [*together, *large]]
+        guard.judge([*together, *large], [finite for _, finite in wholes])
+        passed = [_zeros_unless(guard.finite, each) for each in [*together, *large]]
         parts = iter(passed.pop(0).split([len(each) for each in packed]) if packed else ())
         rest = iter(passed)
         chosen = (next(parts if is_small else rest) for is_small in small)
-        return None, *(part.view(each.shape) for part, each in zip(chosen, gradients, strict=True))
+        single = [part.view(each.shape) for part, each in zip(chosen, left, strict=True)]
+        return None, None, *(zero_unless_(whole, guard.finite) for whole, _ in wholes), *single
+
+
+def _zeros_unless(finite: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, or zeros in its place: a step that is not finite uses nothing of what the backward has made."""
+    if gradient.is_contiguous() or has_rows(gradient):
+        return zero_unless_(gradient, finite)
+    return torch.where(finite.bool(), gradient, finite.new_zeros((), dtype=gradient.dtype))
+
+
+def _wholes(rows: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """Tensors [N, D] that some of the rows cover, slice after slice, and which ones, in the order of the slices.
+
+    A lookup is cut to features by `split`, whose backward would concatenate all gradients in a pass of its own.
+    """
+    found: dict[int, tuple[Tensor, list[int]]] = {}
+    for index, each in enumerate(rows):
+        base = each._base
+        if base is not None and base.dim() == 2 and base.is_contiguous() and base.requires_grad:
+            found.setdefault(id(base), (base, []))[1].append(index)
+    wholes = []
+    for base, members in found.values():
+        members.sort(key=lambda index: (rows[index].storage_offset(), rows[index].numel()))
+        slices = [rows[index] for index in members]
+        lengths = [len(part) for part in slices]
+        begins = itertools.accumulate(lengths, initial=0)
+        whole = sum(lengths) == len(base) and all(
+            part.shape[1:] == base.shape[1:]
+            and part.is_contiguous()
+            and part.storage_offset() == base.storage_offset() + begin * base.shape[1]
+            for part, begin in zip(slices, begins, strict=False)
+        )
+        if whole:
+            wholes.append((base, members))
+    return wholes

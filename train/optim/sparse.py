@@ -19,6 +19,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import CacheParams, ModuleSharder, QuantizedCommCodecs, ShardingPlan
 from torchrec.optim import SGD, Adam, RowWiseAdagrad
+from torchrec.types import DataType
 
 from modules.models.ranking import RankingModel
 from train.config.schema import Config, TablesConfig
@@ -87,15 +88,17 @@ def sharders_of(config: Config, world: World) -> list[ModuleSharder[nn.Module]]:
     """What shards each kind of collection."""
     codecs = _codecs(config, world)
     # Of all tables: a lookup is told to prefetch for all of its own or for none.
-    prefetching = {"prefetch_pipeline": True} if config.parallel.prefetch_tables else None
+    fused: dict[str, Any] = {"prefetch_pipeline": True} if config.parallel.prefetch_tables else {}
+    if world.device.type == "cuda":  # FBGEMM's CPU kernels have no bfloat16
+        fused["output_dtype"] = DataType(config.parallel.row_precision.upper())
     # The generic parameter of ModuleSharder is invariant, hence the annotation.
     sharders: list[ModuleSharder[nn.Module]] = [
         EmbeddingCollectionSharder(
-            fused_params=prefetching,
+            fused_params=fused,
             qcomm_codecs_registry=codecs,
             use_index_dedup=config.parallel.index_dedup,
         ),
-        managed.ManagedTablesSharder(codecs, index_dedup=config.parallel.index_dedup),
+        managed.ManagedTablesSharder(codecs, fused, index_dedup=config.parallel.index_dedup),
     ]
     return sharders
 
@@ -142,8 +145,11 @@ def rules_of(tables: Sequence[str], rules: Sequence[TablesConfig]) -> dict[str, 
 
 
 def _codecs(config: Config, world: World) -> dict[str, QuantizedCommCodecs] | None:
-    """The codecs that round rows, and their gradients, on the way between ranks; None: nothing is rounded."""
-    precision = CommType(config.parallel.comm_precision if world.size > 1 else "fp32")
+    """The codecs that round rows, and their gradients, on the way between ranks; None: nothing is rounded.
+
+    On GPUs the tables' kernels round as they read and write."""
+    rounds = world.size > 1 and world.device.type == "cpu"
+    precision = CommType(config.parallel.row_precision if rounds else "fp32")
     return get_qcomm_codecs_registry(QCommsConfig(precision, precision))
 
 

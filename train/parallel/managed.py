@@ -47,8 +47,12 @@ class ManagedTables(ShardedManagedCollisionEmbeddingCollection):
 class ManagedTablesSharder(ManagedCollisionEmbeddingCollectionSharder):
     """Shards them by rows, with their ids by ranges, which are sent once each with `index_dedup`."""
 
-    def __init__(self, codecs: dict[str, QuantizedCommCodecs] | None, *, index_dedup: bool) -> None:
-        tables = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=index_dedup)
+    def __init__(
+        self, codecs: dict[str, QuantizedCommCodecs] | None, fused_params: dict[str, Any], *, index_dedup: bool
+    ) -> None:
+        tables = EmbeddingCollectionSharder(
+            fused_params=fused_params, qcomm_codecs_registry=codecs, use_index_dedup=index_dedup
+        )
         super().__init__(tables, CountedIdsSharder(), qcomm_codecs_registry=codecs)
 
     def shard(

@@ -20,12 +20,15 @@ The loader, and what all warps share, is in `hopper.backward_loader`, the comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.attention.gradients import contiguous_gradients
 from kernels.attention.hopper.backward_consumer import differentiate
 from kernels.attention.hopper.backward_loader import STAGES, load_tiles
 from kernels.attention.hopper.descriptor import head_descriptor, line_descriptor
@@ -64,7 +67,9 @@ def _attention_backward_kernel(
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    DV_PARTS: gl.constexpr,
 ):  # fmt: skip
+    """A token of dv is DV_PARTS times as far from the next as its heads take."""
     let_next_start()
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -105,9 +110,9 @@ def _attention_backward_kernel(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, 0)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DV_PARTS, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, 1)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DV_PARTS, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, scratch_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, RUNS, LEFT, RIGHT)),
         ],
@@ -127,8 +132,9 @@ def attention_backward(
     keys: Rows,
     scale: float,
     mask: Mask,
+    gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = contiguous_gradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous and in the inputs' dtype, of out = softmax(scale q k^T) v within rows.
+    """(dq, dk, dv), in the inputs' dtype and as `gradients` lays them out, of out = softmax(scale q k^T) v within rows.
 
     q, out and grad_out are [Nq, H, d], k and v [Nk, Hkv, d], bfloat16 or float16, with d 64 or 128, H a multiple of Hkv
     and any strides (out: except that of the last dimension); lse is [H, Nq] float32, contiguous, the natural logarithm
@@ -159,7 +165,7 @@ def attention_backward(
     # The gradient of a sum (one expanded number), or one with all rows of a head together: see `head_descriptor`.
     if grad_out.stride(2) != 1 or grad_out.stride(1) > grad_out.stride(0):
         grad_out = grad_out.contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = gradients(q, k, v)
     if num_queries == 0 or num_keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
@@ -191,7 +197,8 @@ def attention_backward(
     # Each half of the columns of keys is an operand, which must not divide a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
-    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0)
+    dv_parts = dv.stride(0) // (kv_heads * head_dim)
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0, dv_parts)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,

@@ -208,7 +208,7 @@ def differentiate(
     buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
     left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    C: gl.constexpr,
+    DV_PARTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
@@ -319,6 +319,7 @@ def differentiate(
         following = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
         row = k_start + j * 128 + C * 64
         position = row.to(gl.int64) * (HEADS * D) + head * D
+        dv_position = row.to(gl.int64) * (DV_PARTS * HEADS * D) + head * D
         # This was the last use of the tile's values.
         buffer = v_s.index(kv * 2 + C)
         if busy & (own_keys >= 64):
@@ -332,11 +333,11 @@ def differentiate(
             tma.async_copy_shared_to_global(dv_desc, [row, head * D], buffer)
         elif busy:
             store_rows(through_shared(buffer, dk * scale), dk_ptr + position, own_keys, HEADS * D)
-            store_rows(through_shared(buffer, dv), dv_ptr + position, own_keys, HEADS * D)
+            store_rows(through_shared(buffer, dv), dv_ptr + dv_position, own_keys, DV_PARTS * HEADS * D)
             fence_async_shared()
         else:
             store_rows(dk, dk_ptr + position, own_keys, HEADS * D)
-            store_rows(dv, dv_ptr + position, own_keys, HEADS * D)
+            store_rows(dv, dv_ptr + dv_position, own_keys, DV_PARTS * HEADS * D)
         keys = following
     # dq of the last step.
     old = (step & 1) ^ 1

@@ -23,8 +23,10 @@ def attention_short_backward_kernel(
     grad, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, total, scale, left, right,
     stride_gn, stride_gh, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr, BESIDE: tl.constexpr,
+    DV_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Query heads that share a key head come one after the other."""
+    """Query heads that share a key head come one after the other. A token of dv is DV_PARTS times as far from the next
+    as its heads take."""
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     first_head = tl.program_id(0) % KEY_HEADS
     q_begin, num_queries, k_begin, num_keys = row_of(q_offsets, k_offsets, tl.program_id(0) // KEY_HEADS, 0, 0, False)
@@ -64,7 +66,7 @@ def attention_short_backward_kernel(
         dv_tile = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_tile)
         dk_tile = tl.dot(ds, q_tile, dk_tile)
     store(dk + k_begin * (KEY_HEADS * D), position, head, keys, dk_tile * scale, KEY_HEADS, D, D)
-    store(dv + k_begin * (KEY_HEADS * D), position, head, keys, dv_tile, KEY_HEADS, D, D)
+    store(dv + k_begin * (DV_PARTS * KEY_HEADS * D), position, head, keys, dv_tile, DV_PARTS * KEY_HEADS, D, D)
 
 
 def backward(
@@ -84,7 +86,7 @@ def backward(
     *,
     beside: bool,
 ) -> None:
-    """Write the gradients, contiguous, of rows of at most LONGEST queries and keys.
+    """Write the gradients, contiguous but for the distance of dv's tokens, of rows of at most LONGEST queries and keys.
 
     Half precision, heads of 64 or 128 contiguous features, lse [H, Nq] float32. `beside` is as in
     `kernels.gdpa.triton.short.forward`.
@@ -95,7 +97,7 @@ def backward(
     inputs = (grad, q, k, v, out)
     strides = tuple([stride for x in inputs for stride in x.stride()[:2]])
     left, right, _ = window_of(mask)
-    constants = (kv_heads, num_heads // kv_heads, dim, mask.windowed, beside)
+    constants = (kv_heads, num_heads // kv_heads, dim, mask.windowed, beside, dv.stride(0) // (kv_heads * dim))
     places = aligned(*inputs, lse, q_offsets, k_offsets)
     _launch(
         (kv_heads * (k_offsets.shape[0] - 1), 1, 1),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.core.operator import custom_op
+from kernels.core.operator import custom_op, intercepted, on_its_device
+from kernels.core.projection import whole_of
 from kernels.tokens.triton import tokens
 
 
@@ -51,15 +52,30 @@ def _rotate_qkv_backward(
     positions: Tensor | None,
 ) -> Tensor:
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
-    tokens.rotate(dq, cos, sin, positions, True, gradient[:, 0])
-    tokens.rotate(dk, cos, sin, positions, True, gradient[:, 1], more_dk)
+    _turn_back(gradient, dq, dk, more_dk, cos, sin, positions)
     tokens.copy_heads(dv, gradient[:, 2], more_dv)
     return gradient
+
+
+def _turn_back(
+    gradient: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    more_dk: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+) -> None:
+    tokens.rotate(dq, cos, sin, positions, True, gradient[:, 0])
+    tokens.rotate(dk, cos, sin, positions, True, gradient[:, 1], more_dk)
 
 
 @_rotate_qkv_backward.register_fake
 def _(dq: Tensor, *others: Tensor | None) -> Tensor:
     return dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
+
+
+_turn_back_in_place = on_its_device(_turn_back)
 
 
 class _RotateQKV(torch.autograd.Function):
@@ -80,7 +96,12 @@ class _RotateQKV(torch.autograd.Function):
     def backward(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, more_dk: Tensor | None = None, more_dv: Tensor | None = None
     ) -> tuple[Tensor, None, None, None, None]:
-        return _rotate_qkv_backward(dq, dk, dv, more_dk, more_dv, *ctx.saved_tensors), None, None, None, None
+        arguments = (dq, dk, dv, more_dk, more_dv, *ctx.saved_tensors)
+        together = None if more_dv is not None or intercepted(arguments) else whole_of(dv, 3)
+        if together is None:
+            return _rotate_qkv_backward(*arguments), None, None, None, None
+        _turn_back_in_place(together, dq, dk, more_dk, *ctx.saved_tensors)
+        return together, None, None, None, None
 
 
 rotate_qkv = _RotateQKV.apply

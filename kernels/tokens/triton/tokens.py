@@ -107,14 +107,14 @@ def copy_heads_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def permute_kernel(
-    values, order, out, num_rows, row_stride, INVERSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def move_rows_kernel(
+    values, places, out, num_rows, row_stride, SCATTER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
-    other = tl.load(order + row, real, 0)
-    source, target = (row, other) if INVERSE else (other, row)
+    other = tl.load(places + row, real, 0)
+    source, target = (row, other) if SCATTER else (other, row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
     moved = tl.load(values + (source * row_stride)[:, None] + column[None, :], inside)
@@ -131,7 +131,7 @@ _launch_norm = Launcher(rms_norm_kernel)
 _launch_norm_backward = Launcher(rms_norm_backward_kernel)
 _launch_rotate = Launcher(rotate_kernel)
 _launch_copy = Launcher(copy_heads_kernel)
-_launch_permute = Launcher(permute_kernel)
+_launch_move = Launcher(move_rows_kernel)
 
 
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
@@ -189,21 +189,20 @@ def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     return x, x if more is None else more
 
 
-def permute(values: Tensor, order: Tensor, inverse: bool) -> Tensor:
-    """values[order] of values [N, ...], contiguous, or with `inverse` out with out[order] = values."""
-    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    if out.numel():
-        rows = flat(values)
-        num_rows, width = rows.shape
-        block_r, block_w = tile_shape(width, elements=8192 // values.element_size())
-        tensors = (rows, order.contiguous(), out)
-        constants = (inverse, width, block_r, block_w)
-        _launch_permute(
-            (cdiv(num_rows, block_r), cdiv(width, block_w), 1),
-            (values.device, values.dtype, *aligned(*tensors), num_rows >> 31, rows.stride(0), *constants),
-            *tensors, num_rows, rows.stride(0), *constants,
-        )  # fmt: skip
-    return out
+def move_rows(values: Tensor, places: Tensor, out: Tensor, scatter: bool) -> None:
+    """out[i] = values[places[i]], or with `scatter` out[places[i]] = values[i], for each place; out contiguous."""
+    if not places.numel() or not values.numel():
+        return
+    rows = flat(values)
+    width = rows.shape[1]
+    block_r, block_w = tile_shape(width, elements=8192 // values.element_size())
+    tensors = (rows, places.contiguous(), out)
+    constants = (scatter, width, block_r, block_w)
+    _launch_move(
+        (cdiv(len(places), block_r), cdiv(width, block_w), 1),
+        (values.device, values.dtype, *aligned(*tensors), len(places) >> 31, rows.stride(0), *constants),
+        *tensors, len(places), rows.stride(0), *constants,
+    )  # fmt: skip
 
 
 def _over_heads(

@@ -183,18 +183,20 @@ class InterFormer(RequestVectors, nn.Module):
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
         request, candidate = tokens.request, tokens.candidate
-        values, offsets = self.history(tokens)
         vendor = None if tokens.vendor is None else VendorTokens.of(tokens.vendor, batch)
+        first, *later = self.layers
         if self.per_candidate:
             request = rows.expand(request)
             if vendor is not None:
                 request, vendor = torch.cat([request, vendor.of_candidate.expand(vendor.values)], dim=1), None
+            values, offsets = self.history(tokens)
             values, offsets = jagged_index_select(values, offsets, rows.owner)
             rows = CandidateRows.identity(batch.num_candidates, values.device)
-
-        first, *later = self.layers
-        summary = first.summary(torch.cat([request, candidate], dim=1) if self.per_candidate else request)
-        values, offsets = _prepend(summary, values, offsets)
+            summary = first.summary(torch.cat([request, candidate], dim=1))
+            values, offsets = _prepend(summary, values, offsets)
+        else:
+            summary = first.summary(request)
+            values, offsets = self.history(tokens, summary)
         positions = _positions(offsets, self.num_cls, values.shape[0])
         angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)

@@ -15,9 +15,11 @@ from kernels.testing import compile_ahead, poisoned_empty
 pytest.importorskip("triton")
 gl = pytest.importorskip("triton.experimental.gluon.language")
 
+from kernels.attention.gradients import contiguous_gradients, gradients_in_projection  # noqa: E402
 from kernels.attention.hopper import backward, tables  # noqa: E402
 from kernels.attention.hopper.backward import attention_backward  # noqa: E402
 from kernels.core.mask import NO_MASK, Mask  # noqa: E402
+from kernels.core.projection import whole_of  # noqa: E402
 from kernels.core.rows import Rows  # noqa: E402
 from tests.kernels.core.descriptors import descriptor  # noqa: E402
 from tests.kernels.core.interpreting import interpret  # noqa: E402
@@ -39,7 +41,7 @@ def compiled(head_dim: int, window: bool, dtype: str, runs: int) -> object:
     return compile_ahead(
         backward._attention_backward_kernel,
         signature,
-        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window},
+        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window, "DV_PARTS": 3 if window else 1},
         target="sm_90",
         gluon=True,
         maxnreg=backward.MAX_REGISTERS,
@@ -289,10 +291,14 @@ def check(
     scale = head_dim**-0.5
     out, lse, expected = formula(q, k, v, grad, list(zip(q_lengths, k_lengths, strict=True)), scale, causal, window)
     queries, keys = Rows(q_offsets, max(q_lengths)), Rows(k_offsets, max(k_lengths))
+    arguments = (grad, q, k, v, out, lse, queries, keys, scale, Mask(causal, *window))
+    gradients = gradients_in_projection if packed else contiguous_gradients
     with poisoned_empty():
-        runs = [
-            attention_backward(grad, q, k, v, out, lse, queries, keys, scale, Mask(causal, *window)) for _ in range(3)
-        ]
+        runs = [attention_backward(*arguments, gradients) for _ in range(3)]
+    if packed:  # what lies beside dv is left to others
+        whole = whole_of(runs[0][2], 3)
+        assert whole is not None
+        assert bool(whole[:, :2].isnan().all())
     for first, second in pairwise(runs):
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "runs differ"
     for name, gradient, oracle in zip(("dq", "dk", "dv"), runs[0], expected, strict=True):
@@ -336,6 +342,9 @@ def test_gradients_under_masks(k_lengths: list[int], causal: bool, window: tuple
 def test_gradients_of_grouped_heads_of_views_and_of_other_dtypes() -> None:
     check([100, 64, 300], [200, 129, 20], heads=(6, 2))
     check([100, 64, 300], [100, 64, 300], heads=(4, 4), packed=True)
+    check([100, 64, 300], [100, 64, 300], heads=(2, 2), head_dim=64, packed=True, causal=True)
+    check([40, 0, 64, 1] * 300, [40, 0, 64, 1] * 300, packed=True)  # rows of one tile
+    check([40, 0, 65, 1] * 300 + [700], [40, 0, 65, 1] * 300 + [700], packed=True)  # many of them
     check([300, 200], [300, 200], dtype=torch.float16, offsets_dtype=torch.int64)
 
 

@@ -20,7 +20,7 @@ from tests.kernels.attention.test_attention_hopper_backward import check, formul
 from tests.kernels.core.interpreting import interpret
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, True])  # with causal also parts of wider gradients
 def test_rows_of_one_tile_are_differentiated_by_themselves(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     interpret(monkeypatch, short_backward, triton_short)
     q_lengths, k_lengths = [0, 3, 17, 64, 65, 33, 12, 5], [5, 0, 30, 64, 3, 9, 70, 60]
@@ -35,6 +35,8 @@ def test_rows_of_one_tile_are_differentiated_by_themselves(monkeypatch: pytest.M
     out, lse, expected = formula(q, k, v, grad, rows, 0.3, causal, (-1, -1))
     call = [Rows(torch.tensor([0, *lengths]).cumsum(0), 70) for lengths in (q_lengths, k_lengths)]
     results = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    if causal:
+        results[2] = torch.full((len(v), 3, *v.shape[1:]), math.nan)[:, 2]
     short_backward.backward(grad, q, k, v, out, lse, *results, *call, 0.3, Mask(causal), beside=False)
     for result, oracle, written in zip(results, expected, (queries, keys, keys), strict=True):
         torch.testing.assert_close(result[written].double(), oracle[written], atol=1e-4, rtol=1e-4)
@@ -52,7 +54,7 @@ def test_three_programs_of_short_rows_fit_on_a_multiprocessor(
     built = compile_ahead(
         kernel,
         signature,
-        {"KEY_HEADS": 2, "GROUP": group, "D": head_dim, "WINDOWED": window, "BESIDE": True},
+        {"KEY_HEADS": 2, "GROUP": group, "D": head_dim, "WINDOWED": window, "BESIDE": True, "DV_PARTS": group},
         target="sm_90",
         divisible_by_16=[name for name in signature if name.startswith("stride")],
         maxnreg=triton_short.BACKWARD_REGISTERS,

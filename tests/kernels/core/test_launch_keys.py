@@ -50,7 +50,7 @@ from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import scales as triton_grouped
-from kernels.tokens.triton import activation, residual
+from kernels.tokens.triton import activation, gradients, residual
 from kernels.tokens.triton import tokens as triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
@@ -208,7 +208,10 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             triton_tokens.rms_norm(values, torch.float32, 1e-5)
             triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values, 1e-5)
             triton_tokens.rms_norm_backward(values, values, 1e-5)
-            triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
+            triton_tokens.move_rows(values, torch.arange(len(x)), torch.empty_like(values), scatter=view)
+            triton_tokens.move_rows(
+                values, torch.arange(1), torch.zeros(7, *values.shape[1:], dtype=dtype), scatter=view
+            )
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
             for more in (None, x):
@@ -223,9 +226,14 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)
             activation.activate_backward(x, x, bias, name, factor)
-    launchers = [activation._launch_forward, activation._launch_backward]
+        for condition in (torch.zeros(()), torch.zeros((), dtype=torch.bool)):
+            gradients.zero_unless_(x, condition)
+            gradients.zero_unless_(x.flatten(1)[:, 1:], condition)
+        gradients.concat_finite([x.flatten(1), x.flatten(1), x[:1].flatten(1).expand(3, -1)])
+        gradients.concat_finite([x.flatten(1)[:, 1:], x.flatten(1)[:1, :-1]])
+    launchers = [activation._launch_forward, activation._launch_backward, gradients._launch, gradients._launch_concat]
     launchers += [
-        getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "permute")
+        getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "move")
     ]
     launchers += [getattr(residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
     assert all(hits[launcher] for launcher in launchers), hits

@@ -21,14 +21,14 @@ from kernels.tokens import (
     activate,
     add_rms_norm,
     parts,
-    permute,
+    place_rows,
     reference,
     rms_norm,
     rotate,
     rotate_qkv,
     unbind,
 )
-from kernels.tokens.triton import norm_operator, permutation_operator, rotary_operator
+from kernels.tokens.triton import norm_operator, placement, rotary_operator
 from tests.kernels.core.devices import SHARED_LIMITS, TARGETS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
@@ -37,7 +37,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
 
-PERMUTED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
+PLACED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
 
 
 def normalised(x: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -178,9 +178,12 @@ def test_bad_arguments() -> None:
         activate(torch.zeros(4, 2), torch.zeros(2), "gelu")
     with pytest.raises(ValueError, match=r"rows must be int64, got torch.int32"):
         add_rms_norm(torch.zeros(4, 2), None, torch.zeros(4, dtype=torch.int32))
-    for order in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"order must be int64 \[4\], a place for each row"):
-            permute(x, order)
+    for places in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"places must be int64 \[4\], one for each row of the parts"):
+            place_rows([x[:1], x[1:]], places)
+    for given in ([], [x, x.half()], [x, x[:, 0]]):
+        with pytest.raises(ValueError, match="parts must be at least one, with rows of one shape and dtype"):
+            place_rows(given, torch.arange(8))
 
 
 def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,24 +289,35 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("shape", PLACED_SHAPES, ids=str)
+def test_placement(shape: tuple[int, ...]) -> None:
+    placed(partial(place_rows, backend="reference"), shape, torch.float32, "cpu")
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
-def test_permutation_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", PLACED_SHAPES, ids=str)
+def test_placement_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
-    permuted(lambda x, order: permutation_operator._permute(x, order, False), shape, torch.float32, "cpu")
+    placed(placement.place_rows, shape, torch.float32, "cpu")
 
 
-def permuted(
-    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str
+def placed(
+    function: Callable[[list[Tensor], Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
-    """Output and gradient are moved, not computed: every bit is that of indexing."""
-    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
-    x = torch.randn(*shape, 2).to(device, dtype)[..., 0].requires_grad_()
-    with poisoned_empty():
-        out = function(x, order)
-        (gradient,) = torch.autograd.grad(out, x, out.detach())
-    assert torch.equal(out, x[order])
-    assert torch.equal(gradient, x)
+    """Output and gradients are moved, not computed: every bit is that of indexing."""
+    places = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
+    x = torch.randn(*shape, 2).to(device, dtype)[..., 0]
+    for cuts in ([], [0, shape[0] // 3], [shape[0]]):
+        parts = [part.detach().requires_grad_() for part in x.tensor_split(cuts)]
+        with poisoned_empty():
+            out = function(parts, places)
+            gradients = torch.autograd.grad(out, parts, out.detach())
+        assert torch.equal(out[places], x)
+        assert torch.equal(torch.cat(gradients), x)
+    if shape[0] > 1:  # a part without a gradient
+        first, second = x[:1].clone(), x[1:].clone().requires_grad_()
+        out = function([first, second], places)
+        assert torch.equal(torch.autograd.grad(out, second, out.detach())[0], x[1:])
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,12 +365,12 @@ def test_kernels_compile_without_spills(module: str, name: str, target: str) -> 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("target", SHARED_LIMITS)
-def test_permutation_compiles_to_whole_lines(target: str) -> None:
+def test_placement_compiles_to_whole_lines(target: str) -> None:
     from kernels.tokens.triton import tokens as triton_tokens
 
-    kernel = triton_tokens.permute_kernel
-    constants = {"INVERSE": True, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
-    signature = {"values": "*bf16", "order": "*i64", "out": "*bf16", "num_rows": "i32", "row_stride": "i32"}
+    kernel = triton_tokens.move_rows_kernel
+    constants = {"SCATTER": True, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
+    signature = {"values": "*bf16", "places": "*i64", "out": "*bf16", "num_rows": "i32", "row_stride": "i32"}
     compiled = compile_ahead(kernel, signature, constants, target=target, divisible_by_16=("row_stride",))
     assert compiled.spill_bytes == 0
     assert compiled.contains("ld.global.v4.b32")
@@ -398,9 +412,9 @@ class TestOnAGPU:
 
         check_qkv(on_a_gpu, shape, table, dtype, "cuda")
 
-    @pytest.mark.parametrize("shape", [*PERMUTED_SHAPES, (1000, 256)], ids=str)
-    def test_permutation(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        permuted(partial(permute, backend="triton"), shape, dtype, "cuda")
+    @pytest.mark.parametrize("shape", [*PLACED_SHAPES, (1000, 256)], ids=str)
+    def test_placement(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        placed(partial(place_rows, backend="triton"), shape, dtype, "cuda")
 
 
 @pytest.mark.gpu
@@ -420,4 +434,3 @@ def test_opcheck() -> None:
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary_operator._rotate.definition, (x, cos, sin, None, False))
     torch.library.opcheck(rotary_operator._rotate_qkv_backward.definition, (*[x.detach()] * 5, cos, sin, None))
-    torch.library.opcheck(permutation_operator._permute.definition, (x, torch.randperm(5, device="cuda"), False))

@@ -99,6 +99,10 @@ from train.process import length
             "parallel.table_ranks=8 parallel.tables=[{match:[item],kernels:[fused_uvm]}]",
             "copies of tables in host memory cannot be averaged; use kernels: [fused] or parallel.table_ranks=0",
         ),
+        (
+            "parallel.index_dedup=true parallel.row_precision=bf16",
+            "parallel.row_precision=fp32 or parallel.index_dedup=f",
+        ),
         ("parallel.hbm_gib=0", "parallel.hbm_gib=0.0 must be above 0, e.g. parallel.hbm_gib=64"),
         ("runtime.collective_timeout=1e12", "must be at most 1000000000, e.g. runtime.collective_timeout=600.0"),
         ("runtime.seed=99999999999999999999", "runtime.seed=99999999999999999999 must be at most 9223372036854775807"),

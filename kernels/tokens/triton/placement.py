@@ -1,0 +1,48 @@
+"""Rows of several tensors at their places in one, by the Triton kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.core.operator import on_its_device
+from kernels.tokens.triton import tokens
+
+
+@on_its_device
+def _place(places: Tensor, *parts: Tensor) -> Tensor:
+    whole = parts[0].new_empty(len(places), *parts[0].shape[1:])
+    for part, own in zip(parts, places.split([len(part) for part in parts]), strict=True):
+        tokens.move_rows(part, own, whole, scatter=True)
+    return whole
+
+
+@on_its_device
+def _take(whole: Tensor, places: Tensor) -> Tensor:
+    part = whole.new_empty(len(places), *whole.shape[1:])
+    tokens.move_rows(whole, places, part, scatter=False)
+    return part
+
+
+class _PlaceRows(torch.autograd.Function):
+    """Not an operator of torch.library, whose gradients cannot be those of any number of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.sizes = [len(part) for part in parts]
+        return _place(places, *parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        needed = zip(places.split(ctx.sizes), ctx.needs_input_grad[1:], strict=True)
+        return None, *(_take(grad, own) if needs else None for own, needs in needed)
+
+
+def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
+    return _PlaceRows.apply(places, *parts)

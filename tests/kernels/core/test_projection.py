@@ -1,0 +1,77 @@
+"""Gradients of the last part of a projection, in whose memory the others follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention.gradients import gradients_in_projection
+from kernels.core.projection import last_part, whole_of
+from kernels.tokens import rotate_qkv
+
+
+def test_the_whole_is_told_of_once() -> None:
+    last = last_part(torch.ones(5, 2, 4), 3)
+    whole = whole_of(last, 3)
+    assert whole is not None
+    assert whole.shape == (5, 3, 2, 4)
+    assert whole[:, 2].data_ptr() == last.data_ptr()
+    assert whole_of(last, 3) is None
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_no_other_tensor_has_a_whole(parts: int) -> None:
+    last = last_part(torch.ones(5, 2, 4), 3)
+    assert whole_of(last, parts) is None
+    assert whole_of(last[1:], 3) is None
+    assert whole_of(last[:, :1], 3) is None
+    assert whole_of(torch.ones(5, 3, 2, 4)[:, 2], 3) is None  # what lies beside it may be somebody's
+    assert whole_of(torch.ones(5, 2, 4), 3) is None
+    assert whole_of(last.detach().requires_grad_(), 3) is None
+
+
+def test_values_of_a_projection_get_their_gradient_in_one() -> None:
+    qkv = torch.randn(6, 3, 2, 4)
+    q, k, v = qkv.unbind(1)
+    dq, dk, dv = gradients_in_projection(q, k, v)
+    assert dq.is_contiguous()
+    assert dk.is_contiguous()
+    assert whole_of(dv, 3) is not None
+    for other in (v.clone(), torch.randn(6, 2, 2, 4)[:, 1], qkv[1:, 2], qkv[:0, 2], k):
+        assert whole_of(gradients_in_projection(q, k, other)[2], 3) is None
+
+
+class Attends(torch.autograd.Function):
+    """Stands in for an attention: its gradient of v is the last part of a tensor like the projection, or not."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.beside = beside
+        return 2 * q + 3 * k + 5 * v
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        dv = last_part(grad, 3) if ctx.beside else torch.empty_like(grad)
+        return 2 * grad, 3 * grad, dv.copy_(5 * grad), None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reader", [False, True])  # of the values, besides the attention: autograd adds its gradient
+def test_a_rotation_writes_beside_the_gradient_of_values(reader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.tokens.triton import tokens
+
+    copies: list[object] = []
+    copy = tokens.copy_heads
+    monkeypatch.setattr(tokens, "copy_heads", lambda *tensors: copies.append(1) or copy(*tensors))
+    qkv = torch.randn(50, 3, 2, 64, device="cuda", requires_grad=True)
+    angle = torch.randn(50, 32, device="cuda")
+    weight = torch.randn(50, 2, 64, device="cuda")
+    found = []
+    for beside in (False, True):
+        q, k, v = rotate_qkv(qkv, angle.cos(), angle.sin(), backend="triton")
+        loss = (Attends.apply(q, k, v, beside) * weight).sum()
+        found.append(torch.autograd.grad(loss + v.square().sum() if reader else loss, qkv)[0])
+    assert torch.equal(found[0], found[1])
+    assert reader or len(copies) == 1

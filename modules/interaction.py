@@ -41,6 +41,60 @@ class _InnerProducts(torch.autograd.Function):
         return torch.bmm(grad, others), torch.bmm(grad.mT, tokens)
 
 
+def gram(tokens: Tensor) -> Tensor:
+    """Inner products of tokens [C, n, d] with each other: [C, n, n]."""
+    (tokens,) = dispatch.autocast_operands(tokens=tokens)
+    if torch.compiler.is_compiling():
+        return torch.bmm(tokens, tokens.mT)
+    return cast(Tensor, _Gram.apply(tokens))
+
+
+class _Gram(torch.autograd.Function):
+    """With one product in the backward, since both operands are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return torch.bmm(tokens, tokens.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (tokens,) = ctx.saved_tensors
+        return torch.bmm(grad + grad.mT, tokens)
+
+
+def narrowed(x: Tensor, readers: int) -> Sequence[Tensor]:
+    """x as autocast would hand it to each of so many products: rounded once.
+
+    Gradients are added up in the dtype of x, as if each product had rounded it.
+    """
+    dtype = dispatch.autocast_dtype(x)
+    if x.dtype is dtype or torch.compiler.is_compiling():
+        return [x] * readers
+    return cast("tuple[Tensor, ...]", _Narrowed.apply(x, dtype, readers))
+
+
+class _Narrowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, readers: int) -> tuple[Tensor, ...]:
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        rounded = x.to(dtype)
+        return (rounded, *(rounded.detach() for _ in range(readers - 1)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        arrived = [grad for grad in grads if grad is not None]
+        if not arrived:
+            return None, None, None
+        total = arrived[0].to(ctx.dtype)
+        for grad in arrived[1:]:
+            total.add_(grad)
+        return total, None, None
+
+
 class DotInteraction(nn.Module):
     """Inner products of all pairs i < j of n tokens: [C, n, d] -> [C, n (n - 1) / 2], multiplied by `scale`."""
 
@@ -68,8 +122,7 @@ class DotInteraction(nn.Module):
         """ValueError for another number of tokens than the pairs were made for."""
         if tokens.shape[1] != self.num_tokens:
             raise ValueError(f"the layer was built for {self.num_tokens} tokens, got a tensor {list(tokens.shape)}")
-        gram = inner_products(tokens, tokens).flatten(1)
-        return gram.index_select(1, self.pairs) * self.scale
+        return gram(tokens).flatten(1).index_select(1, self.pairs) * self.scale
 
     def across(self, tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:
         """`products_across`, multiplied by `scale`."""
@@ -160,14 +213,18 @@ class DHENLayer(nn.Module):
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
         given = request_part(self.num_request, request, rows, "tokens")
-        pairs, request_pairs = self.dot(candidate), None
+        # Each in three products; in the last sum as it came.
+        paired, crossing, weighed = narrowed(candidate, 3)
+        pairs, request_pairs, request_weighed = self.dot(paired), None, None
         if self.shared_dot is not None and given is not None:
             request, rows = given
-            pairs = torch.cat([pairs, self.dot.across(candidate, request, rows, self.max_candidates)], dim=1)
-            request_pairs = self.shared_dot(request)
+            request_paired, request_crossing, request_weighed = narrowed(request, 3)
+            pairs = torch.cat([pairs, self.dot.across(crossing, request_crossing, rows, self.max_candidates)], dim=1)
+            request_pairs = self.shared_dot(request_paired)
+            request_weighed = request_weighed.flatten(1)
         # A lone token of a request has no pairs with itself.
         dot = self.dot_output(self.dot_hidden(pairs, request_pairs if self.dot_hidden.shared else None, rows))
-        crossed = self.up(self.down(candidate.flatten(1), None if request is None else request.flatten(1), rows))
+        crossed = self.up(self.down(weighed.flatten(1), request_weighed, rows))
         # DCN(X) + X is X * (U V X + b) + X + X: crossed is U V X + b, the other two terms are 2 X.
         split = self.num_request * self.dim
         mixed = candidate.flatten(1) * (crossed[:, split:] + 2)

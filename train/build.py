@@ -46,6 +46,7 @@ from train.parallel.prefetch import cached
 from train.parallel.recompute import recompute
 from train.process import length, precision
 from train.process.distributed import World
+from train.speedup.casts import cast_together
 from train.speedup.graphs import use_graphs
 from train.speedup.regions import compile_regions
 
@@ -129,7 +130,11 @@ def build(config: Config, world: World) -> Job:
         share_experts(model, config.parallel, mesh)
     if config.runtime.compile:
         compile_regions(arch)
-    if config.runtime.cuda_graphs and world.device.type == "cuda":
+    graphs = config.runtime.cuda_graphs and world.device.type == "cuda"
+    # FSDP gathers weights that are cast already, and compiled layers cast them in their own code.
+    if config.precision.name != "fp32" and config.parallel.dense == "ddp" and not config.runtime.compile:
+        cast_together(arch, by_layer=world.size > 1 and not graphs)
+    if graphs:
         use_graphs(arch)
     elif config.runtime.cuda_graphs:
         log.warning("runtime.cuda_graphs=true has no effect on a CPU, which has no CUDA graphs")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modules.broadcast import CandidateRows
-from modules.interaction import CrossNet, DHENLayer, DotInteraction, inner_products
+from modules.interaction import CrossNet, DHENLayer, DotInteraction, gram, inner_products, narrowed
 from modules.wukong import WukongLayer
 
 
@@ -129,3 +132,51 @@ def test_gradients_of_inner_products_are_no_views() -> None:
     assert torch.autograd.gradcheck(inner_products, (tokens, others))
     made = torch.autograd.grad(inner_products(tokens, others).square().sum(), (tokens, others))
     assert all(each.is_contiguous() for each in made)
+
+
+def test_gradients_of_products_with_each_other() -> None:
+    tokens = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gram, (tokens,))
+    torch.testing.assert_close(gram(tokens), tokens @ tokens.mT)
+    (made,) = torch.autograd.grad(gram(tokens).square().sum(), tokens)
+    assert made.is_contiguous()
+
+
+def test_what_several_products_read_is_rounded_once_and_its_gradients_add_up_unrounded() -> None:
+    x = torch.randn(64, 3, requires_grad=True)
+    assert all(each is x for each in narrowed(x, 3))  # outside of autocast
+    cotangents = torch.randn(3, 64, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        unread, *readers = narrowed(x, 4)
+        assert all(torch.equal(each, x.bfloat16()) for each in (unread, *readers))
+        assert len({each.data_ptr() for each in readers}) == 1
+    (actual,) = torch.autograd.grad(readers, x, list(cotangents), retain_graph=True)
+    # Exactly: three values of 8 bits each are added up in another order at most.
+    torch.testing.assert_close(actual, cotangents.float().sum(0), rtol=2**-22, atol=2**-22)
+    (one,) = torch.autograd.grad(readers[0], x, cotangents[0], retain_graph=True)
+    assert torch.equal(one, cotangents[0].float())
+    assert torch.autograd.grad(unread * 0, x, cotangents[0])[0].eq(0).all()
+
+
+@pytest.mark.parametrize("num_shared", [0, 3])
+def test_a_dhen_layer_rounds_its_tokens_once(num_shared: int) -> None:
+    layer = DHENLayer(2, 4, rank=2, hidden=[5], dropout=0.0, num_request=num_shared, max_candidates=3)
+    own = torch.randn(4, 2, 4, requires_grad=True)
+    shared = torch.randn(3, num_shared, 4, requires_grad=True) if num_shared else None
+    rows = CandidateRows(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 3, 4])) if num_shared else None
+    rounded = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+                rounded.append(args[0].untyped_storage().data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(own, shared, rows)
+        with Casts():
+            actual = layer(own, shared, rows)
+    assert torch.equal(actual, expected)
+    for tokens in (own, shared):
+        if tokens is not None:
+            assert rounded.count(tokens.untyped_storage().data_ptr()) == 1

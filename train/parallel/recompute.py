@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from modules.models.ranking import RankingModel
+from train.speedup.casts import kept, places
 from train.speedup.regions import regions
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def recompute(model: RankingModel, globs: Sequence[str], *, compiled: bool) -> N
             f"is around it; name whole layers, such as {layer}, or use runtime.compile=false"
         )
     for module in chosen.values():
-        module.forward = Recomputed(module.forward)
+        module.forward = Recomputed(module, module.forward)
     if chosen:
         log.info("run again in the backward: %s", ", ".join(chosen))
 
@@ -65,10 +66,10 @@ def _runs(module: nn.Module) -> bool:
 class Recomputed:
     """A forward that in training keeps its arguments instead of what its backward reads."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._places, self._forward = places(module), forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*inputs, **named)
-        return checkpoint(self._forward, *inputs, use_reentrant=False, **named)
+        return checkpoint(kept(self._places, self._forward), *inputs, use_reentrant=False, **named)

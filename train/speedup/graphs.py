@@ -23,6 +23,7 @@ from modules.batch import RequestBatch
 from modules.embedding import Tokens
 from modules.models.scoring import arch_inputs, scoring_inputs, vendor_inputs
 from train.speedup.arguments import Apart, take_apart
+from train.speedup.casts import CastForward
 from train.speedup.regions import regions
 from train.speedup.replay import MAX_GRAPHS, MAX_KINDS, WARMUP_STEPS, copy_all
 
@@ -163,13 +164,17 @@ class _Graphed:
 
     def _leave_to_parts(self) -> None:
         self._module.forward = self._forward
-        if getattr(self._forward, "__func__", None) is not type(self._module).forward:
+        casts = self._forward if isinstance(self._forward, CastForward) else None
+        own = self._forward if casts is None else casts.forward
+        if getattr(own, "__func__", None) is not type(self._module).forward:
             return  # it is compiled
+        self._module.forward = own
         for part in regions(self._module):
             if not isinstance(part.forward, _Graphed):  # as one that two modules share is by now
+                forward = part.forward if casts is None else casts.of_part(part)
                 # Each graph has memory of its own: a step replays all forwards before the first backward.
-                own = torch.cuda.graph_pool_handle
-                part.forward = _Graphed(part, part.forward, take_apart, own, MAX_GRAPHS_OF_LAYER)
+                pool = torch.cuda.graph_pool_handle
+                part.forward = _Graphed(part, forward, take_apart, pool, MAX_GRAPHS_OF_LAYER)
 
 
 def _inputs_of_arch(tokens: Tokens, batch: RequestBatch) -> Apart:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.jagged import jagged_dense_bmm
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import TokenConfig, option
@@ -139,10 +140,11 @@ class SequenceSummary(nn.Module):
 
         `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d] and vendors, normalised; the sequence
         is at `rows` rows."""
+        dtype = dispatch.autocast_dtype(candidate)  # in which the LCE reads them
         if request is None:
-            condition = self.condition(rms_norm(candidate), None, rows)
+            condition = self.condition(rms_norm(candidate, dtype=dtype), None, rows)
         else:
-            condition = self.condition(row_norm(candidate), row_norm(request), rows, vendor)
+            condition = self.condition(row_norm(candidate, dtype), row_norm(request, dtype), rows, vendor)
         pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
         return self.gating(tokens.ends), self.gating(pooled)
 

@@ -17,8 +17,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (warps, values, stages) by padded width: the fastest that were timed on sm_90.
-_FORWARD = {128: (4, 64, 3), 256: (4, 64, 3), 512: (4, 64, 2), 1024: (4, 16, 4)}
+# (warps, values, stages) by padded width: of those that were timed on an H100 and an H200, the fastest or nearly so.
+_FORWARD = {128: (2, 32, 3), 256: (2, 32, 3), 512: (4, 32, 3), 1024: (4, 16, 4)}
 _BACKWARD = {128: (4, 64, 3), 256: (4, 16, 3), 512: (4, 16, 3), 1024: (8, 16, 3)}
 
 
@@ -27,6 +27,8 @@ def tile_of(width: int, rows: int, itemsize: int, backward: bool, shared_limit: 
     `shared_limit` bytes of shared memory; None if there is none."""
     features, rows = _power(width, 32), _rows(rows, backward)
     warps, values, stages = (_BACKWARD if backward else _FORWARD)[max(features, 128)]
+    if rows > 16 and features > 128:  # their sums would fill the registers of fewer
+        warps *= 2
     if itemsize > 2:  # products of halves of operands need more registers
         values = max(values // 2, 16)
     while _shared_bytes(features, rows, values, max(stages - 1, 1), itemsize, backward) > shared_limit:

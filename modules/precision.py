@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from kernels.mxfp8 import QUANTIZED, float32_linear, linear, linear_execution, linear_gains, multiplies_linear_codes
+from modules.absorbed import AbsorbingAttention
 
 AUTO = "auto"
 """In place of globs: the layers that a kernel of the device makes faster by multiplying their codes; where there is no
 such layer, all of `EVERY`."""
 EVERY = "arch.*"
+ABSORBED = "it is absorbed into the queries: faster than to project keys and values in MXFP8"
 
 BLOCK = 32
 """Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
@@ -125,7 +127,7 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
     if AUTO in globs:
         slower = {name: _slower(holders[name], recipe, device) for name in matched if not obstacles[name]}
         if not all(slower.values()):
-            obstacles |= slower
+            obstacles |= slower | {name: ABSORBED for name in _absorbed(model, device) if not slower.get(name, True)}
     rows = []
     for name, module in holders.items():
         kind = type(module).__name__
@@ -166,6 +168,15 @@ def _slower(module: nn.Module, recipe: str, device: torch.device | None) -> str:
     assert isinstance(module, Quantizable)
     codes = module.multiplies_codes(recipe, device)
     return "" if codes else "its operands would be dequantised in memory first: BF16 is faster here"
+
+
+def _absorbed(model: nn.Module, device: torch.device | None) -> Iterator[str]:
+    """The projections of keys and values that layers of `model` would not call on the device."""
+    for name, module in model.named_modules():
+        if isinstance(module, AbsorbingAttention):
+            on = device or module.key_value.weight.device
+            if module.absorbs(torch.empty(0, dtype=torch.bfloat16, device=on)):
+                yield f"{name}.key_value".lstrip(".")
 
 
 def _obstacle(module: nn.Module) -> str:

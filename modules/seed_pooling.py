@@ -5,21 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import target_attention
 from kernels.tokens import unbind
+from modules.absorbed import AbsorbingAttention
 from modules.core.checks import check_maximum, check_tokens
 from modules.jagged_attention import head_dim
 from modules.norms import rms_norm
 from modules.sum_kron import SumKronLinear
 
 
-class SeedPooling(nn.Module):
+class SeedPooling(AbsorbingAttention):
     """(values [N, dim], offsets [B + 1]) -> a summary [B, num_tokens, out_dim] of each row.
 
         H_seed    = MHA(Norm(E_seed), S, S)          E_seed [num_seeds, dim] learned, more seeds than tokens
         H_summary = SumKronLinear(H_seed)            num_seeds -> num_tokens
 
-    The seeds are the same for every row and projected once. MHA has no output projection of its own: the matrices of
+    The seeds are the same for every row and projected once. Where they are few, the rows are not projected: see
+    `AbsorbingAttention`. MHA has no output projection of its own: the matrices of
     SumKronLinear follow at once. With `terms` of 0 there is no second step but a projection to out_dim, and seeds are
     the tokens, as in pooling by multi-head attention (PMA). Values must be normalised; the summary of an empty row is
     zeros. `max_length` is a constant that no row exceeds; `out_dim` is `dim` unless given.
@@ -45,6 +48,7 @@ class SeedPooling(nn.Module):
         self.head_dim = head_dim(dim, num_heads)
         self.num_heads = num_heads
         self.max_length = max_length
+        self.max_queries = num_seeds
         self.seeds = nn.Parameter(torch.empty(num_seeds, dim))
         self.reset_parameters()
         self.query = nn.Linear(dim, dim, bias=False)
@@ -62,13 +66,18 @@ class SeedPooling(nn.Module):
         check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
         num_rows, num_seeds = offsets.shape[0] - 1, self.seeds.shape[0]
-        query = self.query(rms_norm(self.seeds)).view(1, num_seeds, self.num_heads, self.head_dim)
+        query = self.query(rms_norm(self.seeds)).view(num_seeds, self.num_heads, self.head_dim)
+        rows = torch.arange(num_rows + 1, device=offsets.device)
+        if self.absorbs(values):
+            queries = self.absorbed_query(query).expand(num_rows, -1, -1, -1).flatten(0, 1)
+            pooled = self.absorbed_attention(queries, values, scaled_offsets(rows, num_seeds), offsets)
+            return self.compress(pooled.reshape(num_rows, num_seeds, -1))
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         pooled = target_attention(
             query.expand(num_rows, -1, -1, -1),
             key,
             value,
-            torch.arange(num_rows + 1, device=offsets.device),
+            rows,
             offsets,
             max_candidates=1,
             max_k=self.max_length,

@@ -12,18 +12,20 @@ from kernels.attention import jagged_attention
 from kernels.core.offsets import scaled_offsets
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.tokens import unbind
+from modules.absorbed import AbsorbingAttention
 from modules.core.checks import check_dtype, check_maximum, check_tokens
 from modules.core.vanilla import is_vanilla
 from modules.jagged_attention import head_dim
 from modules.rotary import Rotation, rotate_qkv
 
 
-class TargetAttention(nn.Module):
+class TargetAttention(AbsorbingAttention):
     """Multi-head attention of `num_queries` tokens of each candidate to its request's sequence.
 
     Keys and values stay at R rows: all queries of a request are one row of a jagged tensor, so a sequence is projected
-    and read once for all its candidates and never copied per candidate. No position enters: what a candidate looks for
-    is content (positions act in self-attention). `max_candidates` and `max_length` are constants that none exceeds.
+    and read once for all its candidates and never copied per candidate. For few queries it is not even projected: see
+    `AbsorbingAttention`. No position enters: what a candidate looks for is content (positions act in self-attention).
+    `max_candidates` and `max_length` are constants that none exceeds.
 
     With `activation`, a name of `kernels.gdpa.ACTIVATIONS` or one per head, weights are this activation of the scores
     in place of their softmax; `score_scale` is then 1 / max_length unless given.
@@ -45,6 +47,7 @@ class TargetAttention(nn.Module):
         self.num_heads = num_heads
         self.num_queries = num_queries
         self.max_candidates = max_candidates
+        self.max_queries = max_candidates * num_queries
         self.max_length = max_length
         self.activation = activation
         self.score_scale = 1 / max_length if activation is not None and score_scale is None else score_scale
@@ -61,9 +64,18 @@ class TargetAttention(nn.Module):
         _check_queries(queries, self.num_queries, self.query)
         check_tokens(values, self.key_value.in_features, self.key_value)
         check_maximum(offsets, self.max_length, "max_length")
+        query = self.query(queries).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.absorbs(values):
+            if not isinstance(candidate_offsets, Tensor):
+                candidate_offsets = nested_offsets(*candidate_offsets)
+            check_maximum(candidate_offsets, self.max_candidates, "max_candidates")
+            q_offsets = scaled_offsets(candidate_offsets, self.num_queries)
+            absorbed = self.absorbed_query(query.flatten(0, 1))
+            attended = self.absorbed_attention(absorbed, values, q_offsets, offsets, self.score_scale)
+            return self.output(attended.reshape(queries.shape))
         key, value = unbind(self.key_value(values).view(-1, 2, self.num_heads, self.head_dim))
         attended = target_attention(
-            self.query(queries).unflatten(-1, (self.num_heads, self.head_dim)),
+            query,
             key,
             value,
             candidate_offsets,
@@ -74,6 +86,9 @@ class TargetAttention(nn.Module):
             activation=self.activation,
         )
         return self.output(attended.view(queries.shape))
+
+    def absorbs(self, like: Tensor) -> bool:
+        return self.activation is None and super().absorbs(like)
 
 
 class SelfAndTargetAttention(nn.Module):

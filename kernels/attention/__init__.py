@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.attention import reference
 from kernels.attention.bias import BUCKET_WIDTH, Bias, checked_bias, padded_bias, time_bucket
+from kernels.attention.pool import attention_pool, pools
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
@@ -23,7 +24,16 @@ from kernels.core.mask import Mask, checked_mask
 from kernels.core.offsets import attended_pairs
 from kernels.core.rows import Rows
 
-__all__ = ["BUCKET_WIDTH", "Bias", "checked_bias", "jagged_attention", "padded_bias", "time_bucket"]
+__all__ = [
+    "BUCKET_WIDTH",
+    "Bias",
+    "attention_pool",
+    "checked_bias",
+    "jagged_attention",
+    "padded_bias",
+    "pools",
+    "time_bucket",
+]
 
 # Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
 MAX_FEW_ROWS = 32

@@ -1,4 +1,5 @@
-"""The specification of `jagged_attention` in plain PyTorch, through padded scratch memory; see `kernels.jagged`."""
+"""The specifications of `jagged_attention` and `attention_pool` in plain PyTorch, through padded scratch memory; see
+`kernels.jagged`."""
 
 from __future__ import annotations
 
@@ -44,6 +45,20 @@ def jagged_attention(
         scores = scores + padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k + 1)
         out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v_padded
     return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
+
+
+def attention_pool(q: Tensor, values: Tensor, queries: Rows, keys: Rows, scale: float) -> Tensor:
+    """As the public function; queries and heads of a row are the rows of one product."""
+    (q_offsets, max_q), (k_offsets, max_k), num_heads = queries, keys, q.shape[1]
+    offsets = q_offsets * num_heads
+    q_padded = jagged_to_padded(q.flatten(0, 1), offsets, max_q * num_heads, 0.0, "first")[:, None]
+    length = max(max_k, 1)
+    padded = jagged_to_padded(values, k_offsets, length, 0.0, "first")[:, None]
+    # A softmax over no values is 0 / 0: a row without any sees the zeros of its padding.
+    lengths = k_offsets.diff()[:, None]
+    seen = (torch.arange(length, device=q.device) < lengths) | (lengths == 0)
+    out = _attend(q_padded, padded, padded, seen[:, None, None], scale)
+    return padded_to_jagged(out[:, 0], offsets, q.shape[0] * num_heads).view(q.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -19,6 +19,11 @@ def shared_limit(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 30
 
 
+def shared_limit_of(capability: Hashable) -> int:
+    """`shared_limit` of chips of a compute capability, also of one that is not there; the least of all if unknown."""
+    return 1024 * {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)  # type: ignore[call-overload]
+
+
 @cache
 def multiplies_registers(device: torch.device) -> bool:
     """Whether tensor cores take their operands from registers, as on sm_8x and sm_12x, and not from shared memory.

@@ -23,7 +23,7 @@ import kernels
 from kernels.attention.hopper import backward as hopper_attention_backward
 from kernels.attention.hopper import forward as hopper_attention_forward
 from kernels.attention.hopper import tables
-from kernels.attention.triton import decode, short_backward
+from kernels.attention.triton import decode, pool, short_backward
 from kernels.core import lengths, scheduling
 from kernels.core.launch import Launcher
 from kernels.core.mask import NO_MASK, Mask
@@ -259,6 +259,23 @@ def test_few_queries(hits: Counter[Launcher]) -> None:
         decode.backward(grad, q, k, v, out, lse, *rest)
     assert hits[decode._launch_forward]
     assert hits[decode._launch_backward]
+
+
+def test_pooling(hits: Counter[Launcher]) -> None:
+    for rows, heads, width, dtype, layout, offsets_dtype in itertools.product(
+        (1, 3, 16),
+        (2, 4),
+        (64, 512),
+        (torch.bfloat16, torch.float16),
+        ("plain", "heads first", "shifted", "wider"),
+        (torch.int32, torch.int64),
+    ):
+        q, k, _, grad = inputs((heads, 1), width, dtype, layout, 2 * rows)
+        offsets = (torch.arange(rows + 1) * 2).to(offsets_dtype)
+        rest = Rows(offsets, 2), offsets, 0.5
+        out, lse = pool.forward(q, k[:, 0], *rest)
+        pool.backward(grad, q, k[:, 0], out, lse, *rest)
+    assert all(hits[each] for each in (pool._launch_forward, pool._launch_backward, pool._launch_order))
 
 
 @pytest.mark.parametrize("module", [decode, short_backward, short])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import jagged
-from kernels.attention import jagged_attention
+from kernels.attention import attention_pool, jagged_attention
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -210,6 +210,7 @@ def every_operator(device: str | None = None) -> dict[str, Callable[..., Tensor]
         "jagged_last": lambda x, o: jagged.jagged_last(x, o, 2),
         "jagged_dense_bmm": lambda x, o: jagged.jagged_dense_bmm(x[:, 0], o, x[:3, 0, :, None], 3),
         "jagged_attention": lambda x, o: jagged_attention(x, x, x, o, o, max_q=3, max_k=3, causal=True),
+        "attention_pool": lambda x, o: attention_pool(x, x[:, 0], o, o, max_q=3, max_k=3, scale=0.5),
     }
 
 

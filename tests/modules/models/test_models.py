@@ -32,6 +32,7 @@ from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.wukong import Wukong
 from modules.moe import MoE
+from modules.target_attention import TargetAttention
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
 SMALL: dict[str, Any] = {
@@ -295,7 +296,11 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monke
     if "interformer" in variant:
         num_layers, rows = VARIANTS[variant].num_layers, 12 if "candidate" in variant else 3
         length, seeds = 12 + 4, 2
-        pairs = (num_layers + 1) * 12 * seeds * length
+        pooling = [module for module in model.arch.modules() if isinstance(module, TargetAttention)]
+        assert len(pooling) == num_layers + 1
+        # Each head of one that absorbs its projections is as wide as the model.
+        heads = sum(each.num_heads if each.absorbs(torch.empty(0)) else 1 for each in pooling)
+        pairs = heads * 12 * seeds * length
         if VARIANTS[variant].sequence_attention == "softmax":
             pairs += num_layers * rows * length**2
         attention = 4 * 8 * pairs

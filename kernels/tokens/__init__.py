@@ -6,7 +6,7 @@ The equations are in the README of this folder.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import cast
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -43,12 +43,14 @@ def activate(
 
 
 def add_rms_norm(
-    x: Tensor, change: Tensor | None, rows: Tensor | None = None, *, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, change: Tensor | None, rows: Tensor | None = None, *, twice: bool = False, backend: str | None = None
+) -> tuple[Tensor, ...]:
     """(x + change, `rms_norm` of that, rows of it) for x and change [N, D]; without a change, of x itself.
 
     `rows` [...] int64 must name each of 0 .. N - 1 at most once, which is not checked; -1 stands for a row of zeros.
-    The third result is [..., D], and empty without `rows`. ValueError for shapes and dtypes that do not fit.
+    The third result is [..., D], and empty without `rows`. With `twice` the norm is also the fourth result, for a
+    second reader: the gradients from both are added where the norm's is made, and not in a pass of their own.
+    ValueError for shapes and dtypes that do not fit.
     """
     if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):
         raise ValueError(
@@ -61,7 +63,7 @@ def add_rms_norm(
         dtype = torch.promote_types(x.dtype, change.dtype)
         x, change = x.to(dtype), change.to(dtype)
     chosen = dispatch.choose_in_eager("add_rms_norm", backend, x, width=x.shape[1])
-    return cast("tuple[Tensor, Tensor, Tensor]", chosen(x, change, rows))
+    return cast("tuple[Tensor, ...]", chosen(x, change, rows, twice))
 
 
 def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
@@ -78,18 +80,47 @@ def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Ten
     return dispatch.choose_in_eager("permute", backend, values)(values, order)
 
 
+@overload
 def rms_norm(
-    x: Tensor, *, dtype: torch.dtype | None = None, epsilon: float = EPSILON, backend: str | None = None
-) -> Tensor:
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
-    Statistics are at least float32. Zeros stay zeros with a finite gradient. ValueError for integers.
+    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a pair of it, for two
+    readers, whose gradients are added where that of x is made. ValueError for integers.
     """
     dtype = dtype or x.dtype
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
-    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype, epsilon)
+    chosen = dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)
+    return cast("Tensor | tuple[Tensor, Tensor]", chosen(x, dtype, epsilon, twice))
 
 
 def rotate(

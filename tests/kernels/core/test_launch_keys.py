@@ -39,7 +39,7 @@ from kernels.jagged.hopper.linear import backward_fp32
 from kernels.jagged.hopper.linear import forward as linear_forward
 from kernels.jagged.hopper.linear import weight as linear_weight
 from kernels.jagged.hopper.square import inner_product, outer_product
-from kernels.jagged.triton import bmm, bmm_narrow, gather, moves, parts, segment
+from kernels.jagged.triton import bmm, bmm_narrow, gather, low_rank, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
 from kernels.mxfp8.blackwell import grouped as block_scaled
@@ -208,6 +208,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             triton_tokens.rms_norm(values, torch.float32, 1e-5)
             triton_tokens.rms_norm_backward(torch.zeros(values.shape, dtype=dtype), values, 1e-5)
             triton_tokens.rms_norm_backward(values, values, 1e-5)
+            triton_tokens.rms_norm_backward(values, values, 1e-5, torch.zeros(values.shape, dtype=dtype))
             triton_tokens.permute(values, torch.arange(len(x)), inverse=view)
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
@@ -217,8 +218,8 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         rows = torch.arange(len(x)).view(1, -1)
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = residual.add_rms_norm(values, change, places)
-            for d_total in (normed, None):
-                residual._add_rms_norm_backward(d_total, normed, picked, normed, places)
+            for d_total, more in itertools.product((normed, None), (normed, None)):
+                residual._add_rms_norm_backward(d_total, normed, more, picked, normed, places)
         for name, factor in itertools.product(("none", "silu"), (None, x)):
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)

@@ -17,7 +17,17 @@ from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, tr
 from kernels.tokens import reference
 from kernels.tokens.parts import Unbind
 
-__all__ = ["EPSILON", "activate", "add_rms_norm", "permute", "rms_norm", "rotate", "rotate_qkv", "unbind"]
+__all__ = [
+    "EPSILON",
+    "activate",
+    "add_rms_norm",
+    "biased_linear",
+    "permute",
+    "rms_norm",
+    "rotate",
+    "rotate_qkv",
+    "unbind",
+]
 
 # Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
 MAX_WIDTH = 8192
@@ -64,6 +74,17 @@ def add_rms_norm(
         x, change = x.to(dtype), change.to(dtype)
     chosen = dispatch.choose_in_eager("add_rms_norm", backend, x, width=x.shape[1])
     return cast("tuple[Tensor, ...]", chosen(x, change, rows, twice))
+
+
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
+    """torch.nn.functional.linear(x, weight, bias): x [..., D] -> [..., E].
+
+    For many rows: the gradient of the bias, a sum over them, is added up in float32 by a kernel as fast as memory is.
+    ValueError for a bias other than [E].
+    """
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}] for weight {tuple(weight.shape)}, got {tuple(bias.shape)}")
+    return cast(Tensor, dispatch.choose_in_eager("biased_linear", backend, x, bias=bias.dtype)(x, weight, bias))
 
 
 def permute(values: Tensor, order: Tensor, *, backend: str | None = None) -> Tensor:
@@ -190,6 +211,10 @@ def _activated(*, device: str, capability: Hashable, dtype: torch.dtype, width: 
     return None if width else "needs rows of at least one value"
 
 
+def _biased(*, device: str, capability: Hashable, dtype: torch.dtype, bias: torch.dtype) -> str | None:
+    return needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(bias, *FLOATS)
+
+
 def _added(*, width: int, dtype: torch.dtype, **facts: Hashable) -> str | None:
     return _normed(width=width, dtype=dtype, out_dtype=dtype, **facts)
 
@@ -221,6 +246,7 @@ def _rotated(
 for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
+    ("biased_linear", "bias:biased_linear", _biased, reference.biased_linear),
     ("permute", "permutation_operator:permute", triton_floats, reference.permute),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),

@@ -28,13 +28,15 @@ def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None, twice: b
     return total, normed, picked, *((normed,) if twice else ())
 
 
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
 def permute(values: Tensor, order: Tensor) -> Tensor:
     return values.index_select(0, order)
 
 
-def rms_norm(
-    x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
     normed = F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)
     return (normed, normed) if twice else normed

@@ -7,7 +7,7 @@
 
 Nearly all the time is spent on reading and writing `wide`, so one kernel computes any two of the three results and
 reads their common operand once: the two gradients of each product are two of them. A program has a part of a row and
-the whole width.
+the whole width, or some columns where no result is a sum over them.
 """
 
 import torch
@@ -110,7 +110,9 @@ def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> b
     whole width are so large that few are in flight. Sums over a whole width as three tf32 products do not fit into
     registers.
     """
-    if not narrow <= min(MAX_NARROW, wide) or wide * dtype.itemsize > MAX_WIDE_BYTES:
+    if not narrow <= min(MAX_NARROW, wide):
+        return False
+    if wide * dtype.itemsize > MAX_WIDE_BYTES and to != ("wide", "matrix"):
         return False
     if len(to) == 1:
         return to == ("wide",) or (to == ("narrow",) and dtype is not torch.float32)
@@ -118,8 +120,8 @@ def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> b
 
 
 def config(dtype: torch.dtype, width: int, to: tuple[str, ...]) -> dict[str, int]:
-    # A narrow result is a sum over the whole width.
-    block_w = block_width(width) if "narrow" in to else block_width(width, MAX_WIDE_BYTES // dtype.itemsize)
+    # A narrow result is a sum over the whole width; without one, programs have some columns of more places each.
+    block_w = block_width(width) if "narrow" in to else block_width(width, 256 // dtype.itemsize)
     # Two of three stages of 16 KB are in flight while the third is multiplied.
     block_l = max(16, 16384 // (dtype.itemsize * block_w))
     return {
@@ -173,8 +175,8 @@ def products(
     *blocks, warps, stages = config(like.dtype, width, to).values()
     numbers = (
         width, wide.stride(0), *((0, 0, 0) if matrix is None else matrix.stride()),
-        *((1, width) if transposed else (few, 1)), narrow.stride(0), few, "narrow" in to, "wide" in to, "matrix" in to, part,
-        steps_of(num_rows), precision_of(like.dtype), *blocks,
+        *((1, width) if transposed else (few, 1)), narrow.stride(0), few, "narrow" in to, "wide" in to, "matrix" in to,
+        part, steps_of(num_rows), precision_of(like.dtype), *blocks,
     )  # fmt: skip
     _launch(
         (num_parts(total, num_rows, part) * blocks[-1], 1, 1),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.core.chip import shared_limit
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
 from kernels.core.triton import block_width, cdiv, flat, near, precision_of, steps_of
@@ -22,8 +23,9 @@ from kernels.jagged.triton import bmm, bmm_narrow
 from kernels.jagged.triton.parts import num_parts, part_of
 
 MAX_RANK = 16  # columns of the least tile that tensor cores take
-MAX_BYTES = 2048  # of a row of x or of out: three tiles must fit into shared memory
+MAX_WIDTH = 1024  # columns of out, for each 128 of which code is repeated
 _PART = 256  # places of a program: enough to start loads early, few enough that programs end together
+_LARGE = 200 * 1024  # bytes of shared memory, which three tiles of the widest results take
 _PROGRAMS = 16  # warps of a multiprocessor, for the pass over the gradient of out
 
 
@@ -74,7 +76,7 @@ def _low_rank_kernel(
     w = tl.load(weight_at + e[None, :] * weight_stride_e, mask=few & (e < E)[None, :], other=0)
     p = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
     # One loop over the tiles and the blocks of each, so that loads of the next tile are under way at the end of one.
-    for step in range(0, tl.cdiv(tall, BLOCK_L) * BLOCKS_D):
+    for step in range(tl.cdiv(tall, BLOCK_L) * BLOCKS_D):
         block = step % BLOCKS_D
         place = step // BLOCKS_D * BLOCK_L + i
         column = block * BLOCK_D + d
@@ -153,31 +155,33 @@ def _low_rank_weight_kernel(
 
 
 def _forward_config(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
-    single = dtype is torch.float32
+    single, widest = dtype is torch.float32, max(inner, width)
     block_d, block_e = (block_width(size, 64 if single else 128) for size in (inner, width))
+    few, many = widest <= 128, widest > 512
     return {
-        "BLOCK_L": 64,
+        "BLOCK_L": 64 if (few or many) and not single else 32,
         "BLOCK_D": block_d,
         "BLOCKS_D": cdiv(inner, block_d),
         "BLOCK_E": block_e,
         "BLOCKS_E": cdiv(width, block_e),
         "BLOCK_N": MAX_RANK,
-        "num_warps": 4,
-        "num_stages": 3,
+        "num_warps": 8 if many and not single else 4,
+        "num_stages": 3 if few or many else 4,
     }
 
 
-def _weight_config(dtype: torch.dtype, width: int) -> dict[str, int]:
-    block_e = block_width(width, 128)
-    wide = width * dtype.itemsize
+def _weight_config(dtype: torch.dtype, width: int, shared: int) -> dict[str, int]:
+    """`shared` is how many bytes of shared memory a program may use."""
+    single, few, many = dtype is torch.float32, width <= 128, width > 512
+    block_e = block_width(width, 64 if single else 128)
     return {
-        # A sum over less than the columns of eight warps would leave some of them idle.
-        "BLOCK_L": 64 if wide <= 256 else 32,
+        # No fewer than 4 places for each warp, which would have nothing to multiply.
+        "BLOCK_L": 32 if many else 64,
         "BLOCK_E": block_e,
         "BLOCKS_E": cdiv(width, block_e),
         "BLOCK_N": MAX_RANK,
-        "num_warps": 4 if wide <= 1024 else 8,
-        "num_stages": 3,
+        "num_warps": 4 if few and not single else 8,
+        "num_stages": 3 if not single and (few or (many and shared > _LARGE)) else 2,
     }
 
 
@@ -218,8 +222,10 @@ def _weight_gradient(grad: Tensor, products: Tensor, weight: Tensor) -> tuple[Te
     narrow, dweight = grad.new_empty(total, rank), weight.new_empty(width, rank)
     if narrow.numel() == 0 or width == 0:
         return narrow.zero_(), dweight.zero_()
+    if grad.dtype is torch.float32 and width > 128:  # whose sums, in three products each, leave no registers
+        return grad @ weight, grad.mT @ products
     grad = flat(grad)
-    config = _weight_config(grad.dtype, width)
+    config = _weight_config(grad.dtype, width, shared_limit(grad.device))
     # As many programs as multiprocessors hold at once: each adds up its own part of the weight's gradient.
     programs = min(cdiv(total, config["BLOCK_L"]), _PROGRAMS // config["num_warps"] * processors(grad.device))
     sums = grad.new_empty(programs, rank, width, dtype=torch.float32)
@@ -280,6 +286,6 @@ low_rank.register_autograd(_backward, setup_context=_save)
 
 def jagged_low_rank(x: Tensor, offsets: Tensor, left: Tensor, weight: Tensor, max_length: int) -> Tensor:
     width, rank = weight.shape
-    if rank > MAX_RANK or max(x.shape[1], width) * x.element_size() > MAX_BYTES:
+    if rank > MAX_RANK or width > MAX_WIDTH:
         return F.linear(bmm.dense_bmm(x, offsets, left.mT, max_length), weight)
     return low_rank(x, offsets, left, weight, max_length)[0]

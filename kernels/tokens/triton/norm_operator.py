@@ -57,9 +57,7 @@ class _TwoReaders(torch.autograd.Function):
     backward = staticmethod(once_differentiable(_backward))
 
 
-def rms_norm(
-    x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     if twice and not intercepted((x,)):
         return cast("tuple[Tensor, Tensor]", _TwoReaders.apply(x, dtype, epsilon))
     normed = cast(Tensor, _rms_norm(x, dtype, epsilon))

@@ -136,10 +136,9 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-LARGEST_LOW_RANK = {"bf16": low_rank.MAX_BYTES // 2, "fp32": low_rank.MAX_BYTES // 4}
-
-
-def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str, Any]]]:
+def products(
+    dtype: str, from_registers: bool, shared: int = SHARED_LIMITS["sm_90"]
+) -> dict[str, tuple[Any, dict[str, Any]]]:
     kind, common = torch.bfloat16, {"PRECISION": "tf32"}
     if dtype == "fp32":
         kind, common = torch.float32, {"PRECISION": "tf32x3"}
@@ -171,12 +170,13 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
                 bmm_narrow._bmm_narrow_kernel,
                 {**whole_row, "NARROW_STRIDE": 8, "T": 8, **flags, **strides, **bmm_narrow.config(kind, 256, to)},
             )
-    for width in (128, LARGEST_LOW_RANK[dtype]):
+    for width in (128, 512, low_rank.MAX_WIDTH):
         strides = {"left_stride_d": 1, "weight_stride_n": 1}
         forward = by_row | strides | {"PART": low_rank._PART, **low_rank._forward_config(kind, width, width)}
-        weight = common | {"weight_stride_n": 1, **low_rank._weight_config(kind, width)}
         result[f"low rank {width}"] = (low_rank._low_rank_kernel, forward | {"N": 4})
-        result[f"low rank weight {width}"] = (low_rank._low_rank_weight_kernel, weight | {"N": 4})
+        if dtype == "bf16" or width == 128:
+            weight = common | {"weight_stride_n": 1, **low_rank._weight_config(kind, width, shared)}
+            result[f"low rank weight {width}"] = (low_rank._low_rank_weight_kernel, weight | {"N": 4})
     outer = square._outer_config(kind, 256, from_registers)
     result["outer"] = (square._bmm_outer_kernel, {**by_row, "TMA": False, **outer})
     result |= {
@@ -226,7 +226,7 @@ ALIKE = [
     [(name, kind, chip) for kind in ("bf16", "fp32") for name in products(kind, False) for chip in TARGETS] + ALIKE,
 )
 def test_products(name: str, dtype: str, target: str) -> None:
-    kernel, constants = products(dtype, target in FROM_REGISTERS)[name]
+    kernel, constants = products(dtype, target in FROM_REGISTERS, SHARED_LIMITS[target])[name]
     compiled = build(kernel, dtype, target, **constants)
     assert compiled.shared_bytes <= SHARED_LIMITS[target]
     # A few addresses; accumulators in memory would be kilobytes.

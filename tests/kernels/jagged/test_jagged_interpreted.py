@@ -246,8 +246,15 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
         "low_rank_gradient": (
             low_rank.gradient,
             (
-                torch.randn(5, 6), x.detach(), offsets, torch.randn(3, 2, 4), torch.randn(6, 2), torch.randn(5, 2), 3,
-                True, True,
+                torch.randn(5, 6),
+                x.detach(),
+                offsets,
+                torch.randn(3, 2, 4),
+                torch.randn(6, 2),
+                torch.randn(5, 2),
+                3,
+                True,
+                True,
             ),
         ),
         "outer": (square.outer, (x, y, offsets, squares, 13)),

@@ -308,11 +308,11 @@ def permuted(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
-    from kernels.tokens.triton import activation, residual
+    from kernels.tokens.triton import activation, bias, residual
     from kernels.tokens.triton import tokens as triton_tokens
     from tests.kernels.core.interpreting import interpret
 
-    interpret(monkeypatch, triton_tokens, residual, activation)
+    interpret(monkeypatch, triton_tokens, residual, activation, bias)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -329,6 +329,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("residual", "pick_rows"),
         ("activation", "activate"),
         ("activation", "activate_backward"),
+        ("bias", "column_sum"),
     ],
 )
 def test_kernels_compile_without_spills(module: str, name: str, target: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels.core import dispatch
-from modules.mlp import MLP
+from modules.mlp import MLP, projected
 from modules.norms import row_norm
 
 
@@ -29,5 +29,5 @@ class MaskNet(nn.Module):
         """[N, num_fields * dim] -> [N, out_dim]."""
         # Rows of tables are float32; under autocast everything computed from them here has autocast's dtype.
         fields = values.unflatten(1, (self.num_fields, -1))
-        normed = row_norm(fields, dtype=dispatch.autocast_dtype(values)).flatten(1)
-        return self.output(self.mask(normed, normed))
+        normed, factor = row_norm(fields, dtype=dispatch.autocast_dtype(values), twice=True)
+        return projected(self.output, self.mask(normed.flatten(1), factor.flatten(1)))

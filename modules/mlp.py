@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.tokens import activate
+from kernels.tokens import activate, biased_linear
 from modules.broadcast import CandidateRows, request_part
 from modules.core.vanilla import is_vanilla
 from modules.precision import FP32Linear, MXLinear
@@ -165,6 +165,13 @@ def _of_both(layer: nn.Linear, candidate: Tensor, request: Tensor, rows: Candida
     weight = layer.weight if order is None else layer.weight.index_select(1, order)
     split = request.shape[1]
     return rows.add(F.linear(candidate, weight[:, split:], layer.bias), F.linear(request, weight[:, :split]))
+
+
+def projected(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x) for many rows x: where the layer is plain, a kernel makes the gradient of its bias."""
+    if is_vanilla(layer, nn.Linear) and layer.bias is not None:
+        return biased_linear(x, layer.weight, layer.bias)
+    return layer(x)
 
 
 def activated(layer: nn.Module, x: Tensor, activation: str = "none", factor: Tensor | None = None) -> Tensor:

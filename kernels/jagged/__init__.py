@@ -44,6 +44,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_last",
     "jagged_linear",
+    "jagged_low_rank",
     "jagged_slice",
     "jagged_softmax",
     "jagged_to_padded",
@@ -150,6 +151,26 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int, *, 
     return dispatch.choose("jagged_dense_bmm", backend, x)(x, offsets, y, max_length)
 
 
+def jagged_low_rank(
+    x: Tensor, offsets: Tensor, left: Tensor, weight: Tensor, max_length: int, *, backend: str | None = None
+) -> Tensor:
+    """out[i] = weight @ (left[b] @ x[i]) for i in row b: x [N, D], left [B, n, D], weight [E, n] -> [N, E].
+
+    A linear layer whose weight [E, D] is each row's own, of a rank n that is small: only left differs between rows. No
+    row is longer than max_length. What left @ x gives is rounded to the dtype of x. All operands have one dtype; in an
+    autocast region they take its dtype.
+    """
+    if x.dim() != 2 or left.dim() != 3 or weight.dim() != 2 or left.shape[1:] != (weight.shape[1], x.shape[1]):
+        raise ValueError(
+            f"expected x [N, D], left [B, n, D] and weight [E, n], got {tuple(x.shape)}, {tuple(left.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    check_offsets(x.shape[0], offsets)
+    check_rows(left, offsets, "left")
+    x, left, weight = dispatch.autocast_operands(x=x, left=left, weight=weight)
+    return dispatch.choose("jagged_low_rank", backend, x)(x, offsets, left, weight, max_length)
+
+
 for _op, _file, _function, _supports, _specification in (
     ("segment_sum", "segment", "segment_sum", triton_floats, reference.segment_sum),
     ("segment_mean", "segment", "segment_mean", triton_floats, reference.segment_mean),
@@ -160,6 +181,7 @@ for _op, _file, _function, _supports, _specification in (
     ("jagged_concat", "gather", "jagged_concat", triton_moves, reference.jagged_concat),
     ("jagged_index_select", "gather", "index_select", triton_moves, reference.jagged_index_select),
     ("jagged_dense_bmm", "bmm", "dense_bmm", triton_floats, reference.jagged_dense_bmm),
+    ("jagged_low_rank", "low_rank", "jagged_low_rank", triton_floats, reference.jagged_low_rank),
 ):
     dispatch.declare(
         _op,
@@ -171,3 +193,8 @@ for _op, _file, _function, _supports, _specification in (
 @dispatch.flops("jagged_dense_bmm")
 def _flops(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> float:
     return 2 * x.numel() * y.shape[2]
+
+
+@dispatch.flops("jagged_low_rank")
+def _flops_low_rank(x: Tensor, offsets: Tensor, left: Tensor, weight: Tensor, max_length: int) -> float:
+    return 2 * left.shape[1] * (x.numel() + x.shape[0] * weight.shape[0])

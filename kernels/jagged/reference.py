@@ -97,6 +97,10 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> 
     return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])
 
 
+def jagged_low_rank(x: Tensor, offsets: Tensor, left: Tensor, weight: Tensor, max_length: int) -> Tensor:
+    return F.linear(jagged_dense_bmm(x, offsets, left.mT, max_length), weight)
+
+
 def _pad(values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     check_lengths(offsets, max_length, "max_length")
     return jagged_to_padded(values, offsets, max_length, 0.0, "first")

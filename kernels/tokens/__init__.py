@@ -6,7 +6,7 @@ The equations are in the README of this folder.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import cast
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ __all__ = [
     "EPSILON",
     "activate",
     "add_rms_norm",
+    "biased_linear",
     "concat_finite",
     "has_rows",
     "place_rows",
@@ -55,12 +56,14 @@ def activate(
 
 
 def add_rms_norm(
-    x: Tensor, change: Tensor | None, rows: Tensor | None = None, *, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, change: Tensor | None, rows: Tensor | None = None, *, twice: bool = False, backend: str | None = None
+) -> tuple[Tensor, ...]:
     """(x + change, `rms_norm` of that, rows of it) for x and change [N, D]; without a change, of x itself.
 
     `rows` [...] int64 must name each of 0 .. N - 1 at most once, which is not checked; -1 stands for a row of zeros.
-    The third result is [..., D], and empty without `rows`. ValueError for shapes and dtypes that do not fit.
+    The third result is [..., D], and empty without `rows`. With `twice` the norm is also the fourth result, for a
+    second reader: the gradients from both are added where the norm's is made, and not in a pass of their own.
+    ValueError for shapes and dtypes that do not fit.
     """
     if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):
         raise ValueError(
@@ -73,7 +76,18 @@ def add_rms_norm(
         dtype = torch.promote_types(x.dtype, change.dtype)
         x, change = x.to(dtype), change.to(dtype)
     chosen = dispatch.choose_in_eager("add_rms_norm", backend, x, width=x.shape[1])
-    return cast("tuple[Tensor, Tensor, Tensor]", chosen(x, change, rows))
+    return cast("tuple[Tensor, ...]", chosen(x, change, rows, twice))
+
+
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
+    """torch.nn.functional.linear(x, weight, bias): x [..., D] -> [..., E].
+
+    For many rows: the gradient of the bias, a sum over them, is added up in float32 by a kernel as fast as memory is.
+    ValueError for a bias other than [E].
+    """
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}] for weight {tuple(weight.shape)}, got {tuple(bias.shape)}")
+    return cast(Tensor, dispatch.choose_in_eager("biased_linear", backend, x, bias=bias.dtype)(x, weight, bias))
 
 
 def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -107,18 +121,47 @@ def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None =
     return cast(Tensor, dispatch.choose_in_eager("place_rows", backend, parts[0])(list(parts), places))
 
 
+@overload
 def rms_norm(
-    x: Tensor, *, dtype: torch.dtype | None = None, epsilon: float = EPSILON, backend: str | None = None
-) -> Tensor:
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    epsilon: float = EPSILON,
+    twice: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
-    Statistics are at least float32. Zeros stay zeros with a finite gradient. ValueError for integers.
+    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a pair of it, for two
+    readers, whose gradients are added where that of x is made. ValueError for integers.
     """
     dtype = dtype or x.dtype
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
-    return dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)(x, dtype, epsilon)
+    chosen = dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)
+    return cast("Tensor | tuple[Tensor, Tensor]", chosen(x, dtype, epsilon, twice))
 
 
 def rotate(
@@ -212,6 +255,10 @@ def _activated(*, device: str, capability: Hashable, dtype: torch.dtype, width: 
     return None if width else "needs rows of at least one value"
 
 
+def _biased(*, device: str, capability: Hashable, dtype: torch.dtype, bias: torch.dtype) -> str | None:
+    return needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(bias, *FLOATS)
+
+
 def _added(*, width: int, dtype: torch.dtype, **facts: Hashable) -> str | None:
     return _normed(width=width, dtype=dtype, out_dtype=dtype, **facts)
 
@@ -245,6 +292,7 @@ for _op, _function, _supports, _specification in (
     ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
     ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
+    ("biased_linear", "bias:biased_linear", _biased, reference.biased_linear),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,11 +20,16 @@ def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) ->
     return (y if factor is None else y * factor.to(wide)).to(z.dtype)
 
 
-def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None, twice: bool = False) -> tuple[Tensor, ...]:
     total = x if change is None else x + change
     # A row of zeros after the last one is row -1.
     picked = total[:0] if rows is None else pad(total, (0, 0, 0, 1))[rows]
-    return total, rms_norm(total, total.dtype, EPSILON), picked
+    normed = cast(Tensor, rms_norm(total, total.dtype, EPSILON))
+    return total, normed, picked, *((normed,) if twice else ())
+
+
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
 def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -35,9 +42,10 @@ def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
     return torch.empty_like(rows).index_copy(0, places, rows)
 
 
-def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
-    return F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)
+    normed = F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)
+    return (normed, normed) if twice else normed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:

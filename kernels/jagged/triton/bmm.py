@@ -166,7 +166,7 @@ def _jagged_config(dtype: torch.dtype, narrow: int, wide: int, from_registers: b
     }
 
 
-def _dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+def dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
     num_rows, inner, width = y.shape
     if bmm_narrow.serves(inner, width, x.dtype, ("narrow",)):
         return bmm_narrow.products(offsets, wide=x, matrix=y, to=("narrow",))["narrow"]
@@ -187,7 +187,7 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def _jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
+def jagged(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     num_rows = offsets.shape[0] - 1
     out = x.new_empty(num_rows, x.shape[1], y.shape[1])
     if out.numel() == 0:
@@ -219,7 +219,7 @@ _launch_jagged = Launcher(_bmm_jagged_kernel)
 @custom_op("gemsmith::jagged_dense_bmm")
 def dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, longest: int) -> Tensor:
     """x [N, D], y [B, D, E] of any strides -> [N, E]; `longest` is a length that few rows exceed, for the gradient."""
-    return _dense(x, offsets, y)
+    return dense(x, offsets, y)
 
 
 @dense_bmm.register_fake
@@ -230,7 +230,7 @@ def _(x, offsets, y, longest):
 @custom_op("gemsmith::jagged_jagged_bmm")
 def jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int) -> Tensor:
     """x [N, D], y [N, E] -> [B, D, E]; rows longer than `longest` are right, but may not be spread over the chip."""
-    return _jagged(x, y, offsets, longest)
+    return jagged(x, y, offsets, longest)
 
 
 @jagged_bmm.register_fake
@@ -252,8 +252,8 @@ def dense_gradient(
             offsets, wide=grad, narrow=x, matrix=y.mT, to=("narrow", "matrix"), longest=longest, transposed=True
         )
         return made["narrow"], made["matrix"]
-    dx = _dense(grad, offsets, y.mT) if of_x else x.new_empty(0)
-    return dx, _jagged(x, grad, offsets, longest) if of_y else y.new_empty(0)
+    dx = dense(grad, offsets, y.mT) if of_x else x.new_empty(0)
+    return dx, jagged(x, grad, offsets, longest) if of_y else y.new_empty(0)
 
 
 @dense_gradient.register_fake
@@ -272,8 +272,8 @@ def jagged_gradient(
     if of_x and of_y and bmm_narrow.serves(y.shape[1], x.shape[1], x.dtype, ("wide", "narrow")):
         made = bmm_narrow.products(offsets, wide=y, narrow=x, matrix=grad.mT, to=("wide", "narrow"))
         return made["narrow"], made["wide"]
-    dx = _dense(y, offsets, grad.mT) if of_x else x.new_empty(0)
-    return dx, _dense(x, offsets, grad) if of_y else y.new_empty(0)
+    dx = dense(y, offsets, grad.mT) if of_x else x.new_empty(0)
+    return dx, dense(x, offsets, grad) if of_y else y.new_empty(0)
 
 
 @jagged_gradient.register_fake

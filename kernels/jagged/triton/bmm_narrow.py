@@ -7,7 +7,7 @@
 
 Nearly all the time is spent on reading and writing `wide`, so one kernel computes any two of the three results and
 reads their common operand once: the two gradients of each product are two of them. A program has a part of a row and
-the whole width.
+the whole width, or some columns where no result is a sum over them.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.launch import Launcher, aligned
-from kernels.core.triton import block_width, flat, near, precision_of, steps_of
+from kernels.core.triton import block_width, cdiv, flat, near, precision_of, steps_of
 from kernels.jagged.triton.parts import PART, join, num_parts, part_of, part_size, slots
 
 MAX_NARROW = 16  # columns of the least tile that tensor cores take
@@ -36,12 +36,12 @@ def _bmm_narrow_kernel(
     num_rows,
     W,
     wide_stride,
-    narrow_stride,
     matrix_stride_b,
     matrix_stride_w,
     matrix_stride_t,
     out_stride_w,
     out_stride_t,
+    NARROW_STRIDE: tl.constexpr,
     T: tl.constexpr,
     TO_NARROW: tl.constexpr,
     TO_WIDE: tl.constexpr,
@@ -52,21 +52,26 @@ def _bmm_narrow_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCKS_W: tl.constexpr,
 ):
-    row, begin, end, first, last, slot = part_of(offsets, num_rows, tl.program_id(0), PART, STEPS)
+    # Neighbours have the blocks of columns of one part.
+    program = tl.program_id(0) // BLOCKS_W
+    row, begin, end, first, last, slot = part_of(
+        offsets, num_rows, program, PART, STEPS, tl.num_programs(0) // BLOCKS_W
+    )
     idle = first >= last
     if TO_MATRIX:
         # The matrix of an empty row is zero.
-        idle = idle & (tl.program_id(0) >= num_rows)
+        idle = idle & (program >= num_rows)
     if idle:
         return
     tall = (last - first).to(tl.int32)
     i = tl.arange(0, BLOCK_L)
-    w = tl.arange(0, BLOCK_W)
+    w = tl.program_id(0) % BLOCKS_W * BLOCK_W + tl.arange(0, BLOCK_W)
     t = tl.arange(0, BLOCK_T)
     # 64-bit arithmetic for the corner of a part, 32-bit within it.
     wide_at = wide + first * wide_stride
-    narrow_at = narrow + first * narrow_stride
+    narrow_at = narrow + first * NARROW_STRIDE
     wide_out += first * W
     narrow_out += first * T
     if TO_NARROW or TO_WIDE:
@@ -80,7 +85,7 @@ def _bmm_narrow_kernel(
             x = tl.load(wide_at + place[:, None] * wide_stride + w[None, :], mask=mask, other=0)
         if TO_WIDE or TO_MATRIX:
             few = (place < tall)[:, None] & (t < T)[None, :]
-            s = tl.load(narrow_at + place[:, None] * narrow_stride + t[None, :], mask=few, other=0)
+            s = tl.load(narrow_at + place[:, None] * NARROW_STRIDE + t[None, :], mask=few, other=0)
         if TO_MATRIX:
             total = tl.dot(tl.trans(s), x, total, input_precision=PRECISION)
         if TO_NARROW:
@@ -105,21 +110,25 @@ def serves(wide: int, narrow: int, dtype: torch.dtype, to: tuple[str, ...]) -> b
     whole width are so large that few are in flight. Sums over a whole width as three tf32 products do not fit into
     registers.
     """
-    if not narrow <= min(MAX_NARROW, wide) or wide * dtype.itemsize > MAX_WIDE_BYTES:
+    if not narrow <= min(MAX_NARROW, wide):
+        return False
+    if wide * dtype.itemsize > MAX_WIDE_BYTES and to != ("wide", "matrix"):
         return False
     if len(to) == 1:
         return to == ("wide",) or (to == ("narrow",) and dtype is not torch.float32)
     return precision_of(dtype) != "tf32x3"
 
 
-def config(dtype: torch.dtype, width: int) -> dict[str, int]:
-    block_w = block_width(width)
+def config(dtype: torch.dtype, width: int, to: tuple[str, ...]) -> dict[str, int]:
+    # A narrow result is a sum over the whole width; without one, programs have some columns of more places each.
+    block_w = block_width(width) if "narrow" in to else block_width(width, 256 // dtype.itemsize)
     # Two of three stages of 16 KB are in flight while the third is multiplied.
     block_l = max(16, 16384 // (dtype.itemsize * block_w))
     return {
         "BLOCK_L": min(block_l, 64),
         "BLOCK_W": block_w,
         "BLOCK_T": MAX_NARROW,
+        "BLOCKS_W": cdiv(width, block_w),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -163,14 +172,14 @@ def products(
     parts = slots(like, total if "matrix" in to else 0, part, few * width)
     inputs = (wide, narrow, like if matrix is None else matrix, offsets)
     results = [out.get(name, like) for name in ("wide", "narrow", "matrix")]
-    *blocks, warps, stages = config(like.dtype, width).values()
+    *blocks, warps, stages = config(like.dtype, width, to).values()
     numbers = (
-        width, wide.stride(0), narrow.stride(0), *((0, 0, 0) if matrix is None else matrix.stride()),
-        *((1, width) if transposed else (few, 1)), few, "narrow" in to, "wide" in to, "matrix" in to, part,
-        steps_of(num_rows), precision_of(like.dtype), *blocks,
+        width, wide.stride(0), *((0, 0, 0) if matrix is None else matrix.stride()),
+        *((1, width) if transposed else (few, 1)), narrow.stride(0), few, "narrow" in to, "wide" in to, "matrix" in to,
+        part, steps_of(num_rows), precision_of(like.dtype), *blocks,
     )  # fmt: skip
     _launch(
-        (num_parts(total, num_rows, part), 1, 1),
+        (num_parts(total, num_rows, part) * blocks[-1], 1, 1),
         (like.device, *[tensor.dtype for tensor in inputs], *aligned(*inputs, like), *numbers, warps, stages),
         *inputs, *results, parts, num_rows, *numbers, num_warps=warps, num_stages=stages,
     )  # fmt: skip

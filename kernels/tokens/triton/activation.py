@@ -24,7 +24,7 @@ _PROGRAMS = 4  # for each multiprocessor
 
 
 @triton.jit
-def _tile(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile_of_part(first, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(columns of this part, int64 indices of its elements of rows [first, first + ROWS), whether they exist)."""
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -37,7 +37,7 @@ def activate_kernel(
     z, bias, factor, out, num_rows, SILU: tl.constexpr, HAS_FACTOR: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    column, places, inside = _tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
+    column, places, inside = tile_of_part(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     u = tl.load(z + places, inside, 0.0).to(tl.float32) + tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)
     y = u * tl.sigmoid(u) if SILU else u
     if HAS_FACTOR:
@@ -55,7 +55,7 @@ def activate_backward_kernel(
     b = tl.load(bias + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        _, places, inside = _tile(first, num_rows, WIDTH, ROWS, BLOCK)
+        _, places, inside = tile_of_part(first, num_rows, WIDTH, ROWS, BLOCK)
         g = tl.load(grad + places, inside, 0.0).to(tl.float32)
         u = tl.load(z + places, inside, 0.0).to(tl.float32) + b
         s = tl.sigmoid(u)
@@ -81,7 +81,7 @@ def activate(z: Tensor, bias: Tensor, activation: str, factor: Tensor | None) ->
     out = torch.empty_like(z)
     tensors = (z, bias, z if factor is None else factor.contiguous(), out)
     if z.numel():
-        _launch(_launch_forward, _tiles_of_rows(z), z, tensors, activation, factor)
+        _launch(_launch_forward, tiles_of_rows(z), z, tensors, activation, factor)
     return out
 
 
@@ -95,7 +95,7 @@ def activate_backward(
     dfactor = z.new_empty(0 if factor is None else z.shape, dtype=(z if factor is None else factor).dtype)
     if not z.numel():
         return dz, torch.zeros_like(bias), dfactor
-    programs = min(_tiles_of_rows(z), cdiv(_PROGRAMS * processors(z.device), _parts(z)))
+    programs = min(tiles_of_rows(z), cdiv(_PROGRAMS * processors(z.device), tiling_of_parts(z)[1]))
     sums = z.new_empty(programs, z.shape[-1], dtype=torch.float32)
     tensors = (grad, z, bias, z if factor is None else factor.contiguous(), dz, dfactor, sums)
     _launch(_launch_backward, programs, z, tensors, activation, factor)
@@ -121,28 +121,25 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | No
 activate.register_autograd(_backward, setup_context=_save)
 
 
-def _parts(z: Tensor) -> int:
-    """Of each row."""
-    return cdiv(z.shape[-1], _COLUMNS)
+def tiling_of_parts(z: Tensor) -> tuple[dict[str, int], int]:
+    """(constants of the kernels for z [..., E], parts of each row)."""
+    parts = cdiv(z.shape[-1], _COLUMNS)
+    return tiling(z.shape[-1]) if parts == 1 else tiling(_COLUMNS) | {"WIDTH": z.shape[-1]}, parts
 
 
-def _tiling(z: Tensor) -> dict[str, int]:
-    return tiling(z.shape[-1]) if _parts(z) == 1 else tiling(_COLUMNS) | {"WIDTH": z.shape[-1]}
-
-
-def _tiles_of_rows(z: Tensor) -> int:
-    return cdiv(z.numel() // z.shape[-1], _tiling(z)["ROWS"])
+def tiles_of_rows(z: Tensor) -> int:
+    return cdiv(z.numel() // z.shape[-1], tiling_of_parts(z)[0]["ROWS"])
 
 
 def _launch(
     launch: Launcher, programs: int, z: Tensor, tensors: tuple[Tensor, ...], activation: str, factor: Tensor | None
 ) -> None:
     num_rows = z.numel() // z.shape[-1]
-    constants = _tiling(z)
+    constants, parts = tiling_of_parts(z)
     warps = constants.pop("num_warps")
     options = (activation == "silu", factor is not None, *constants.values())
     dtypes = tuple([tensor.dtype for tensor in tensors])
     launch(
-        (programs, _parts(z), 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
+        (programs, parts, 1), (z.device, dtypes, aligned(*tensors), num_rows >> 31, *options),
         *tensors, num_rows, *options, num_warps=warps,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """A residual sum, its norm and chosen rows of it in Triton: the sum is made where it is normalised.
 
-In the backward, the incoming gradient of the sum is added in the pass that makes the gradient of the norm, and that of
-the chosen rows afterwards, in place, to these few rows: no gradient of the size of all tokens is written for them.
+In the backward, the incoming gradient of the sum and that of a second reader of the norm are added in the pass that
+makes the gradient of the norm, and that of the chosen rows afterwards, in place, to these few rows: no gradient of the
+size of all tokens is written for them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.core.constants import EPSILON
 from kernels.core.launch import Launcher, aligned
-from kernels.core.operator import custom_op
+from kernels.core.operator import custom_op, intercepted
 from kernels.core.triton import cdiv
 from kernels.tokens.triton.tokens import tile, tiling
 
@@ -40,12 +42,14 @@ def add_rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_rms_norm_backward_kernel(
-    d_total, d_normed, total, d, num_rows, HAS_TOTAL: tl.constexpr,
+    d_total, d_normed, more, total, d, num_rows, HAS_TOTAL: tl.constexpr, HAS_MORE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     places, inside = tile(tl.program_id(0).to(tl.int64) * ROWS, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(total + places, inside, 0.0).to(tl.float32)
     dn = tl.load(d_normed + places, inside, 0.0).to(tl.float32)
+    if HAS_MORE:
+        dn += tl.load(more + places, inside, 0.0).to(tl.float32)
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + _EPSILON)
     shared = tl.sum(values * dn, 1) / WIDTH * s * s * s
     result = s[:, None] * dn - values * shared[:, None]
@@ -86,7 +90,7 @@ def _add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tupl
     total = x.new_empty(0 if change is None else x.shape)
     normed = torch.empty_like(x)
     added = x if change is None else change.contiguous()
-    _over_rows(_launch_forward, x, (x, added, total, normed), change is not None)
+    _over_rows(_launch_forward, x, (x, added, total, normed), (change is not None,))
     picked = x.new_empty(((0,) if rows is None else tuple(rows.shape)) + (x.shape[1],))
     if rows is not None:
         _pick(x if change is None else total, rows, picked, give_back=False)
@@ -101,13 +105,19 @@ def _(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Te
 
 @custom_op("gemsmith::add_rms_norm_backward", like="total")
 def _add_rms_norm_backward(
-    d_total: Tensor | None, d_normed: Tensor, d_picked: Tensor | None, total: Tensor, rows: Tensor | None
+    d_total: Tensor | None,
+    d_normed: Tensor,
+    more: Tensor | None,
+    d_picked: Tensor | None,
+    total: Tensor,
+    rows: Tensor | None,
 ) -> Tensor:
-    """The gradient [N, D] of x and of change, from those of the three results that have one."""
+    """The gradient [N, D] of x and of change, from those of the results that have one; of the norm d_normed + more."""
     total, d_normed = total.contiguous(), d_normed.contiguous()
     d = torch.empty_like(total)
-    given = total if d_total is None else d_total.contiguous()
-    _over_rows(_launch_backward, total, (given, d_normed, total, d), d_total is not None)
+    given, added = (total if each is None else each.contiguous() for each in (d_total, more))
+    options = d_total is not None, more is not None
+    _over_rows(_launch_backward, total, (given, d_normed, added, total, d), options)
     if rows is not None and d_picked is not None:
         _pick(d, rows, d_picked.contiguous(), give_back=True)
     return d
@@ -121,14 +131,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _backward(
-    ctx: Any, d_total: Tensor | None, d_normed: Tensor | None, d_picked: Tensor | None
+    ctx: Any, d_total: Tensor | None, d_normed: Tensor | None, d_picked: Tensor | None, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, None]:
     total, rows = ctx.saved_tensors
+    if d_normed is None:
+        d_normed, more = more, None
     if d_normed is None:
         d_normed = torch.zeros_like(total)
     # Without a change the sum is not an output, and without `rows` none is picked.
     d = _add_rms_norm_backward(
-        d_total if ctx.has_change else None, d_normed, None if rows is None else d_picked, total, rows
+        d_total if ctx.has_change else None, d_normed, more, None if rows is None else d_picked, total, rows
     )
     return d, d if ctx.has_change else None, None
 
@@ -136,16 +148,32 @@ def _backward(
 _add_rms_norm.register_autograd(_backward, setup_context=_save)
 
 
-def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    total, normed, picked = _add_rms_norm(x, change, rows)
-    return x if change is None else total, normed, picked
+class _TwoReaders(torch.autograd.Function):
+    """Not an operator of torch.library, none of whose results may be another's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, ...]:
+        total, normed, picked = _add_rms_norm(x, change, rows)
+        _save(ctx, (x, change, rows), (total, normed, picked))
+        return total, normed, picked, normed.view_as(normed)
+
+    backward = staticmethod(once_differentiable(_backward))
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None, twice: bool = False) -> tuple[Tensor, ...]:
+    if twice and not intercepted((x, change, rows)):
+        total, *others = _TwoReaders.apply(x, change, rows)
+    else:
+        total, *others = _add_rms_norm(x, change, rows)
+        others += others[:1] if twice else ()
+    return x if change is None else total, *others
 
 
 def _pick(values: Tensor, rows: Tensor, picked: Tensor, give_back: bool) -> None:
-    _over_rows(_launch_pick, picked.view(-1, values.shape[1]), (values, rows.contiguous(), picked), give_back)
+    _over_rows(_launch_pick, picked.view(-1, values.shape[1]), (values, rows.contiguous(), picked), (give_back,))
 
 
-def _over_rows(launch: Launcher, like: Tensor, tensors: tuple[Tensor, ...], option: bool) -> None:
+def _over_rows(launch: Launcher, like: Tensor, tensors: tuple[Tensor, ...], options: tuple[bool, ...]) -> None:
     """Launch over the rows of `like` [N, D]."""
     num_rows, width = like.shape
     if not like.numel():
@@ -154,6 +182,6 @@ def _over_rows(launch: Launcher, like: Tensor, tensors: tuple[Tensor, ...], opti
     warps = constants.pop("num_warps")
     launch(
         (cdiv(num_rows, constants["ROWS"]), 1, 1),
-        (like.device, tuple([tensor.dtype for tensor in tensors]), aligned(*tensors), num_rows >> 31, option, width),
-        *tensors, num_rows, option, *constants.values(), num_warps=warps,
+        (like.device, tuple([tensor.dtype for tensor in tensors]), aligned(*tensors), num_rows >> 31, options, width),
+        *tensors, num_rows, *options, *constants.values(), num_warps=warps,
     )  # fmt: skip

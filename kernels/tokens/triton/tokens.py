@@ -48,7 +48,7 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_backward_kernel(
-    grad, x, dx, x_token, x_head, grad_token, grad_head, num_heads, EPSILON: tl.constexpr,
+    grad, more, x, dx, x_token, x_head, grad_token, grad_head, num_heads, EPSILON: tl.constexpr, ADD: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
@@ -56,7 +56,10 @@ def rms_norm_backward_kernel(
     inside = real[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
-    dn = tl.load(grad + (token * grad_token + head * grad_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    given = (token * grad_token + head * grad_head)[:, None] + column[None, :]
+    dn = tl.load(grad + given, inside, 0.0).to(tl.float32)
+    if ADD:
+        dn += tl.load(more + given, inside, 0.0).to(tl.float32)
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     n = values * s[:, None]
     result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
@@ -141,13 +144,17 @@ def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     return out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float) -> Tensor:
-    """dx like x, contiguous."""
+def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
+    """dx like x, contiguous; the gradient of n is `grad`, or grad + more."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.dim() != 3 or grad.stride(2) != 1:
-        grad = grad.contiguous()
-    strides = grad.stride()[:2] if x.dim() == 3 else (x.shape[-1], x.shape[-1])
-    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad, strides=strides, options=(epsilon,))
+    options = (epsilon, more is not None)
+    if x.dim() == 3:
+        grad, more = _alike(grad, more)
+        strides = grad.stride()[:2]
+    else:
+        grad, strides = grad.contiguous(), (x.shape[-1], x.shape[-1])
+        more = grad if more is None else more.contiguous()
+    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad, more, strides=strides, options=options)
     return dx
 
 

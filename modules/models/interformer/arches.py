@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core import dispatch
-from kernels.jagged import jagged_dense_bmm
+from kernels.jagged import jagged_dense_bmm, jagged_low_rank
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import TokenConfig, option
+from modules.core.vanilla import is_vanilla
 from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
 from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
@@ -76,11 +77,12 @@ class Summary(nn.Module):
 
 
 class SequenceTokens(NamedTuple):
-    """The sequence between two layers, in the three forms in which it is read."""
+    """The sequence between two layers, in the forms in which it is read: what `add_rms_norm` makes for two readers."""
 
     values: Tensor  # [N, d]
-    normed: Tensor  # the same normalised
+    normed: Tensor  # the same normalised, for the summary
     ends: Tensor  # [rows, num_cls + num_recent, d]: those of `places_of_ends`, zeros where there is none
+    normed_again: Tensor  # for the PFFN: the norm's backward adds up the gradients of both
 
 
 def places_of_ends(offsets: Tensor, num_cls: int, num_recent: int) -> Tensor:
@@ -233,8 +235,8 @@ class InteractionArch(nn.Module):
 class LinearPersonalizedFFN(nn.Module):
     """PFFN(X_sum, S) = S (X_sum^T W): each row's tokens times a d x d matrix made from its summary, W [num_summary, d].
 
-    That matrix has rank num_summary, so it is never formed: (S X_sum^T) W is the same product with fewer operations. W
-    starts small, so that the residual branch around it starts near the identity for every row.
+    That matrix has rank num_summary, so it is never formed: (S X_sum^T) W is the same product with fewer operations, of
+    one reading of S. W starts small, so that the residual branch around it starts near the identity for every row.
     """
 
     def __init__(self, num_summary: int, dim: int, max_length: int) -> None:
@@ -245,6 +247,8 @@ class LinearPersonalizedFFN(nn.Module):
 
     def forward(self, values: Tensor, offsets: Tensor, summary: Tensor) -> Tensor:
         """values [N, d], offsets [rows + 1], summary [rows, num_summary, d] -> [N, d]."""
+        if is_vanilla(self.output, nn.Linear) and self.output.bias is None:
+            return jagged_low_rank(values, offsets, summary, self.output.weight, self.max_length)
         return self.output(jagged_dense_bmm(values, offsets, summary.mT, self.max_length))
 
 
@@ -304,11 +308,10 @@ class SequenceArch(nn.Module):
         ends: Tensor | None = None,
     ) -> SequenceTokens:
         """`ends`, if given, are the indices made by `places_of_ends`; the result then has the tokens there."""
-        values, normed, _ = tokens
-        change = self.dropout(self.pffn(normed, offsets, summary))
-        values, normed, _ = add_rms_norm(values, change)
+        change = self.dropout(self.pffn(tokens.normed_again, offsets, summary))
+        values, normed, _ = add_rms_norm(tokens.values, change)
         change = self.dropout(self.attention(normed, offsets, rotation))
         if self.feed_forward is not None:
             values, normed, _ = add_rms_norm(values, change)
             change = self.dropout(self.feed_forward(normed))
-        return SequenceTokens(*add_rms_norm(values, change, ends))
+        return SequenceTokens(*add_rms_norm(values, change, ends, twice=True))

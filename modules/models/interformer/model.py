@@ -200,7 +200,7 @@ class InterFormer(RequestVectors, nn.Module):
         positions = _positions(offsets, self.num_cls, values.shape[0])
         angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
-        sequence = SequenceTokens(*add_rms_norm(values, None, ends))
+        sequence = SequenceTokens(*add_rms_norm(values, None, ends, twice=True))
         normed = None if vendor is None else dataclasses.replace(vendor, values=row_norm(vendor.values))
         crossed = first.cross(candidate, request, sequence, offsets, rows, normed)
         above, places = request, rows

@@ -95,18 +95,21 @@ class EventLayer(nn.Module):
         values, offsets, rotations, summary, target, normed = events
         if self.pffn is not None and context is not None:
             values, normed = self._feed_forward(values, offsets, self.context(context)), None
+        pooled = normed  # what the pooling reads; `normed` is then for the next layer
         if self.attention is not None:
             normed = rms_norm(values) if normed is None else normed
             change, attended = self._attend(normed, offsets, rotations.get(self.head_dim), queries, rows)
             target = target if attended is None else attended
             change = self.dropout(change)
             if self.pooling is not None:
-                values, normed, _ = add_rms_norm(values, change)
+                values, pooled, _, normed = add_rms_norm(values, change, twice=True)
             else:
                 values, normed = values + change, None
+        elif normed is None and self.pooling is not None:
+            pooled, normed = rms_norm(values, twice=True)
         if self.pooling is not None:
-            normed = rms_norm(values) if normed is None else normed
-            summary = rms_norm(self.pooling(normed, offsets))
+            assert pooled is not None
+            summary = rms_norm(self.pooling(pooled, offsets))
         return EventTokens(values, offsets, rotations, summary, target, normed)
 
     def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from kernels.jagged.hopper.linear import backward_fp32
 from kernels.jagged.hopper.linear import forward as linear_forward
 from kernels.jagged.hopper.linear import weight as linear_weight
 from kernels.jagged.hopper.square import inner_product, outer_product
-from kernels.jagged.triton import bmm, bmm_narrow, gather, moves, parts, segment
+from kernels.jagged.triton import bmm, bmm_narrow, gather, low_rank, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
 from kernels.mxfp8.blackwell import grouped as block_scaled
@@ -53,6 +53,7 @@ from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import pieces as triton_pieces
 from kernels.mxfp8.triton import scales as triton_grouped
 from kernels.tokens.triton import activation, gradients, residual
+from kernels.tokens.triton import bias as token_bias
 from kernels.tokens.triton import tokens as triton_tokens
 
 backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
@@ -200,7 +201,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
 
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    monkeypatch.setattr(activation, "processors", lambda device: 132)
+    for module in (activation, token_bias):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
     for shape, dtype, elsewhere, view in itertools.product(
         ((1, 2, 64), (5, 2, 64), (32, 4, 48), (3, 1, 2)),
         (torch.bfloat16, torch.float32),
@@ -217,6 +219,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             triton_tokens.move_rows(
                 values, torch.arange(1), torch.zeros(7, *values.shape[1:], dtype=dtype), scatter=view
             )
+            triton_tokens.rms_norm_backward(values, values, 1e-5, torch.zeros(values.shape, dtype=dtype))
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
             for more in (None, x):
@@ -225,9 +228,10 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
         rows = torch.arange(len(x)).view(1, -1)
         for change, places in ((values, rows), (None, rows), (values, None)):
             _, normed, picked = residual.add_rms_norm(values, change, places)
-            for d_total in (normed, None):
-                residual._add_rms_norm_backward(d_total, normed, picked, normed, places)
+            for d_total, more in itertools.product((normed, None), (normed, None)):
+                residual._add_rms_norm_backward(d_total, normed, more, picked, normed, places)
         for name, factor in itertools.product(("none", "silu"), (None, x)):
+            token_bias.column_sum(x, torch.float32)
             bias = torch.zeros(shape[2])
             activation.activate(x, bias, name, factor)
             activation.activate_backward(x, x, bias, name, factor)
@@ -236,7 +240,8 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             gradients.zero_unless_(x.flatten(1)[:, 1:], condition)
         gradients.concat_finite([x.flatten(1), x.flatten(1), x[:1].flatten(1).expand(3, -1)])
         gradients.concat_finite([x.flatten(1)[:, 1:], x.flatten(1)[:1, :-1]])
-    launchers = [activation._launch_forward, activation._launch_backward, gradients._launch, gradients._launch_concat]
+    launchers = [activation._launch_forward, activation._launch_backward, token_bias._launch]
+    launchers += [gradients._launch, gradients._launch_concat]
     launchers += [
         getattr(triton_tokens, f"_launch_{name}") for name in ("norm", "norm_backward", "rotate", "copy", "move")
     ]
@@ -370,7 +375,8 @@ def test_products_of_rows_with_themselves(
         assert hits[module._launch]
 
 
-def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
+def test_operators_on_jagged_values(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(low_rank, "processors", lambda device: 132)
     for rows, width, dtype, elsewhere in itertools.product(
         ((1,), (20, 0, 3000), (16,) * 64, (3,) * 40),
         (1, 16, 40),
@@ -404,6 +410,11 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
         bmm.dense_bmm(x, offsets, matrices, max(rows))
         bmm.jagged_bmm(x, torch.zeros(total, 40, dtype=dtype), offsets, max(rows))
         bmm.dense_gradient(torch.zeros(total, 40, dtype=dtype), x, offsets, matrices, max(rows), True, True)
+        left, weight = torch.zeros(count, 4, width, dtype=dtype), torch.zeros(300, 4, dtype=dtype)
+        for several in (left, left[:, :3], left.mT.contiguous().mT):
+            rank = several.shape[1]
+            out, products = low_rank.low_rank(x, offsets, several, weight[:, :rank], max(rows))
+            low_rank.gradient(out, x, offsets, several, weight[:, :rank], products, max(rows), True, True)
         gather.concat(x, offsets, y, offsets.int())
         gather.split(torch.cat([x, y]), offsets, offsets, total)
         chosen = torch.arange(count)
@@ -419,9 +430,10 @@ def test_operators_on_jagged_values(hits: Counter[Launcher]) -> None:
         bmm,
         parts,
         bmm_narrow,
+        low_rank,
     )
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
-    assert len(launchers) == 16
+    assert len(launchers) == 18
     assert all(hits[launcher] for launcher in launchers), hits
 
 

@@ -94,6 +94,18 @@ def problems(
             lambda backend, x, y: jagged.jagged_dense_bmm(x, offsets, y, longest, backend=backend),
             {"x": narrow, "y": matrices.mT},
         ),
+        "jagged_low_rank": (
+            lambda backend, x, left, weight: jagged.jagged_low_rank(x, offsets, left, weight, longest, backend=backend),
+            {"x": x, "left": random(rows, NARROW, WIDTH), "weight": weight.mT},
+        ),
+        "jagged_low_rank to a wide result": (
+            lambda backend, x, left, weight: jagged.jagged_low_rank(x, offsets, left, weight, longest, backend=backend),
+            {"x": transposed, "left": random(rows, WIDTH, 3).mT, "weight": random(300, 3)},
+        ),
+        "jagged_low_rank of many columns": (
+            lambda backend, x, left, weight: jagged.jagged_low_rank(x, offsets, left, weight, longest, backend=backend),
+            {"x": x, "left": random(rows, 18, WIDTH), "weight": random(WIDTH, 18)},
+        ),
         "jagged_jagged_bmm": (
             lambda backend, x, y: jagged.jagged_jagged_bmm(x, y, offsets, longest, backend=backend),
             {"x": x, "y": narrow},

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.core import dispatch
 from kernels.core.chip import multiplies_registers
-from kernels.jagged.triton import bmm, bmm_narrow, elementwise, gather, moves, parts, segment, softmax, square
+from kernels.jagged.triton import bmm, bmm_narrow, elementwise, gather, low_rank, moves, parts, segment, softmax, square
 from kernels.jagged.triton import linear as triton_linear
 from kernels.testing import Compiled, compile_ahead
 from tests.kernels.core.devices import FROM_REGISTERS, SHARED_LIMITS, TARGETS
@@ -35,7 +35,7 @@ INDICES = {
 SUMS = {"parts", "sums"}
 COUNTS = {"ties", "counts"}
 POINTERS = {*"x y a da dy b both out source grad largest dx dy weight bias row_bias for_backward".split()}
-POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out of_rows of_chunks".split()}
+POINTERS |= {*"wide narrow matrix wide_out narrow_out matrix_out of_rows of_chunks left products".split()}
 FLOATS = {"fill"}
 OPTIONS = ("num_warps", "num_stages")
 
@@ -79,7 +79,7 @@ def test_what_chips_multiply_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_size_of_a_batch_makes_no_kernel_of_its_own() -> None:
-    modules = (bmm, elementwise, gather, triton_linear, moves, bmm_narrow, parts)
+    modules = (bmm, elementwise, gather, triton_linear, moves, bmm_narrow, parts, low_rank)
     kernels = [value for module in (*modules, segment, softmax) for value in vars(module).values()]
     for kernel in kernels:
         if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel"):
@@ -136,7 +136,9 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str, Any]]]:
+def products(
+    dtype: str, from_registers: bool, shared: int = SHARED_LIMITS["sm_90"]
+) -> dict[str, tuple[Any, dict[str, Any]]]:
     kind, common = torch.bfloat16, {"PRECISION": "tf32"}
     if dtype == "fp32":
         kind, common = torch.float32, {"PRECISION": "tf32x3"}
@@ -166,8 +168,15 @@ def products(dtype: str, from_registers: bool) -> dict[str, tuple[Any, dict[str,
             strides = {"matrix_stride_t": 1, "out_stride_t": 1}
             result[f"narrow {to}"] = (
                 bmm_narrow._bmm_narrow_kernel,
-                {**whole_row, "T": 8, **flags, **strides, **bmm_narrow.config(kind, 256)},
+                {**whole_row, "NARROW_STRIDE": 8, "T": 8, **flags, **strides, **bmm_narrow.config(kind, 256, to)},
             )
+    for width in (128, 512, low_rank.MAX_WIDTH):
+        strides = {"left_stride_d": 1, "weight_stride_n": 1}
+        forward = by_row | strides | {"PART": low_rank._PART, **low_rank._forward_config(kind, width, width)}
+        result[f"low rank {width}"] = (low_rank._low_rank_kernel, forward | {"N": 4})
+        if dtype == "bf16" or width == 128:
+            weight = common | {"weight_stride_n": 1, **low_rank._weight_config(kind, width, shared)}
+            result[f"low rank weight {width}"] = (low_rank._low_rank_weight_kernel, weight | {"N": 4})
     outer = square._outer_config(kind, 256, from_registers)
     result["outer"] = (square._bmm_outer_kernel, {**by_row, "TMA": False, **outer})
     result |= {
@@ -217,7 +226,7 @@ ALIKE = [
     [(name, kind, chip) for kind in ("bf16", "fp32") for name in products(kind, False) for chip in TARGETS] + ALIKE,
 )
 def test_products(name: str, dtype: str, target: str) -> None:
-    kernel, constants = products(dtype, target in FROM_REGISTERS)[name]
+    kernel, constants = products(dtype, target in FROM_REGISTERS, SHARED_LIMITS[target])[name]
     compiled = build(kernel, dtype, target, **constants)
     assert compiled.shared_bytes <= SHARED_LIMITS[target]
     # A few addresses; accumulators in memory would be kilobytes.

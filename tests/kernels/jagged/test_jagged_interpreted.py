@@ -18,12 +18,13 @@ from kernels.testing import Tolerance, check_gradients, poisoned_empty
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
 from kernels.core import triton as core_triton
+from kernels.jagged.triton import low_rank
 from kernels.jagged.triton.parts import num_parts
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.core.ungraded import ungraded
 from tests.kernels.jagged.jagged_problems import offsets_of, problems
 
-NAMES = "parts activations moves gather bmm_narrow bmm square softmax segment elementwise linear".split()
+NAMES = "parts activations moves gather bmm_narrow bmm square softmax segment elementwise linear low_rank".split()
 TOLERANCE = Tolerance(
     "activations and their derivatives are some ten operations, each rounded; sums over up to 300 places",
     roundings=25,
@@ -36,6 +37,8 @@ def interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch, core_triton, *(importlib.import_module(f"kernels.jagged.triton.{name}") for name in NAMES))
         patch.setattr(dispatch, "needs_triton", lambda *_: None)
+        # One multiprocessor's programs have several tiles each.
+        patch.setattr(low_rank, "processors", lambda device: 1)
         dispatch._chosen.clear()
         yield
     dispatch._chosen.clear()
@@ -239,6 +242,21 @@ def custom_operators() -> dict[str, tuple[object, tuple[object, ...]]]:
             bmm.jagged_gradient,
             (torch.randn(3, 4, 4), x.detach(), y.detach(), offsets, True, True),
         ),
+        "low_rank": (low_rank.low_rank, (x, offsets, leaf(3, 2, 4), leaf(6, 2), 3)),
+        "low_rank_gradient": (
+            low_rank.gradient,
+            (
+                torch.randn(5, 6),
+                x.detach(),
+                offsets,
+                torch.randn(3, 2, 4),
+                torch.randn(6, 2),
+                torch.randn(5, 2),
+                3,
+                True,
+                True,
+            ),
+        ),
         "outer": (square.outer, (x, y, offsets, squares, 13)),
         "inner": (square.inner, (a, x, offsets, squares, True)),
         "inner_gradients": (
@@ -276,7 +294,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operator.definition, arguments)
 
 
-@pytest.mark.parametrize("name", ["largest", "linear", "linear_relu"])
+@pytest.mark.parametrize("name", ["largest", "linear", "linear_relu", "low_rank"])
 def test_a_result_without_a_gradient_gives_none(name: str) -> None:
     operator, arguments = custom_operators()[name]
     ungraded(operator(*arguments)[0]).backward()

@@ -322,11 +322,11 @@ def placed(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
-    from kernels.tokens.triton import activation, residual
+    from kernels.tokens.triton import activation, bias, residual
     from kernels.tokens.triton import tokens as triton_tokens
     from tests.kernels.core.interpreting import interpret
 
-    interpret(monkeypatch, triton_tokens, residual, activation)
+    interpret(monkeypatch, triton_tokens, residual, activation, bias)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -343,13 +343,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("residual", "pick_rows"),
         ("activation", "activate"),
         ("activation", "activate_backward"),
+        ("bias", "column_sum"),
     ],
 )
 def test_kernels_compile_without_spills(module: str, name: str, target: str) -> None:
     from kernels.tokens.triton import tokens as triton_tokens
 
     kernel = getattr(importlib.import_module(f"kernels.tokens.triton.{module}"), f"{name}_kernel")
-    flags = ("INVERSE", "TABLE", "ADD", "HAS_CHANGE", "HAS_TOTAL", "GIVE_BACK", "SILU", "HAS_FACTOR")
+    flags = ("INVERSE", "TABLE", "ADD", "HAS_CHANGE", "HAS_TOTAL", "HAS_MORE", "GIVE_BACK", "SILU", "HAS_FACTOR")
     constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
     constants |= {"HEADS": 4, "EPSILON": 1e-5} | dict.fromkeys(flags, True)
@@ -430,7 +431,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_opcheck() -> None:
     x = torch.randn(5, 2, 48, device="cuda", requires_grad=True)
-    torch.library.opcheck(norm_operator.rms_norm.definition, (x, torch.bfloat16, EPSILON))
+    torch.library.opcheck(norm_operator._rms_norm.definition, (x, torch.bfloat16, EPSILON))
     cos, sin = (angle.to("cuda", torch.float32) for angle in angles_of((5, 2, 48)))
     torch.library.opcheck(rotary_operator._rotate.definition, (x, cos, sin, None, False))
     torch.library.opcheck(rotary_operator._rotate_qkv_backward.definition, (*[x.detach()] * 5, cos, sin, None))

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.testing import Tolerance, check_gradients, poisoned_empty
-from kernels.tokens import add_rms_norm, reference
-from kernels.tokens.triton import residual
+from kernels.tokens import add_rms_norm, reference, rms_norm
+from kernels.tokens.triton import norm_operator, residual, tokens
+from tests.kernels.core.ungraded import ungraded
 from tests.kernels.tokens.test_tokens import EXACT, HAS_TRITON, ROUNDED, interpreted, joined, normalised
 
 ADDED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 300)]
 NO_CHANGE, NO_ROWS = "without a change", "without rows"
+WHAT = ["all", NO_CHANGE, NO_ROWS]
 
 
 def added(x: Tensor, change: Tensor, *, rows: Tensor | None) -> tuple[Tensor, ...]:
@@ -26,8 +28,8 @@ def added(x: Tensor, change: Tensor, *, rows: Tensor | None) -> tuple[Tensor, ..
 
 
 def check_add(
-    function: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], what: str, dtype: torch.dtype, device: str,
-    tolerance: Tolerance,
+    function: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], what: str, twice: bool, dtype: torch.dtype,
+    device: str, tolerance: Tolerance,
 ) -> None:  # fmt: skip
     """Of `add_rms_norm`; both halves of what is added are whole numbers of 1 / 16, so that the sum is exact."""
     generator = torch.Generator().manual_seed(4)
@@ -39,33 +41,39 @@ def check_add(
     inputs = {"x": x} if what == NO_CHANGE else {"x": x, "change": change}
 
     def ours(x: Tensor, change: Tensor | None = None) -> Tensor:
-        total, normed, picked = function(x, change, rows)
+        total, normed, picked, *again = function(x, change, rows, twice=twice)
         assert rows is not None or picked.shape == (0, shape[1])
-        return joined((total, normed, picked))
+        assert len(again) == twice
+        return joined((total, normed, picked, *again))
 
     def expected(x: Tensor, change: Tensor | None = None) -> Tensor:
-        return joined(added(x, torch.zeros_like(x) if change is None else change, rows=rows))
+        results = added(x, torch.zeros_like(x) if change is None else change, rows=rows)
+        return joined((*results, results[1]) if twice else results)
 
     with poisoned_empty():
         check_gradients(ours, expected, inputs, tolerance)
 
 
-@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
-def test_sum_and_norm_reference_is_the_formula(shape: tuple[int, ...], what: str) -> None:
-    check_add(partial(add_rms_norm, backend="reference"), shape, what, torch.float64, "cpu", EXACT)
+def test_sum_and_norm_reference_is_the_formula(shape: tuple[int, ...], what: str, twice: bool) -> None:
+    check_add(partial(add_rms_norm, backend="reference"), shape, what, twice, torch.float64, "cpu", EXACT)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("shape", ADDED_SHAPES, ids=str)
-def test_sum_and_norm_in_the_interpreter(shape: tuple[int, ...], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_and_norm_in_the_interpreter(
+    shape: tuple[int, ...], what: str, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interpreted(monkeypatch)
-    check_add(residual.add_rms_norm, shape, what, torch.float32, "cpu", ROUNDED)
+    check_add(residual.add_rms_norm, shape, what, twice, torch.float32, "cpu", ROUNDED)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (3,), (1, 3), (0, 1, 2, 3)], ids=str)
 def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
     rows = torch.tensor([3, -1, 0])
@@ -73,18 +81,65 @@ def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.
         x = torch.randn(4, 6, requires_grad=True)
         ours, expected = (
             torch.autograd.grad(sum(out[i].square().sum() for i in wanted), x)[0]
-            for out in (residual.add_rms_norm(x, given, rows), reference.add_rms_norm(x, given, rows))
+            for out in (residual.add_rms_norm(x, given, rows, True), reference.add_rms_norm(x, given, rows, True))
         )
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6), (4, 2, 6)], ids=str)
+def test_two_readers_of_a_norm(
+    shape: tuple[int, ...], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted(monkeypatch)
+    given = []
+    launch = tokens.rms_norm_backward
+    monkeypatch.setattr(
+        tokens, "rms_norm_backward", lambda grad, *others: (given.append(others[-1]), launch(grad, *others))[1]
+    )
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(shape).mT.contiguous().mT  # gradients whose rows are of other strides
+    ours, expected = (
+        torch.autograd.grad(sum((out[i] * (weight + i)).square().sum() for i in wanted), x)[0]
+        for out in (norm_operator.rms_norm(x, x.dtype, 0.5, True), (normalised(x, 0.5),) * 2)
+    )
+    torch.testing.assert_close(ours, expected)
+    assert [more is not None for more in given] == [len(wanted) == 2]  # one launch, and nothing to add for one reader
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_two_readers_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    x = torch.randn(4, 6, requires_grad=True)
+    for results in (residual.add_rms_norm(x, None, None, True)[1::2], norm_operator.rms_norm(x, x.dtype, 1.0, True)):
+        assert torch.equal(*results)
+        ungraded(results[0]).backward()
+    assert x.grad is None or not x.grad.any()
+    with torch.no_grad():
+        assert not any(normed.requires_grad for normed in norm_operator.rms_norm(x, x.dtype, 1.0, True))
+
+
+@pytest.mark.parametrize("wanted", [(1,), (1, 3)], ids=str)
+def test_two_readers_in_compiled_code(wanted: tuple[int, ...]) -> None:
+    def total(x: Tensor, change: Tensor) -> Tensor:
+        results = (*add_rms_norm(x, change, twice=True), *rms_norm(x, twice=True))
+        return sum((results[i] ** 3).sum() for i in (*wanted, 4, 5))
+
+    x, change = (torch.randn(5, 8, requires_grad=True) for _ in range(2))
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    ours, expected = (torch.autograd.grad(function(x, change), (x, change)) for function in (compiled, total))
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("what", ["all", NO_CHANGE, NO_ROWS])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("shape", [*ADDED_SHAPES, (1000, 128), (3, 8192)], ids=str)
-def test_sum_and_norm(shape: tuple[int, ...], what: str, dtype: torch.dtype) -> None:
-    check_add(partial(add_rms_norm, backend="triton"), shape, what, dtype, "cuda", ROUNDED)
+def test_sum_and_norm(shape: tuple[int, ...], what: str, twice: bool, dtype: torch.dtype) -> None:
+    check_add(partial(add_rms_norm, backend="triton"), shape, what, twice, dtype, "cuda", ROUNDED)
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ def offsets_of(lengths: list[int]) -> torch.Tensor:
 
 
 def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, num_recent: int) -> SequenceTokens:
-    return SequenceTokens(*add_rms_norm(values, None, places_of_ends(offsets, num_cls, num_recent)))
+    return SequenceTokens(*add_rms_norm(values, None, places_of_ends(offsets, num_cls, num_recent), twice=True))
 
 
 def interformer(spec, **changes) -> InterFormer:

@@ -58,7 +58,7 @@ def add(sums: Tensor, firsts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_pieces", "length"])
-def _cut_kernel(ends, piece_ends, firsts, num_groups, num_pieces, length, WIDTH: tl.constexpr):
+def _cut_grouped_kernel(ends, piece_ends, firsts, num_groups, num_pieces, length, WIDTH: tl.constexpr):
     piece = tl.arange(0, WIDTH)
     end = tl.zeros((WIDTH,), tl.int32) + tl.load(ends + num_groups - 1).to(tl.int32)
     first = 0
@@ -76,7 +76,7 @@ def _cut_kernel(ends, piece_ends, firsts, num_groups, num_pieces, length, WIDTH:
 
 
 @triton.jit
-def _add_kernel(sums, out, firsts, size, BLOCK: tl.constexpr):
+def _add_grouped_kernel(sums, out, firsts, size, BLOCK: tl.constexpr):
     group = tl.program_id(1)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -89,5 +89,5 @@ def _add_kernel(sums, out, firsts, size, BLOCK: tl.constexpr):
     tl.store(out + group.to(tl.int64) * size + at, total.to(out.dtype.element_ty), inside)
 
 
-_cut = Launcher(_cut_kernel, num_warps=4)
-_add = Launcher(_add_kernel, num_warps=4)
+_cut = Launcher(_cut_grouped_kernel, num_warps=4)
+_add = Launcher(_add_grouped_kernel, num_warps=4)

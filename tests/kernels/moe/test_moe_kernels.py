@@ -353,6 +353,7 @@ def test_the_breakdown_knows_our_kernels_and_pytorchs() -> None:
         "swiglu_backward_kernel": "SwiGLU",
         "_grouped_bf16_kernel": "products",
         "_transpose_kernel": "products",
+        "_add_grouped_kernel": "products",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "products",
         "triton_poi_fused_mul_silu_3": "SwiGLU",
         "void at::native::radixSortKVInPlace<2, -1, 32>": "places",

@@ -18,7 +18,7 @@ from kernels.testing import Tolerance, check_gradients, poisoned_empty
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
 from kernels.core import triton as core_triton
-from kernels.jagged.triton import low_rank
+from kernels.jagged.triton import bmm_narrow, low_rank
 from kernels.jagged.triton.parts import num_parts
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.core.ungraded import ungraded
@@ -299,6 +299,39 @@ def test_a_result_without_a_gradient_gives_none(name: str) -> None:
     operator, arguments = custom_operators()[name]
     ungraded(operator(*arguments)[0]).backward()
     assert all(x.grad is None for x in arguments if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("left",), ("weight",), ("x", "weight"), ("left", "weight")], ids=str)
+def test_some_gradients_of_a_low_rank_product(wanted: tuple[str, ...]) -> None:
+    operator, inputs = problems([3, 0, 70])["jagged_low_rank"]
+    given = {key: value.float().requires_grad_(key in wanted) for key, value in inputs.items()}
+    ours, expected = (
+        torch.autograd.grad(operator(backend, **given).square().sum(), [given[name] for name in wanted])
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("part", [16, 1024])
+def test_the_columns_of_a_pass_without_a_narrow_result_are_divided(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both gradients are one pass where float32 is one product, which the interpreter does not round.
+    monkeypatch.setattr(bmm_narrow, "precision_of", lambda dtype: "tf32")
+    for module in ("parts", "bmm_narrow"):
+        monkeypatch.setattr(importlib.import_module(f"kernels.jagged.triton.{module}"), "PART", part)
+    made = []
+    products = bmm_narrow.products
+    monkeypatch.setattr(bmm_narrow, "products", lambda *args, **named: made.append(named) or products(*args, **named))
+    operator, inputs = problems([3, 0, 70])["jagged_low_rank"]
+    wide = {"x": torch.randn(73, 200), "left": torch.randn(3, 4, 200), "weight": torch.randn(20, 4)}
+    assert inputs.keys() == wide.keys()
+    with poisoned_empty():
+        check_gradients(
+            lambda **tensors: operator("triton", **tensors),
+            lambda **tensors: operator("reference", **tensors),
+            wide,
+            TOLERANCE,
+        )
+    assert bmm_narrow.config(torch.float32, 200, made[-1]["to"])["BLOCKS_W"] == 4
 
 
 @pytest.mark.parametrize("part", [2, 1024])

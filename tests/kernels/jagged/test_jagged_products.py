@@ -184,6 +184,11 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_jagged_bmm(x, x, offsets, 2)
     with pytest.raises(ValueError, match=r"expected x \[N, D\] and y \[N, E\]"):
         jagged.jagged_jagged_bmm(x, x[:4], offsets, 3)
+    left = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"expected x \[N, D\], left \[B, n, D\] and weight \[E, n\], got \(5, 4\), "):
+        jagged.jagged_low_rank(x, offsets, left, torch.zeros(6, 2), 3)
+    with pytest.raises(ValueError, match="left has 1 rows and the offsets have 2"):
+        jagged.jagged_low_rank(x, offsets, left[:1], torch.zeros(6, 3), 3)
     half, weight = x.bfloat16(), torch.zeros(2, 4)
     for mixed in (
         lambda: jagged.jagged_jagged_bmm(half, x, offsets, 3),
@@ -191,6 +196,7 @@ def test_bad_inputs_are_named() -> None:
         lambda: jagged.jagged_jagged_bmm_jagged_out(half, x, offsets, matrices, 13, 3),
         lambda: jagged.array_jagged_bmm_jagged_out(torch.zeros(13), half, offsets, matrices, 3),
         lambda: jagged.jagged_linear(half, offsets, weight),
+        lambda: jagged.jagged_low_rank(half, offsets, left.bfloat16(), torch.zeros(6, 3), 3),
         lambda: jagged.jagged_linear(x, offsets, weight, row_bias=weight[:, :2].bfloat16()),
     ):
         with pytest.raises(ValueError, match=r"operands must have one dtype, got .* torch.bfloat16"):
@@ -231,6 +237,31 @@ def test_bad_inputs_are_named() -> None:
         jagged.jagged_slice(x, offsets, torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 3)
 
 
+@given(lengths=LENGTHS, slack=st.integers(0, 2), rank=st.integers(1, 3))
+@fast
+def test_jagged_low_rank(lengths: list[int], slack: int, rank: int) -> None:
+    offsets, longest = offsets_of(lengths), max(lengths, default=0) + slack
+    check(
+        lambda x, left, weight: jagged.jagged_low_rank(x, offsets, left, weight, longest),
+        lambda x, left, weight: cat(
+            [row @ (weight @ one).mT for row, one in zip(rows(x, lengths), left, strict=True)], 2
+        ),
+        x=random(sum(lengths), 3),
+        left=random(len(lengths), rank, 3),
+        weight=random(2, rank),
+    )
+
+
+def test_autocast_casts_the_factors_of_a_low_rank_product() -> None:
+    x, left, weight = torch.randn(5, 4).bfloat16(), torch.randn(2, 3, 4), torch.randn(6, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = jagged.jagged_low_rank(x, offsets_of([2, 3]), left, weight, 3)
+    assert out.dtype is torch.bfloat16
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+
+
 def test_no_host_sync() -> None:
     # Meta tensors have no data: whoever asks for a number of theirs gets an exception.
     x = torch.empty(6, 4, device="meta", requires_grad=True)
@@ -241,6 +272,7 @@ def test_no_host_sync() -> None:
     z = jagged.jagged_linear(jagged.jagged_softmax(y, offsets), offsets, x[:2], activation="gelu")
     z = jagged.jagged_dense_elementwise(z, offsets, z[:3], "mul", "silu")
     z, _ = jagged.jagged_slice(jagged.jagged_flip(z, offsets), offsets, rows_of, rows_of, 5)
+    z = jagged.jagged_low_rank(z, offsets, torch.empty(3, 4, z.shape[1], device="meta"), x[:, :4], 3)
     (z.sum() + jagged.jagged_jagged_bmm(x, x, offsets, 3).sum()).backward()
     assert x.grad is not None
 

@@ -77,6 +77,14 @@ def test_pffn_is_a_matrix_of_each_row_made_from_its_summary():
         torch.testing.assert_close(a, b)
 
 
+def test_pffn_calls_a_layer_that_is_not_plain():
+    pffn, offsets = LinearPersonalizedFFN(3, DIM, max_length=4), offsets_of([2, 4])
+    values, summary = torch.randn(6, DIM), torch.randn(2, 3, DIM)
+    expected = pffn(values, offsets, summary)
+    pffn.output.register_forward_hook(lambda layer, inputs, out: 2 * out)
+    torch.testing.assert_close(pffn(values, offsets, summary), 2 * expected)
+
+
 def test_pffn_branch_starts_near_the_identity():
     torch.manual_seed(0)
     pffn, values = LinearPersonalizedFFN(4, 64, max_length=50), rms_norm(torch.randn(50, 64))

@@ -70,7 +70,8 @@ class _WithBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, column_sum(grad, ctx.dtype)
+        # Rounded as PyTorch's is where autocast casts the bias: it may have been cast before, with other weights.
+        return grad, column_sum(grad, grad.dtype).to(ctx.dtype)
 
 
 def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ as by autocast, and the gradients of a weight with several readers are added up 
 cast that autocast keeps are.
 
 Which weights these are is seen in the first step: those that are cast to autocast's dtype, once, and not read in
-another way. So weights stay out that are read in float32, or by a kernel that rounds or quantises them itself.
+another way. So weights stay out that are read in float32, or by a kernel that rounds or quantises them itself. In that
+step some operators on a GPU take the way that PyTorch can look into, which adds up gradients in another order.
 """
 
 from __future__ import annotations

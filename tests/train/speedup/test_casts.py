@@ -338,12 +338,12 @@ def test_replays_that_cast_together_are_those_that_do_not(padded: bool, monkeypa
     replays: list[int] = []
     run = graphs._Graphs.run_backward
     monkeypatch.setattr(graphs._Graphs, "run_backward", lambda *a: (replays.append(1), run(*a)))
-    rate = 0.1 if padded else 0
-    expected = losses("cuda", graphed=True, padded=padded, rate=rate)
+    # No weight moves: in the step that shows which weights are cast, sums of gradients are in another order.
+    expected = losses("cuda", graphed=True, padded=padded, rate=0)
     alone = len(replays)
     use_graphs = graphs.use_graphs
     monkeypatch.setattr(graphs, "use_graphs", lambda a: (cast_together(a, by_layer=False), use_graphs(a)))
-    assert_same_losses(losses("cuda", graphed=True, padded=padded, rate=rate), expected)
+    assert_same_losses(losses("cuda", graphed=True, padded=padded, rate=0), expected)
     assert len(replays) == 2 * alone > 0
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from kernels.mxfp8 import QUANTIZED, float32_linear, linear, linear_execution, linear_gains, multiplies_linear_codes
-from modules.absorbed import AbsorbingAttention
 
 AUTO = "auto"
 """In place of globs: the layers that a kernel of the device makes faster by multiplying their codes; where there is no
@@ -171,11 +170,13 @@ def _slower(module: nn.Module, recipe: str, device: torch.device | None) -> str:
 
 
 def _absorbed(model: nn.Module, device: torch.device | None) -> Iterator[str]:
-    """The projections of keys and values that layers of `model` would not call on the device."""
+    """The projections `key_value` that layers of `model` would not call on the device, by what their `absorbs` says, as
+    that of `modules.absorbed.AbsorbingAttention`."""
     for name, module in model.named_modules():
-        if isinstance(module, AbsorbingAttention):
-            on = device or module.key_value.weight.device
-            if module.absorbs(torch.empty(0, dtype=torch.bfloat16, device=on)):
+        absorbs = getattr(module, "absorbs", None)
+        if absorbs is not None:
+            on = device or next(module.parameters()).device
+            if absorbs(torch.empty(0, dtype=torch.bfloat16, device=on)):
                 yield f"{name}.key_value".lstrip(".")
 
 

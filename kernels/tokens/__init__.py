@@ -113,7 +113,7 @@ def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None =
     if len(kinds) != 1:
         shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
         raise ValueError(f"parts must be at least one, with rows of one shape and dtype; got {shapes}")
-    total = sum(len(part) for part in parts)
+    total = sum(part.shape[0] for part in parts)  # whose number a trace may not know
     if places.shape != (total,) or places.dtype != torch.int64:
         raise ValueError(
             f"places must be int64 [{total}], one for each row of the parts, got {places.dtype} {tuple(places.shape)}"

@@ -19,7 +19,7 @@ Span = tuple[float, float]  # start and end, in microseconds
 GROUPS = {
     "embedding tables": "fbgemm|split_embedding|embedding_codegen",
     "attention": "flash|fmha|attention|gdpa",
-    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|grouped|compress",
+    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|low_rank|grouped|compress",
     "communication": "nccl",
     "dense optimiser": "multi_tensor|adam",
     "norms": "norm",
@@ -27,7 +27,7 @@ GROUPS = {
     "sort and scan": "sort|scan|radix|cub::|top_k|count_kernel|place_kernel|order_kernel",
     "index, gather, copy": (
         "index|gather|scatter|copy|cat|memcpy|memset|fill|move_kernel|permute|pick_rows|select|slice|rank_kernel|"
-        "transpose|row_of_place|lengths_kernel|table_kernel|schedule|whole_rows|collect"
+        "transpose|move_rows|zero_unless|row_of_place|lengths_kernel|table_kernel|schedule|whole_rows|collect"
     ),
     "reductions": "reduce|softmax|segment|join|sum_|combine",
     "elementwise": "elementwise|triton|activate|swiglu|quantize|round_tiles",

@@ -289,10 +289,10 @@ def _rotated(
 
 for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
-    ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
-    ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("biased_linear", "bias:biased_linear", _biased, reference.biased_linear),
+    ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
+    ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
     ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),

@@ -69,6 +69,7 @@ class Step:
         index_dedup: bool = False,
         table_ranks: int = 0,
         managed: dict[str, ManagedTable] | None = None,
+        sharding: str = "row_wise",
     ) -> None:
         self.world = distributed.start(RuntimeConfig(device="cpu", threads=1))
         self.spec = random_spec()
@@ -78,7 +79,7 @@ class Step:
             precision=PrecisionConfig(name="fp32"),
             optimizer=optimizer,
             parallel=ParallelConfig(
-                sharding_types=["row_wise"],
+                sharding_types=[sharding],
                 row_precision=row_precision,
                 index_dedup=index_dedup,
                 table_ranks=table_ranks,
@@ -111,7 +112,8 @@ class Step:
 
     def shards(self) -> dict[str, Tensor]:
         state = {name: value for name, value in self.model.state_dict().items() if "embeddings" in name}
-        return {name: torch.cat([s.tensor.clone() for s in value.local_shards()]) for name, value in state.items()}
+        held = {name: [shard.tensor.clone() for shard in value.local_shards()] for name, value in state.items()}
+        return {name: torch.cat(parts) for name, parts in held.items() if parts}
 
     def dense(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.optimizer.params.items()}

@@ -28,6 +28,7 @@ from train.optim.groups import chosen, grouped
 from train.parallel import dedup, managed, whole_tables
 from train.parallel.copies import environment, of_group
 from train.parallel.dense import data_parallel
+from train.parallel.exchange import exchange_rows
 from train.parallel.mesh import Mesh, table_ranks
 from train.process.distributed import World
 
@@ -79,6 +80,7 @@ def shard(
         data_parallel_wrapper=data_parallel(config, world.size, mesh),
     )
     whole_tables.serve_cpu(model.embedding)
+    exchange_rows(parallel)
     if copies is not None:
         torch.manual_seed(seed + world.rank)  # ranks with the same shards drop out other elements
     return parallel, plan

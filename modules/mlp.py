@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.tokens import activate, biased_linear
+from kernels.tokens import activate, biased_linear, silu_mlp
 from modules.broadcast import CandidateRows, request_part
 from modules.core.vanilla import is_vanilla
 from modules.precision import FP32Linear, MXLinear
@@ -39,7 +39,7 @@ class MLP(nn.Sequential):
 
         The first features may be a request's [R, num_request], with its rows; x [C, in_dim - num_request] has the rest.
         """
-        layers = list(self)
+        layers = [layer for layer in self if not _drops_nothing(layer)]
         if request is not None and rows is not None:
             if not layers:
                 return torch.cat([rows.expand(request), x], dim=1)
@@ -48,12 +48,32 @@ class MLP(nn.Sequential):
             layer = layers.pop(0)
             if layers and is_vanilla(layers[0], nn.SiLU):
                 layers.pop(0)
+                if len(layers) == 1 and _is_plain(layer) and _is_plain(layers[0]):
+                    return _of_two(layer, layers[0], x, factor)
                 x = activated(layer, x, "silu")
             elif not layers and factor is not None:
                 return activated(layer, x, factor=factor)
             else:
                 x = layer(x)
         return x if factor is None else x * factor
+
+
+def _drops_nothing(layer: nn.Module) -> bool:
+    return is_vanilla(layer, nn.Dropout) and not (layer.p and layer.training)
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return is_vanilla(layer, nn.Linear) and layer.bias is not None
+
+
+def _of_two(inner: nn.Linear, outer: nn.Linear, x: Tensor, factor: Tensor | None) -> Tensor:
+    """outer(silu(inner(x))), times `factor` if there is one."""
+    if factor is None:
+        return silu_mlp(x, inner.weight, inner.bias, outer.weight, outer.bias)
+    product = silu_mlp(x, inner.weight, inner.bias, outer.weight)
+    if factor.dtype == product.dtype:
+        return activate(product, outer.bias, factor=factor)
+    return activate(product, outer.bias) * factor
 
 
 class SharedLinear(nn.Module):

@@ -24,6 +24,7 @@ SIZES: dict[str, Hashable] = {
     "group": 32,
     "axis": -1,
     "query_rows": 64,
+    "widths": (384, 384, 768),
 }
 OPTIONS: dict[str, Hashable] = {
     "masked": False,
@@ -40,6 +41,7 @@ OPTIONS: dict[str, Hashable] = {
     "angles": torch.float32,
     "weight": torch.float32,
     "operands": "bf16",
+    "many": True,
 }
 DTYPES = ("out_dtype", "bias")
 """Facts that are the dtype of a further tensor, by default that of the first."""

@@ -28,12 +28,17 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_qkv",
+    "silu_mlp",
     "unbind",
     "zero_unless_",
 ]
 
 # Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
 MAX_WIDTH = 8192
+MANY = 2**14
+"""Rows from which on `silu_mlp` has enough tiles for a GPU."""
+MAX_DEPTH = 2048
+"""Terms of its products up to which its kernel is faster than PyTorch's product and a pass for the activation."""
 
 
 def activate(
@@ -199,6 +204,35 @@ def rotate_qkv(
     return cast("tuple[Tensor, ...]", chosen(qkv, cos, sin, positions, twice))
 
 
+def silu_mlp(
+    x: Tensor,
+    inner: Tensor,
+    bias: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """silu(x inner^T + bias) outer^T + outer_bias, two linear layers: x [..., D] -> [..., E].
+
+    inner is [F, D], bias [F], outer [E, F] and outer_bias [E]; x and the weights are of one dtype, under autocast of
+    its own, to which both layers and the activation are rounded. ValueError for other shapes and for several dtypes.
+    """
+    hidden = inner.shape[:1]
+    fits = inner.dim() == outer.dim() == 2 and inner.shape[1:] == x.shape[-1:] and outer.shape[1:] == hidden
+    if not fits or bias.shape != hidden or (outer_bias is not None and outer_bias.shape != outer.shape[:1]):
+        raise ValueError(
+            f"x {tuple(x.shape)} takes inner [F, {x.shape[-1]}], bias [F], outer [E, F] and outer_bias [E] or None; "
+            f"got {tuple(inner.shape)}, {tuple(bias.shape)}, {tuple(outer.shape)} and "
+            f"{None if outer_bias is None else tuple(outer_bias.shape)}"
+        )
+    x, inner, outer = dispatch.autocast_operands(x=x, inner=inner, outer=outer)
+    facts = {"widths": (x.shape[-1], *outer.shape), "bias": bias.dtype}
+    many = not torch.compiler.is_compiling() and x.numel() >= MANY * x.shape[-1]
+    chosen = dispatch.choose_in_eager("silu_mlp", backend, x, many=many, **facts)
+    return cast(Tensor, chosen(x, inner, bias, outer, outer_bias))
+
+
 def unbind(x: Tensor) -> tuple[Tensor, ...]:
     """x.unbind(1) of a fused projection x [N, K, ...]. Gradients that already lie together as in x are not copied."""
     if torch.compiler.is_compiling():
@@ -287,6 +321,26 @@ def _rotated(
     return "makes no gradient of cos and sin" if angles_learn else None
 
 
+def _in_one(
+    *,
+    device: str,
+    capability: Hashable,
+    dtype: torch.dtype,
+    widths: tuple[int, int, int],
+    bias: torch.dtype,
+    many: bool,
+) -> str | None:
+    if reason := needs_triton(device, capability, (9, 0)) or needs_dtype(dtype, torch.bfloat16):
+        return reason
+    if reason := needs_dtype(bias, *FLOATS):
+        return reason
+    if any(width % 8 or not width for width in widths):
+        return f"needs widths that are multiples of 8, got {', '.join(map(str, widths))}"
+    if max(widths[0], widths[1]) > MAX_DEPTH:
+        return f"products of more than {MAX_DEPTH} terms take longer than the activation does by itself"
+    return None if many else f"needs {MANY} rows to fill the chip"
+
+
 for _op, _function, _supports, _specification in (
     ("activate", "activation:activate", _activated, reference.activate),
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
@@ -303,3 +357,9 @@ for _op, _function, _supports, _specification in (
         Backend("triton", f"kernels.tokens.triton.{_function}", _supports),
         Backend("reference", _specification),
     )
+dispatch.declare(
+    "silu_mlp",
+    Backend("hopper", "kernels.tokens.hopper.silu_mlp:silu_mlp", _in_one),
+    Backend("triton", "kernels.tokens.triton.activation:silu_mlp", lambda *, widths, many, **facts: _biased(**facts)),
+    Backend("reference", reference.silu_mlp),
+)

@@ -65,5 +65,9 @@ def rotate_qkv(
     return rotate(q, cos, sin, positions), *key_value, *(key_value if twice else ())
 
 
+def silu_mlp(x: Tensor, inner: Tensor, bias: Tensor, outer: Tensor, outer_bias: Tensor | None) -> Tensor:
+    return F.linear(activate(F.linear(x, inner), bias, "silu", None), outer, outer_bias)
+
+
 def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     return x.masked_fill_(condition == 0, 0)

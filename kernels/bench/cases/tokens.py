@@ -1,4 +1,4 @@
-"""Benchmark cases of the operators on single tokens: half a million sequence tokens of width 128.
+"""Benchmark cases of the operators on single tokens: half a million tokens of width 128, or of three such fields.
 
 The peers are PyTorch's operators under autocast, as modules would call them without these kernels, and the same
 compiled. A backward case times the backward alone.
@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.bench import Case, Problem, Runner, check_relative_error, runner_of
-from kernels.tokens import EPSILON, reference, rms_norm, rotate
+from kernels.tokens import EPSILON, reference, rms_norm, rotate, silu_mlp
 
 # Tokens, heads and their features.
 GPU_SHAPE, CPU_SHAPE = (2**19, 2, 64), (64, 2, 8)
@@ -23,7 +24,7 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def cases(device: torch.device) -> list[Case]:
-    problems = {"rms_norm": _norm, "rotate": _rotation}
+    problems = {"rms_norm": _norm, "rotate": _rotation, "silu_mlp": _two_layers}
     return [Case(f"{name}_{end}", partial(problems[name], end == "bwd")) for name in problems for end in ("fwd", "bwd")]
 
 
@@ -42,6 +43,38 @@ def _rotation(backward: bool, device: torch.device) -> Problem:
     moved = 2 * query.numel() * query.itemsize + 2 * angles.nbytes
     specification = partial(reference.rotate, cos=cos, sin=sin, positions=None)
     return _problem(partial(rotate, cos=cos, sin=sin), specification, query, backward, moved)
+
+
+def _two_layers(backward: bool, device: torch.device) -> Problem:
+    """MaskNet's of three fields: 384 values, 768 between the layers. Gradients are those of all operands."""
+    tokens, width = (2**19, 384) if device.type == "cuda" else (64, 24)
+    shapes = (tokens, width), (2 * width, width), (2 * width,), (width, 2 * width)
+    operands = [_random(*shape, device=device) / (shape[-1] ** 0.5 if at else 1) for at, shape in enumerate(shapes)]
+    for operand in operands:
+        operand.requires_grad_(backward)
+    cotangent = torch.randn(tokens, width, device=device).to(operands[0].dtype)
+    specification = partial(reference.silu_mlp, outer_bias=None)
+
+    def plain(x: Tensor, inner: Tensor, bias: Tensor, outer: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, inner, bias)), outer)
+
+    def runner(function: Callable[..., Tensor]) -> Runner:
+        return runner_of(lambda: function(*operands), operands, cotangent, backward)
+
+    exact = [operand.detach().float().requires_grad_(backward) for operand in operands]
+    out = specification(*exact)
+    expected = torch.autograd.grad(out, exact, cotangent.float()) if backward else (out,)
+    contenders: dict[str, Callable[[], Runner]] = {"PyTorch": partial(runner, plain)}
+    if device.type == "cuda":
+        ours = {name: partial(runner, partial(silu_mlp, backend=name)) for name in ("hopper", "triton")}
+        contenders = ours | contenders | {"PyTorch, compiled": partial(runner, torch.compile(plain, dynamic=False))}
+    products = 2.0 * tokens * 2 * (2 * width * width)
+    # Read and written: x, both tensors between the layers, of which the second is read again, and the result; in the
+    # backward these, their gradients and the result's.
+    moved = tokens * width * (8 if not backward else 14) * operands[0].itemsize
+    # Gradients of weights are sums over half a million products of rounded operands.
+    check = check_relative_error(expected, 2e-2 if operands[0].dtype is torch.bfloat16 else 1e-4)
+    return Problem(contenders, check, flops=products * (2 if backward else 1), bytes=moved)
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

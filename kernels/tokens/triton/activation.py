@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
@@ -119,6 +120,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | No
 
 
 activate.register_autograd(_backward, setup_context=_save)
+
+
+def silu_mlp(x: Tensor, inner: Tensor, bias: Tensor, outer: Tensor, outer_bias: Tensor | None) -> Tensor:
+    """The products by PyTorch."""
+    return F.linear(activate(F.linear(x, inner), bias, "silu", None), outer, outer_bias)
 
 
 def tiling_of_parts(z: Tensor) -> tuple[dict[str, int], int]:

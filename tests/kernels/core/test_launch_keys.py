@@ -52,6 +52,7 @@ from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import pieces as triton_pieces
 from kernels.mxfp8.triton import scales as triton_grouped
+from kernels.tokens.hopper import silu_products
 from kernels.tokens.triton import activation, gradients, residual
 from kernels.tokens.triton import bias as token_bias
 from kernels.tokens.triton import tokens as triton_tokens
@@ -435,6 +436,18 @@ def test_operators_on_jagged_values(monkeypatch: pytest.MonkeyPatch, hits: Count
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
     assert len(launchers) == 18
     assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_two_linear_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(silu_products, "processors", lambda device: 132)
+    for rows, width, between, bias, elsewhere in itertools.product(
+        (1, 16, 300), (8, 16, 40), (16, 264), (torch.bfloat16, torch.float32), (False, True)
+    ):
+        x, weight = (torch.zeros(count, width, dtype=torch.bfloat16) for count in (rows, between))
+        offset = torch.zeros(between, dtype=bias)
+        z, _ = silu_products.product_and_silu(x, weight, shifted(offset) if elsewhere else offset)
+        silu_products.gradient_of_silu(x, weight.mT.contiguous(), z)
+    assert hits[silu_products._launch_silu]
 
 
 def test_integers_are_padded_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,14 @@ def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tup
     return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
 
 
-def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None = None) -> Tensor:
+def place_rows(
+    parts: Sequence[Tensor], places: Tensor, *, gradient_divisor: float = 1.0, backend: str | None = None
+) -> Tensor:
     """Rows of parts [N_i, ...], counted through all of them, at `places` [N] int64 of one tensor [N, ...]; N = sum N_i.
 
     `places` must hold each of 0 .. N - 1 once, which is not checked. No row is read or written twice, and gradients go
-    back the same way. ValueError for parts of several shapes of rows or dtypes, and for other places.
+    back the same way, over `gradient_divisor`. ValueError for parts of several shapes of rows or dtypes, and for other
+    places.
     """
     kinds = {(part.shape[1:], part.dtype) for part in parts}
     if len(kinds) != 1:
@@ -123,7 +126,9 @@ def place_rows(parts: Sequence[Tensor], places: Tensor, *, backend: str | None =
         raise ValueError(
             f"places must be int64 [{total}], one for each row of the parts, got {places.dtype} {tuple(places.shape)}"
         )
-    return cast(Tensor, dispatch.choose_in_eager("place_rows", backend, parts[0])(list(parts), places))
+    return cast(
+        Tensor, dispatch.choose_in_eager("place_rows", backend, parts[0])(list(parts), places, gradient_divisor)
+    )
 
 
 @overload

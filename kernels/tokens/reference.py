@@ -37,8 +37,10 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.isfinite().all().float()
 
 
-def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
+def place_rows(parts: list[Tensor], places: Tensor, gradient_divisor: float = 1.0) -> Tensor:
     rows = torch.cat(parts)
+    if gradient_divisor != 1 and rows.requires_grad:
+        rows.register_hook(lambda gradient: gradient / gradient_divisor)
     return torch.empty_like(rows).index_copy(0, places, rows)
 
 

@@ -62,13 +62,15 @@ class RowExchange(nn.Module):
         forth, back = self._forth, self._back
         if sparse_features_recat is not None:
             forth, back = torch.ops.fbgemm.invert_permute(sparse_features_recat), sparse_features_recat
-        rows = local_embs
+        # Of gradients: the loss of a batch is the mean of its ranks'.
+        rows, divisor = local_embs, self._group.size() if get_gradient_division() else 1
         if lengths.shape[0] > 1 or sparse_features_recat is not None:
             several = batch_size_per_rank is not None and len(set(batch_size_per_rank)) > 1
             parts = lengths.reshape(-1) if several else lengths.reshape(lengths.shape[0] * self._group.size(), -1)
-            rows = place_rows([rows], _places(parts, forth, back, len(rows)))
+            rows = place_rows([rows], _places(parts, forth, back, len(rows)), gradient_divisor=divisor)
+            divisor = 1
         work = _Exchange(self._group, output_splits, input_splits)
-        return _Rows(work, _Send.apply(work, rows), unbucketize_permute_tensor)
+        return _Rows(work, _Send.apply(work, rows, divisor), unbucketize_permute_tensor)
 
 
 def _places(lengths: Tensor, forth: Tensor, back: Tensor, count: int) -> Tensor:
@@ -81,43 +83,49 @@ def _places(lengths: Tensor, forth: Tensor, back: Tensor, count: int) -> Tensor:
 
 
 class _Exchange:
-    """One collective, forth with rows and back with their gradients."""
+    """Rows on the way to other ranks, or their gradients on the way back; those that stay are copied meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> None:
         """`sent` to and `received` from each rank, in rows."""
         self._group, self._sent, self._received = group, list(sent), list(received)
 
     def begin(self, rows: Tensor, *, back: bool = False) -> None:
-        sizes = (self._sent, self._received) if back else (self._received, self._sent)
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        mine = dist.get_rank(self._group)
         self._from = rows.contiguous()  # kept until it has been sent
-        self._to = rows.new_empty(sum(sizes[0]), rows.shape[1])
-        self._work = dist.all_to_all_single(self._to, self._from, *sizes, group=self._group, async_op=True)
+        self._to = rows.new_empty(sum(received), rows.shape[1])
+        parts = list(zip(self._from.split(sent), self._to.split(received), strict=True))
+        moves = []
+        for rank, (own, others) in enumerate(parts):
+            if rank != mine:
+                both = (dist.isend, own), (dist.irecv, others)
+                moves += [dist.P2POp(op, part, group=self._group, group_peer=rank) for op, part in both if len(part)]
+        self._works = dist.batch_isend_irecv(moves) if moves else []
+        own, others = parts[mine]
+        others.copy_(own)
 
     def end(self) -> Tensor:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         found = self._to
-        del self._work, self._from, self._to
+        del self._works, self._from, self._to
         return found
-
-    @property
-    def share(self) -> int:
-        """What gradients are divided by: the loss of a batch is the mean of its ranks'."""
-        return self._group.size() if get_gradient_division() else 1
 
 
 class _Send(torch.autograd.Function):
     """Begins the exchange of rows [N, D]. What it returns says only that `_Receive` follows it."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Exchange, rows: Tensor) -> Tensor:
-        ctx.work = work
+    def forward(ctx: Any, work: _Exchange, rows: Tensor, divisor: int) -> Tensor:
+        ctx.work, ctx.divisor = work, divisor
         work.begin(rows)
         return rows.new_empty(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.work.end().div_(ctx.work.share)
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, None]:
+        gradient = ctx.work.end()
+        return None, gradient if ctx.divisor == 1 else gradient.div_(ctx.divisor), None
 
 
 class _Receive(torch.autograd.Function):

@@ -21,9 +21,9 @@ def _place(places: Tensor, *parts: Tensor) -> Tensor:
 
 
 @on_its_device
-def _take(whole: Tensor, places: Tensor) -> Tensor:
+def _take(whole: Tensor, places: Tensor, divisor: float) -> Tensor:
     part = whole.new_empty(len(places), *whole.shape[1:])
-    tokens.move_rows(whole, places, part, scatter=False)
+    tokens.move_rows(whole, places, part, scatter=False, divisor=divisor)
     return part
 
 
@@ -31,8 +31,9 @@ class _PlaceRows(torch.autograd.Function):
     """Not an operator of torch.library, whose gradients cannot be those of any number of tensors."""
 
     @staticmethod
-    def forward(ctx: Any, places: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, divisor: float, places: Tensor, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(places)
+        ctx.divisor = divisor
         ctx.sizes = [len(part) for part in parts]
         return _place(places, *parts)
 
@@ -40,9 +41,9 @@ class _PlaceRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        needed = zip(places.split(ctx.sizes), ctx.needs_input_grad[1:], strict=True)
-        return None, *(_take(grad, own) if needs else None for own, needs in needed)
+        needed = zip(places.split(ctx.sizes), ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(_take(grad, own, ctx.divisor) if needs else None for own, needs in needed)
 
 
-def place_rows(parts: list[Tensor], places: Tensor) -> Tensor:
-    return _PlaceRows.apply(places, *parts)
+def place_rows(parts: list[Tensor], places: Tensor, gradient_divisor: float = 1.0) -> Tensor:
+    return _PlaceRows.apply(gradient_divisor, places, *parts)

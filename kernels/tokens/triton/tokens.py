@@ -111,8 +111,8 @@ def copy_heads_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def move_rows_kernel(
-    values, places, out, num_rows, row_stride, SCATTER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values, places, out, num_rows, row_stride, SCATTER: tl.constexpr, DIVISOR: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -121,6 +121,8 @@ def move_rows_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
     moved = tl.load(values + (source * row_stride)[:, None] + column[None, :], inside)
+    if DIVISOR != 1:
+        moved = tl.div_rn(moved.to(tl.float32), moved.to(tl.float32) * 0 + DIVISOR).to(out.dtype.element_ty)
     tl.store(out + (target * WIDTH)[:, None] + column[None, :], moved, inside)
 
 
@@ -196,15 +198,15 @@ def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     return x, x if more is None else more
 
 
-def move_rows(values: Tensor, places: Tensor, out: Tensor, scatter: bool) -> None:
-    """out[i] = values[places[i]], or with `scatter` out[places[i]] = values[i], for each place; out contiguous."""
+def move_rows(values: Tensor, places: Tensor, out: Tensor, scatter: bool, divisor: float = 1.0) -> None:
+    """out[i] = values[places[i]] / divisor, or with `scatter` out[places[i]] = values[i] / divisor; out contiguous."""
     if not places.numel() or not values.numel():
         return
     rows = flat(values)
     width = rows.shape[1]
     block_r, block_w = tile_shape(width, elements=8192 // values.element_size())
     tensors = (rows, places.contiguous(), out)
-    constants = (scatter, width, block_r, block_w)
+    constants = (scatter, divisor, width, block_r, block_w)
     _launch_move(
         (cdiv(len(places), block_r), cdiv(width, block_w), 1),
         (values.device, values.dtype, *aligned(*tensors), len(places) >> 31, rows.stride(0), *constants),

@@ -301,10 +301,8 @@ def test_placement_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytes
     placed(placement.place_rows, shape, torch.float32, "cpu")
 
 
-def placed(
-    function: Callable[[list[Tensor], Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
-    """Output and gradients are moved, not computed: every bit is that of indexing."""
+def placed(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Output and gradients are moved, and these divided: every bit is that of indexing and PyTorch's division."""
     places = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
     x = torch.randn(*shape, 2).to(device, dtype)[..., 0]
     for cuts in ([], [0, shape[0] // 3], [shape[0]]):
@@ -314,6 +312,9 @@ def placed(
             gradients = torch.autograd.grad(out, parts, out.detach())
         assert torch.equal(out[places], x)
         assert torch.equal(torch.cat(gradients), x)
+        divided = function(parts, places, gradient_divisor=3)
+        assert torch.equal(divided, out)
+        assert torch.equal(torch.cat(torch.autograd.grad(divided, parts, out.detach())), x / 3)
     if shape[0] > 1:  # a part without a gradient
         first, second = x[:1].clone(), x[1:].clone().requires_grad_()
         out = function([first, second], places)
@@ -370,7 +371,7 @@ def test_placement_compiles_to_whole_lines(target: str) -> None:
     from kernels.tokens.triton import tokens as triton_tokens
 
     kernel = triton_tokens.move_rows_kernel
-    constants = {"SCATTER": True, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
+    constants = {"SCATTER": True, "DIVISOR": 1.0, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
     signature = {"values": "*bf16", "places": "*i64", "out": "*bf16", "num_rows": "i32", "row_stride": "i32"}
     compiled = compile_ahead(kernel, signature, constants, target=target, divisible_by_16=("row_stride",))
     assert compiled.spill_bytes == 0

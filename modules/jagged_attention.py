@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from kernels.attention import jagged_attention
 from modules.core.checks import check_maximum, check_tokens
-from modules.rotary import Rotation, rotate_qkv
+from modules.core.vanilla import is_vanilla
+from modules.rotary import Rotation, project_qkv, rotate_qkv
 
 
 class JaggedSelfAttention(nn.Module):
@@ -35,8 +36,11 @@ class JaggedSelfAttention(nn.Module):
         tokens has no effect except through masks."""
         check_tokens(values, self.query_key_value.in_features, self.query_key_value)
         check_maximum(offsets, self.max_length, "max_length")
-        projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
-        query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)
+        if rotation is not None and is_vanilla(self.query_key_value, nn.Linear):
+            query, key, value = project_qkv(values, self.query_key_value.weight, *rotation, heads=self.num_heads)
+        else:
+            projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
+            query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)
         attended = jagged_attention(
             query,
             key,

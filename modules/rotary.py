@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.tokens import rotate, rotate_qkv
+from kernels.tokens import project_qkv, rotate, rotate_qkv
 
-__all__ = ["BASE", "Rotation", "from_end", "rotate", "rotate_qkv", "rotation", "time_rotation"]
+__all__ = ["BASE", "Rotation", "from_end", "project_qkv", "rotate", "rotate_qkv", "rotation", "time_rotation"]
 
 Rotation = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""What `rotation` returns, and `rotate` and `rotate_qkv` take after their first argument."""
+"""What `rotation` returns, and `rotate`, `rotate_qkv` and `project_qkv` take after their first arguments."""
 
 BASE = 10_000.0
 """InterFormer states no base; this is the original one."""

@@ -16,7 +16,7 @@ from modules.absorbed import AbsorbingAttention
 from modules.core.checks import check_dtype, check_maximum, check_tokens
 from modules.core.vanilla import is_vanilla
 from modules.jagged_attention import head_dim
-from modules.rotary import Rotation, rotate_qkv
+from modules.rotary import Rotation, project_qkv, rotate_qkv
 
 
 class TargetAttention(AbsorbingAttention):
@@ -208,7 +208,10 @@ class SelfAndTargetAttention(nn.Module):
         `twice`, keys and values a second time, for a second reader."""
         layers = self.query, self.key_value
         if all(is_vanilla(layer, nn.Linear) for layer in layers):
-            projected = F.linear(values, torch.cat([layer.weight for layer in layers]))
+            weight = torch.cat([layer.weight for layer in layers])
+            if rotation is not None:
+                return project_qkv(values, weight, *rotation, heads=self.num_heads, twice=twice)
+            projected = F.linear(values, weight)
         else:  # any other layer must be called
             projected = torch.cat([layer(values) for layer in layers], dim=1)
         projected = projected.view(-1, 3, self.num_heads, self.head_dim)

@@ -25,6 +25,7 @@ SIZES: dict[str, Hashable] = {
     "axis": -1,
     "query_rows": 64,
     "widths": (384, 384, 768),
+    "depth": 128,
 }
 OPTIONS: dict[str, Hashable] = {
     "masked": False,

@@ -44,6 +44,14 @@ def place_rows(parts: list[Tensor], places: Tensor, gradient_divisor: float = 1.
     return torch.empty_like(rows).index_copy(0, places, rows)
 
 
+def project_qkv(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, heads: int, twice: bool
+) -> tuple[Tensor, ...]:
+    return rotate_qkv(
+        F.linear(x, weight).view(len(x), 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
+    )
+
+
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
     normed = F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)

@@ -17,7 +17,7 @@ from train.process.files import write_json
 TRACED_STEPS = 5
 Span = tuple[float, float]  # start and end, in microseconds
 GROUPS = {
-    "embedding tables": "fbgemm|split_embedding|embedding_codegen",
+    "embedding tables": "fbgemm|split_embedding|embedding_codegen|linearize_index",
     "attention": "flash|fmha|attention|gdpa",
     "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|low_rank|grouped|compress|silu_product",
     "communication": "nccl",

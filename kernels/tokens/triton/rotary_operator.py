@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from kernels.core.operator import custom_op, intercepted, on_its_device
 from kernels.core.projection import whole_of
@@ -93,15 +95,29 @@ class _RotateQKV(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, more_dk: Tensor | None = None, more_dv: Tensor | None = None
-    ) -> tuple[Tensor, None, None, None, None]:
-        arguments = (dq, dk, dv, more_dk, more_dv, *ctx.saved_tensors)
-        together = None if more_dv is not None or intercepted(arguments) else whole_of(dv, 3)
-        if together is None:
-            return _rotate_qkv_backward(*arguments), None, None, None, None
-        _turn_back_in_place(together, dq, dk, more_dk, *ctx.saved_tensors)
-        return together, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return turned_back(gradients, *ctx.saved_tensors), None, None, None, None
+
+
+def turned_back(gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    """The gradient [N, 3, H, d] of a projection from those of q and k, which were rotated, of v, and of a second reader
+    of k and v if there is one."""
+    dq, dk, dv, more_dk, more_dv = gradients if len(gradients) == 5 else (*gradients, None, None)
+    arguments = (dq, dk, dv, more_dk, more_dv, cos, sin, positions)
+    together = None if more_dv is not None or intercepted(arguments) else whole_of(dv, 3)
+    if together is None:
+        return cast(Tensor, _rotate_qkv_backward(*arguments))
+    _turn_back_in_place(together, dq, dk, more_dk, cos, sin, positions)
+    return together
 
 
 rotate_qkv = _RotateQKV.apply
+
+
+def project_qkv(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, heads: int, twice: bool
+) -> tuple[Tensor, ...]:
+    """The product by PyTorch."""
+    return rotate_qkv(
+        F.linear(x, weight).view(len(x), 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
+    )

@@ -52,7 +52,7 @@ from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
 from kernels.mxfp8.triton import pieces as triton_pieces
 from kernels.mxfp8.triton import scales as triton_grouped
-from kernels.tokens.hopper import silu_products
+from kernels.tokens.hopper import rotated_product, silu_products
 from kernels.tokens.triton import activation, gradients, residual
 from kernels.tokens.triton import bias as token_bias
 from kernels.tokens.triton import tokens as triton_tokens
@@ -439,7 +439,7 @@ def test_operators_on_jagged_values(monkeypatch: pytest.MonkeyPatch, hits: Count
 
 
 def test_two_linear_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    monkeypatch.setattr(silu_products, "processors", lambda device: 132)
+    monkeypatch.setattr(silu_products, "programs", lambda device, width, columns: 132)
     for rows, width, between, bias, elsewhere in itertools.product(
         (1, 16, 300), (8, 16, 40), (16, 264), (torch.bfloat16, torch.float32), (False, True)
     ):
@@ -448,6 +448,25 @@ def test_two_linear_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launch
         z, _ = silu_products.product_and_silu(x, weight, shifted(offset) if elsewhere else offset)
         silu_products.gradient_of_silu(x, weight.mT.contiguous(), z)
     assert hits[silu_products._launch_silu]
+
+
+def test_rotated_projections(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(rotated_product, "programs", lambda device, width, columns: 132)
+    for rows, width, head, dtype, positions, elsewhere in itertools.product(
+        (1, 16, 300),
+        (8, 16, 40),
+        (64, 128),
+        (torch.bfloat16, torch.float32),
+        (None, torch.int32, torch.int64),
+        (False, True),
+    ):
+        x, weight = (torch.zeros(count, width, dtype=torch.bfloat16) for count in (rows, 6 * head))
+        angles = torch.zeros(rows, head // 2, dtype=dtype)
+        places = None if positions is None else torch.zeros(rows, dtype=positions)
+        if elsewhere:
+            angles, places = shifted(angles), None if places is None else shifted(places)
+        rotated_product.rotated_product(x, weight, angles, angles, places, head)
+    assert hits[rotated_product._launch]
 
 
 def test_integers_are_padded_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def project_qkv(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, heads: int, twice: bool
 ) -> tuple[Tensor, ...]:
     return rotate_qkv(
-        F.linear(x, weight).view(len(x), 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
+        F.linear(x, weight).view(x.shape[0], 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
     )
 
 

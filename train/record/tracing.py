@@ -19,7 +19,7 @@ Span = tuple[float, float]  # start and end, in microseconds
 GROUPS = {
     "embedding tables": "fbgemm|split_embedding|embedding_codegen|linearize_index",
     "attention": "flash|fmha|attention|gdpa",
-    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|low_rank|grouped|compress|silu_product",
+    "matrix products": "gemm|nvjet|cutlass|xmma|splitK|gemv|bmm|linear|low_rank|grouped|compress|product",
     "communication": "nccl",
     "dense optimiser": "multi_tensor|adam",
     "norms": "norm",

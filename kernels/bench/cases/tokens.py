@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.bench import Case, Problem, Runner, check_relative_error, runner_of
-from kernels.tokens import EPSILON, reference, rms_norm, rotate, silu_mlp
+from kernels.tokens import EPSILON, project_qkv, reference, rms_norm, rotate, silu_mlp
 
 # Tokens, heads and their features.
 GPU_SHAPE, CPU_SHAPE = (2**19, 2, 64), (64, 2, 8)
@@ -24,7 +25,7 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def cases(device: torch.device) -> list[Case]:
-    problems = {"rms_norm": _norm, "rotate": _rotation, "silu_mlp": _two_layers}
+    problems = {"rms_norm": _norm, "rotate": _rotation, "silu_mlp": _two_layers, "project_qkv": _rotated_projection}
     return [Case(f"{name}_{end}", partial(problems[name], end == "bwd")) for name in problems for end in ("fwd", "bwd")]
 
 
@@ -75,6 +76,40 @@ def _two_layers(backward: bool, device: torch.device) -> Problem:
     # Gradients of weights are sums over half a million products of rounded operands.
     check = check_relative_error(expected, 2e-2 if operands[0].dtype is torch.bfloat16 else 1e-4)
     return Problem(contenders, check, flops=products * (2 if backward else 1), bytes=moved)
+
+
+def _rotated_projection(backward: bool, device: torch.device) -> Problem:
+    """To two heads of 64, rotated by a table of 1,000 positions. Gradients are those of x and the weight."""
+    tokens, heads, width = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+    dim = heads * width
+    x, weight = _random(tokens, dim, device=device), _random(3 * dim, dim, device=device) / dim**0.5
+    angles = torch.rand(1000, width // 2, device=device) * 6
+    positions = torch.randint(0, 1000, (tokens,), device=device)
+    operands = [x.requires_grad_(backward), weight.requires_grad_(backward)]
+    cotangent = torch.randn(tokens, 3 * dim, device=device).to(x.dtype)
+    settings: dict[str, Any] = {"positions": positions, "heads": heads, "twice": False}
+
+    def runner(function: Callable[..., tuple[Tensor, ...]]) -> Runner:
+        turned = partial(function, cos=angles.cos(), sin=angles.sin(), **settings)
+        if not backward:
+            return Runner(lambda: turned(*operands), tuple)
+        out = turned(*operands)
+        gradients = cotangent.view(tokens, 3, heads, width).unbind(1)
+        return Runner(lambda: torch.autograd.grad(out, operands, gradients, retain_graph=True), tuple)
+
+    exact = [operand.detach().float().requires_grad_(backward) for operand in operands]
+    expected = reference.project_qkv(*exact, angles.cos(), angles.sin(), **settings)
+    if backward:
+        gradients = cotangent.float().view(tokens, 3, heads, width).unbind(1)
+        expected = torch.autograd.grad(expected, exact, gradients)
+    contenders: dict[str, Callable[[], Runner]] = {"PyTorch": partial(runner, reference.project_qkv)}
+    if device.type == "cuda":
+        names = ("hopper", "triton")
+        contenders = {name: partial(runner, partial(project_qkv, backend=name)) for name in names} | contenders
+    # x and the three parts, once each; in the backward x, its gradient and those of the parts.
+    moved = tokens * dim * (4 if not backward else 5) * x.itemsize
+    check = check_relative_error(expected, 2e-2 if x.dtype is torch.bfloat16 else 1e-4)
+    return Problem(contenders, check, flops=2.0 * tokens * 3 * dim**2 * (2 if backward else 1), bytes=moved)
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

@@ -35,14 +35,14 @@ class _ProjectQKV(Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight, cos, sin, positions)
         head = weight.shape[0] // (3 * heads)
-        projected = _forward(x, weight, cos, sin, positions, head).view(len(x), 3, heads, head)
+        projected = _forward(x, weight, cos, sin, positions, head).view(x.shape[0], 3, heads, head)
         return *projected.unbind(1), *(projected.unbind(1)[1:] if twice else ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *angles = ctx.saved_tensors
-        gradient = rotary_operator.turned_back(gradients, *angles).view(len(x), -1)
+        gradient = rotary_operator.turned_back(gradients, *angles).flatten(1)
         dx = gradient @ weight if ctx.needs_input_grad[0] else None
         return dx, gradient.mT @ x if ctx.needs_input_grad[1] else None, None, None, None, None, None
 

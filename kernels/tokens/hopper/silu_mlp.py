@@ -32,7 +32,9 @@ class _SiluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, inner: Tensor, bias: Tensor, outer: Tensor, outer_bias: Tensor | None) -> Tensor:
         z, y = _forward(x, inner, bias)
-        ctx.save_for_backward(x, inner, outer, z, y)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, inner, outer, z, y)
+        del z
         ctx.biases = bias.dtype, None if outer_bias is None else outer_bias.dtype
         return F.linear(y, outer, outer_bias)
 

@@ -119,5 +119,5 @@ def project_qkv(
 ) -> tuple[Tensor, ...]:
     """The product by PyTorch."""
     return rotate_qkv(
-        F.linear(x, weight).view(len(x), 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
+        F.linear(x, weight).view(x.shape[0], 3, heads, weight.shape[0] // (3 * heads)), cos, sin, positions, twice
     )

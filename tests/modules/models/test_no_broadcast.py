@@ -85,7 +85,7 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
                 return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.leaves)
 
         # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
-        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv"):
+        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv"):
             return lambda *inputs: _outside(backend, inputs)
         if op == "rms_norm":  # a pair where it is for two readers
             return lambda *inputs: _outside(backend, inputs) if inputs[-1] is True else Opaque.apply(*inputs)

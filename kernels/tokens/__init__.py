@@ -15,7 +15,9 @@ from kernels.core import dispatch
 from kernels.core.constants import EPSILON
 from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, triton_floats
 from kernels.tokens import reference
+from kernels.tokens.limits import MANY, MAX_DEPTH, MAX_WIDTH
 from kernels.tokens.parts import Unbind
+from kernels.tokens.rotation import project_qkv, rotate, rotate_qkv
 
 __all__ = [
     "EPSILON",
@@ -33,13 +35,6 @@ __all__ = [
     "unbind",
     "zero_unless_",
 ]
-
-# Values of a row, or of a head, that a program keeps in registers; `activate` splits wider rows.
-MAX_WIDTH = 8192
-MANY = 2**14
-"""Rows from which on a product with an epilogue of ours has enough tiles for a GPU."""
-MAX_DEPTH = 2048
-"""Terms of its sums up to which it is faster than PyTorch's product and a pass for what follows."""
 
 
 def activate(
@@ -132,34 +127,6 @@ def place_rows(
     )
 
 
-def project_qkv(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    heads: int,
-    twice: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, ...]:
-    """`rotate_qkv` of the projection x weight^T: x [N, D], weight [3 * heads * d, D] -> (q, k, v), each [N, heads, d].
-
-    x and the weight are of one dtype, under autocast of its own. ValueError for other shapes and for several dtypes.
-    """
-    width, rest = divmod(weight.shape[0], 3 * heads)
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or rest:
-        raise ValueError(
-            f"x must be [N, D] and weight [3 * heads={heads} * d, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    x, weight = dispatch.autocast_operands(x=x, weight=weight)
-    _check_angles((x.shape[0], heads, width), cos, sin, positions, "q [N, heads, d]")
-    many = not torch.compiler.is_compiling() and x.shape[0] >= MANY
-    facts = {"width": width, "depth": x.shape[1], "many": many, **_facts_of_angles(cos, sin)}
-    chosen = dispatch.choose_in_eager("project_qkv", backend, x, **facts)
-    return cast("tuple[Tensor, ...]", chosen(x, weight, cos, sin, positions, heads, twice))
-
-
 @overload
 def rms_norm(
     x: Tensor,
@@ -201,41 +168,6 @@ def rms_norm(
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
     chosen = dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)
     return cast("Tensor | tuple[Tensor, Tensor]", chosen(x, dtype, epsilon, twice))
-
-
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, backend: str | None = None
-) -> Tensor:
-    """Rotate each head of x [N, H, d] by its token's angles; feature i is paired with feature i + d / 2.
-
-    cos and sin are [N, d / 2], of any floating dtype, or, with `positions` [N] int64 or int32, tables [P, d / 2] of
-    which token i has row positions[i]. Computed in at least float32; the result has the dtype of x. x may be a view of
-    a fused projection, which is read without a copy. ValueError for shapes that do not fit; it is not checked that
-    positions are within 0 .. P - 1.
-    """
-    _check_angles(x.shape, cos, sin, positions, "x [N, H, d]")
-    return dispatch.choose_in_eager("rotate", backend, x, **_facts(x, cos, sin))(x, cos, sin, positions)
-
-
-def rotate_qkv(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    twice: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, ...]:
-    """(q, k, v), each [N, H, d], of a fused projection [N, 3, H, d]; q and k are rotated as by `rotate`.
-
-    v is a view. The three gradients are written into one tensor like the projection. With `twice`, (q, k, v, k, v), for
-    keys and values that two attentions read: the gradients from both are added up as they are written.
-    """
-    if qkv.dim() != 4 or qkv.shape[1] != 3:
-        raise ValueError(f"qkv must be [N, 3, H, d], got {tuple(qkv.shape)}")
-    _check_angles(qkv[:, 0].shape, cos, sin, positions, "qkv [N, 3, H, d]")
-    chosen = dispatch.choose_in_eager("rotate_qkv", backend, qkv, **_facts(qkv, cos, sin))
-    return cast("tuple[Tensor, ...]", chosen(qkv, cos, sin, positions, twice))
 
 
 def silu_mlp(
@@ -298,28 +230,6 @@ def zero_unless_(x: Tensor, condition: Tensor, *, backend: str | None = None) ->
     return cast(Tensor, dispatch.choose_in_eager("zero_unless", backend, x)(x, condition))
 
 
-def _facts(x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
-    return {"width": x.shape[-1], **_facts_of_angles(cos, sin)}
-
-
-def _facts_of_angles(cos: Tensor, sin: Tensor) -> dict[str, Hashable]:
-    return {"angles": cos.dtype, "angles_learn": cos.requires_grad or sin.requires_grad}
-
-
-def _check_angles(shape: Sequence[int], cos: Tensor, sin: Tensor, positions: Tensor | None, what: str) -> None:
-    fits = len(shape) == 3 and shape[2] % 2 == 0 and cos.shape == sin.shape and cos.dim() == 2
-    if fits and cos.shape[1] == shape[2] // 2:
-        if positions is None and cos.shape[0] == shape[0]:
-            return
-        if positions is not None and positions.shape == shape[:1] and not positions.is_floating_point():
-            return
-    raise ValueError(
-        f"shapes do not fit: {what} {tuple(shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, positions "
-        f"{None if positions is None else tuple(positions.shape)}; expected an even d, cos and sin [N, d / 2], or "
-        "[P, d / 2] with integer positions [N]"
-    )
-
-
 def _activated(*, device: str, capability: Hashable, dtype: torch.dtype, width: int, bias: torch.dtype) -> str | None:
     if reason := needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(bias, *FLOATS):
         return reason
@@ -338,36 +248,6 @@ def _normed(*, device: str, capability: Hashable, dtype: torch.dtype, width: int
     if reason := needs_triton(device, capability) or needs_dtype(dtype, *FLOATS) or needs_dtype(out_dtype, *FLOATS):
         return reason
     return None if 0 < width <= MAX_WIDTH else f"needs rows of 1 to {MAX_WIDTH} values, got {width}"
-
-
-def _projected(*, depth: int, many: bool, width: int, dtype: torch.dtype, **facts: Hashable) -> str | None:
-    if reason := needs_triton(str(facts["device"]), facts["capability"], (9, 0)) or needs_dtype(dtype, torch.bfloat16):
-        return reason
-    if width not in (64, 128):
-        return f"needs heads of 64 or 128 features, got {width}"
-    if depth % 8 or depth > MAX_DEPTH:
-        return f"needs inputs of a multiple of 8 features, up to {MAX_DEPTH}, got {depth}"
-    if reason := _rotated(width=width, dtype=dtype, **facts):
-        return reason
-    return None if many else f"needs {MANY} rows to fill the chip"
-
-
-def _rotated(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    width: int,
-    angles: torch.dtype,
-    angles_learn: bool,
-) -> str | None:
-    if reason := needs_triton(device, capability):
-        return reason
-    if reason := needs_dtype(dtype, *FLOATS) or needs_dtype(angles, *FLOATS):
-        return reason
-    if not 0 < width <= MAX_WIDTH:
-        return f"needs heads of 2 to {MAX_WIDTH} features, got {width}"
-    return "makes no gradient of cos and sin" if angles_learn else None
 
 
 def _in_one(
@@ -397,8 +277,6 @@ for _op, _function, _supports, _specification in (
     ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
     ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
-    ("rotate", "rotary_operator:rotate", _rotated, reference.rotate),
-    ("rotate_qkv", "rotary_operator:rotate_qkv", _rotated, reference.rotate_qkv),
     ("zero_unless", "gradients:zero_unless_", triton_floats, reference.zero_unless_),
 ):
     dispatch.declare(
@@ -411,12 +289,4 @@ dispatch.declare(
     Backend("hopper", "kernels.tokens.hopper.silu_mlp:silu_mlp", _in_one),
     Backend("triton", "kernels.tokens.triton.activation:silu_mlp", lambda *, widths, many, **facts: _biased(**facts)),
     Backend("reference", reference.silu_mlp),
-)
-dispatch.declare(
-    "project_qkv",
-    Backend("hopper", "kernels.tokens.hopper.project_qkv:project_qkv", _projected),
-    Backend(
-        "triton", "kernels.tokens.triton.rotary_operator:project_qkv", lambda *, depth, many, **facts: _rotated(**facts)
-    ),
-    Backend("reference", reference.project_qkv),
 )

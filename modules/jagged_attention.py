@@ -36,10 +36,11 @@ class JaggedSelfAttention(nn.Module):
         tokens has no effect except through masks."""
         check_tokens(values, self.query_key_value.in_features, self.query_key_value)
         check_maximum(offsets, self.max_length, "max_length")
-        if rotation is not None and is_vanilla(self.query_key_value, nn.Linear):
-            query, key, value = project_qkv(values, self.query_key_value.weight, *rotation, heads=self.num_heads)
+        layer = self.query_key_value
+        if rotation is not None and is_vanilla(layer, nn.Linear) and layer.bias is None:
+            query, key, value = project_qkv(values, layer.weight, *rotation, heads=self.num_heads)
         else:
-            projected = self.query_key_value(values).view(-1, 3, self.num_heads, self.head_dim)
+            projected = layer(values).view(-1, 3, self.num_heads, self.head_dim)
             query, key, value = projected.unbind(1) if rotation is None else rotate_qkv(projected, *rotation)
         attended = jagged_attention(
             query,

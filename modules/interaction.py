@@ -122,7 +122,7 @@ class DotInteraction(nn.Module):
         """ValueError for another number of tokens than the pairs were made for."""
         if tokens.shape[1] != self.num_tokens:
             raise ValueError(f"the layer was built for {self.num_tokens} tokens, got a tensor {list(tokens.shape)}")
-        # `index_select` of columns would take thirty times as long on a GPU.
+        # `index_select` of a hundred columns runs in a few blocks of a GPU.
         return gram(tokens).flatten(1).gather(1, self.pairs.expand(tokens.shape[0], -1)) * self.scale
 
     def across(self, tokens: Tensor, request: Tensor, rows: CandidateRows, max_candidates: int) -> Tensor:

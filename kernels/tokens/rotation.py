@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.core import dispatch
 from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton
 from kernels.tokens import reference
-from kernels.tokens.limits import MANY, MAX_DEPTH, MAX_WIDTH
+from kernels.tokens.limits import MANY, MAX_DEPTH, MAX_WIDTH, TURNED_HEADS
 
 
 def project_qkv(
@@ -112,8 +112,8 @@ def _projected(
 ) -> str | None:
     if reason := needs_triton(device, capability, (9, 0)) or needs_dtype(dtype, torch.bfloat16):
         return reason
-    if width not in (64, 128):
-        return f"needs heads of 64 or 128 features, got {width}"
+    if width not in TURNED_HEADS:
+        return f"needs heads of {' or '.join(map(str, TURNED_HEADS))} features, got {width}"
     if depth % 8 or depth > MAX_DEPTH:
         return f"needs inputs of a multiple of 8 features, up to {MAX_DEPTH}, got {depth}"
     if reason := needs_dtype(angles, *FLOATS):

@@ -2,7 +2,7 @@
 
 The rank that holds a table looks up rows feature by feature, each feature for all ranks, and sends them rank by rank.
 TorchRec brings rows from one order into the other by FBGEMM's operator for jagged ids, which moves each value of a row
-on its own and reaches a quarter of the memory's bandwidth. Here whole rows go to places that this operator has found
+on its own and reaches a fifth of the memory's bandwidth. Here whole rows go to places that this operator has found
 for their numbers. Received rows that a row-wise shard has in another order than the batch are moved likewise, so that
 their gradients need no addition. The result is a matrix that features are slices of, whose gradients `FiniteGuard`
 brings together in one pass.

@@ -58,11 +58,21 @@ def place_of(N, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def barriers(full, empty, order):
+def shared_memory(x_desc, w_desc, piece_desc):
+    """(blocks of x and of the weight in the ring, places of pieces, barriers of full stages, of empty ones, and of the
+    consumers' order)."""
+    dtype: gl.constexpr = x_desc.dtype
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + x_desc.block_type.shape, x_desc.layout)
+    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    pieces = gl.allocate_shared_memory(dtype, [2 * PLACES] + piece_desc.block_type.shape, piece_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
+    mbarrier.init(orders.index(0), count=1)
+    return x_smem, w_smem, pieces, full, empty, orders.index(0)
 
 
 @gluon.jit

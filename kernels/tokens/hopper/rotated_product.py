@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from kernels.core.hopper import halves
 from kernels.core.launch import Launcher, aligned
@@ -23,19 +23,16 @@ from kernels.tokens.hopper.product import (
     PIECE,
     PLACES,
     ROWS,
-    STAGES,
-    barriers,
     descriptor,
+    let_other_start,
     load_tiles,
     place_of,
     programs,
     put,
+    shared_memory,
     start,
     sums_of_tile,
 )
-
-HEADS = (64, 128)
-"""Widths of heads that the kernel rotates."""
 
 
 def rotated_product(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, head: int) -> Tensor:
@@ -147,8 +144,7 @@ def _multiply(out_desc, x_smem, w_smem, smem, full, empty, order, cos, sin, posi
             # Pieces of two tiles take turns in a consumer's places.
             _finish(out_desc, smem, piece0, piece1, c, s, turned, own, column, C * PLACES + tiles % 2 * 2, HEAD)
         tiles += 1
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=tiles == 0)
+    let_other_start(order, tiles == 0, C)
     tma.store_wait(0)
 
 
@@ -167,15 +163,7 @@ def _rotated_product_kernel(
     TABLE: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    dtype: gl.constexpr = x_desc.dtype
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + x_desc.block_type.shape, x_desc.layout)
-    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    smem = gl.allocate_shared_memory(dtype, [2 * PLACES] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    barriers(full, empty, order)
+    x_smem, w_smem, smem, full, empty, order = shared_memory(x_desc, w_desc, out_desc)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -36,13 +36,13 @@ from kernels.tokens.hopper.product import (
     PIECE,
     PLACES,
     ROWS,
-    STAGES,
-    barriers,
     descriptor,
+    let_other_start,
     load_tiles,
     place_of,
     programs,
     put,
+    shared_memory,
     start,
     sums_of_tile,
 )
@@ -187,8 +187,7 @@ def _multiply(z_desc, out_desc, x_smem, w_smem, smem, ones, full, empty, order, 
         else:
             _finish_forward(z_desc, out_desc, smem, acc, bias, own, column, N, C * PLACES)
         tiles += 1
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=tiles == 0)
+    let_other_start(order, tiles == 0, C)
     if BACKWARD:
         line = line * 2 + C
         _store_sums(sums, total0, line, column, N)
@@ -211,18 +210,13 @@ def _silu_product_kernel(
     K,
     BACKWARD: gl.constexpr,
 ):
-    dtype: gl.constexpr = x_desc.dtype
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + x_desc.block_type.shape, x_desc.layout)
-    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    smem = gl.allocate_shared_memory(dtype, [2 * PLACES] + z_desc.block_type.shape, z_desc.layout)
-    ones = gl.allocate_shared_memory(dtype, [8, ROWS], gl.NVMMASharedLayout.get_default_for([8, ROWS], dtype))
-    ones.store(gl.full((8, ROWS), 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ones = bias  # which only sums are made with
+    if BACKWARD:
+        dtype: gl.constexpr = x_desc.dtype
+        ones = gl.allocate_shared_memory(dtype, [8, ROWS], gl.NVMMASharedLayout.get_default_for([8, ROWS], dtype))
+        ones.store(gl.full((8, ROWS), 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+    x_smem, w_smem, smem, full, empty, order = shared_memory(x_desc, w_desc, z_desc)
     z_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    barriers(full, empty, order)
     for c in gl.static_range(2):
         mbarrier.init(z_full.index(c), count=1)
     fence_async_shared()

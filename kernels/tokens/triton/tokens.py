@@ -122,7 +122,7 @@ def move_rows_kernel(
     inside = real[:, None] & (column < WIDTH)[None, :]
     moved = tl.load(values + (source * row_stride)[:, None] + column[None, :], inside)
     if DIVISOR != 1:
-        moved = tl.div_rn(moved.to(tl.float32), moved.to(tl.float32) * 0 + DIVISOR).to(out.dtype.element_ty)
+        moved = tl.div_rn(moved.to(tl.float32), tl.full((ROWS, BLOCK), DIVISOR, tl.float32)).to(out.dtype.element_ty)
     tl.store(out + (target * WIDTH)[:, None] + column[None, :], moved, inside)
 
 

@@ -98,6 +98,24 @@ def _hopper(
     return None
 
 
+def _in_the_product(
+    *, device: str, capability: Hashable, dtype: torch.dtype, group: int, in_features: int, out_features: int
+) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)):
+        return reason
+    if group != 128:
+        return f"multiplies codes whose scales 128 elements share, not {group}"
+    if in_features % 128 or out_features % 128:
+        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    return None
+
+
+# Inside of the fused experts with a quantised recipe: from quantised rows to those of the second product.
+dispatch.declare(
+    "moe_hidden",
+    Backend("hopper", "kernels.moe.hopper.swiglu_product:hidden", _in_the_product),
+    Backend("passes", "kernels.moe.hopper.hidden:hidden"),
+)
 dispatch.declare(
     "moe_experts",
     Backend("hopper", "kernels.moe.hopper.experts:experts", _hopper),

@@ -35,13 +35,11 @@ from kernels.mxfp8.grouped import (
     form_of,
     fprop,
     in_tables,
-    part_of,
     swaps,
     wgrad,
 )
 
 _KEPT = 11  # tensors
-_LARGE = 2**17  # rows of which no more than half are there in bfloat16 while the rest is kept in MXINT8
 
 
 def _operand(weight: Tensor, group: int, transpose: bool) -> Operand:
@@ -95,7 +93,9 @@ def _forward(
     first = _operand(gate_up, group, False)
     if group:
         operand, width = Quantized(rows, row_scales, group), down.shape[2]
-        codes, scales, hidden, hidden_scales = _hidden(operand, first, permutation.ends, width, keep)
+        facts = {"group": group, "in_features": x.shape[1], "out_features": width}
+        hidden_of = dispatch.choose("moe_hidden", None, operand.codes, **facts)
+        codes, scales, hidden, hidden_scales = hidden_of(operand, first, permutation.ends, width, keep)
         del rows, row_scales, operand, first
         result: Operand = Quantized(codes, scales, group)
         del codes, scales
@@ -111,27 +111,6 @@ def _forward(
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
     return out, hidden, hidden_scales, *kept_rows, *permutation, *transposed
-
-
-def _hidden(
-    rows: Quantized, gate_up: Operand, ends: Tensor, width: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes and scales of y, h in MXINT8 and its scales if kept), of many rows in two parts, so that h in bfloat16 is
-    never there as a whole beside what is kept.
-    """
-    from kernels.moe.hopper.swiglu_quantized import empty_results, swiglu_quantized
-
-    num_rows = rows.codes.shape[0]
-    results = empty_results(num_rows, width, rows.group, keep, ends.device)
-    half = num_rows // 256 * 128
-    for first, last in [(0, half), (half, num_rows)] if keep and num_rows >= _LARGE else [(0, num_rows)]:
-        if last - first == num_rows:
-            hidden = fprop(rows, gate_up, ends)
-        else:
-            hidden = fprop(part_of(rows, first, last), gate_up, (ends - first).clamp_(0, last - first))
-        swiglu_quantized(hidden, ends, rows.group, results, first)
-        del hidden
-    return results
 
 
 @_forward.register_fake

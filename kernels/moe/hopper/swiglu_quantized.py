@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.core.launch import Launcher, aligned
+from kernels.moe.hopper.words import left_half, pair, right_half, sigmoid_of, swiglu_of
 from kernels.mxfp8.grouped import TABLES, form_of
 from kernels.mxfp8.hopper.quantize.blocks import tile_place
 from kernels.mxfp8.hopper.quantize.int8 import (
@@ -47,42 +48,6 @@ from kernels.mxfp8.hopper.quantize.pairs import (
 # Three programs of the forward and two of the backward share a multiprocessor, as shared memory lets them.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 80, 128
 _CHUNK = gl.constexpr(32)  # rows that the backward computes at a time
-
-
-@gluon.jit
-def _sigmoid(x):
-    """Within a few ulp, and 0 where it is below 2^-126."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 a;
-        mul.f32 a, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 a, a;
-        add.f32 a, a, 0f3F800000;
-        rcp.approx.ftz.f32 $0, a;
-        }""",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _left(words):
-    return (words << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _right(words):
-    return (words & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _pair(left, right):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -127,9 +92,7 @@ def swiglu_quantized_forward_kernel(
     if KEEP:
         store_int8(gate, buffers.index(1), kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)
     up = smem.index(1).load(row_layout())
-    left = _left(gate) * _sigmoid(_left(gate)) * _left(up)
-    right = _right(gate) * _sigmoid(_right(gate)) * _right(up)
-    store_rows(_pair(left, right), buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32,
+    store_rows(swiglu_of(gate, up), buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32,
                num_rows, width // 32, GROUP, False, FORM)  # fmt: skip
     if KEEP:
         # Read again: both words and results of a tile need more registers than three programs have.
@@ -215,16 +178,16 @@ def _differentiate_chunk(gate_smem, up_smem, grad_smem, kept_smem, scales_smem, 
     up, more_up = load_int8(kept_up, scales_smem[1].slice(CHUNK * _CHUNK, _CHUNK, 1), LAYOUT)
     grad = grad_smem.load(LAYOUT)
     weight = gl.expand_dims(weight, 1)
-    sigmoid = _sigmoid(gate)
-    more = _sigmoid(more_gate)
-    result = _pair(gate * sigmoid * up, more_gate * more * more_up)
-    product = _left(result) * _left(grad) + _right(result) * _right(grad)
-    grad_smem.store(_pair(_left(result) * weight, _right(result) * weight))
-    d_gate, d_up = _differentiate(gate, sigmoid, up, _left(grad) * weight)
-    d_gate_right, d_up_right = _differentiate(more_gate, more, more_up, _right(grad) * weight)
+    sigmoid = sigmoid_of(gate)
+    more = sigmoid_of(more_gate)
+    result = pair(gate * sigmoid * up, more_gate * more * more_up)
+    product = left_half(result) * left_half(grad) + right_half(result) * right_half(grad)
+    grad_smem.store(pair(left_half(result) * weight, right_half(result) * weight))
+    d_gate, d_up = _differentiate(gate, sigmoid, up, left_half(grad) * weight)
+    d_gate_right, d_up_right = _differentiate(more_gate, more, more_up, right_half(grad) * weight)
     # The words of the last two chunks take the memory of what was kept, from its first row on.
-    gate_smem.slice(CHUNK * _CHUNK, _CHUNK, 0).store(_pair(d_gate, d_gate_right))
-    up_smem.slice(CHUNK * _CHUNK, _CHUNK, 0).store(_pair(d_up, d_up_right))
+    gate_smem.slice(CHUNK * _CHUNK, _CHUNK, 0).store(pair(d_gate, d_gate_right))
+    up_smem.slice(CHUNK * _CHUNK, _CHUNK, 0).store(pair(d_up, d_up_right))
     rows = row + CHUNK * _CHUNK + gl.arange(0, _CHUNK, gl.SliceLayout(1, LAYOUT))
     gl.store(partial + rows.to(gl.int64) * tile_columns, gl.sum(product, 1))
 

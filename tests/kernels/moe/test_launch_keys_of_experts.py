@@ -16,15 +16,17 @@ from kernels.ikbo.hopper import lce_forward
 from kernels.ikbo.lce_torch import aligned_rows
 from kernels.moe.hopper import gather_quantized as hopper_gather_quantized
 from kernels.moe.hopper import swiglu as hopper_swiglu
+from kernels.moe.hopper import swiglu_product
 from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
-from kernels.mxfp8.grouped import MATRIX, form_of
+from kernels.mxfp8.grouped import MATRIX, Quantized, form_of
 from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 from tests.kernels.core import test_launch_keys
 from tests.kernels.core.test_launch_keys import shifted
 
 hits = test_launch_keys.hits
+E4M3 = torch.float8_e4m3fn
 
 
 def test_routed_experts(hits: Counter[Launcher]) -> None:
@@ -52,6 +54,11 @@ def test_routed_experts(hits: Counter[Launcher]) -> None:
         half = count // 256 * 128
         for part in (slice(0, half), slice(half, count)):
             hopper_swiglu_quantized.swiglu_quantized(gate_up[part], routed.ends, group, results, part.start)
+        if group == 128:
+            codes, weight = torch.zeros(count, width).to(E4M3), torch.zeros(experts, 2 * hidden, width).to(E4M3)
+            scales = torch.zeros(width // 128, count, dtype=torch.float8_e8m0fnu), torch.zeros(width // 128, 2 * hidden * experts).bfloat16()
+            operands = Quantized(codes, scales[0], 128), Quantized(weight, scales[1], 128, differ=routed.ends[:1])
+            swiglu_product.hidden(*operands, routed.ends, hidden, elsewhere)
         kept = empty_int8(count, 2 * hidden, gate_up.device)
         form = form_of(group, True)
         hopper_swiglu_quantized.swiglu_quantized_backward(*kept, grad, *rest, group, elsewhere, form)

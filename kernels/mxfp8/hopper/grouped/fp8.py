@@ -77,9 +77,9 @@ def grouped_mm(
         raise ValueError("scales of b in a table come with `differ`: whether rows of a square have different ones")
     groups, n, k = b.shape
     out = torch.empty(a.shape[0], n, dtype=torch.bfloat16, device=a.device)
-    tables = _tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
+    scales = tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), differ)
     sizes = (groups, 0, n // _TILE_N.value, 0, n, k)
-    _multiplied(a, b.flatten(0, 1), out, out, tables, ends, sizes, 0, wgrad=False)
+    _multiplied(a, b.flatten(0, 1), out, out, scales, ends, sizes, 0, wgrad=False)
     return out
 
 
@@ -101,19 +101,19 @@ def grouped_wgrad(
     columns; N and K are multiples of 128.
     """
     n, k = dy_scales.shape[1 if in_table(dy_scales) else 0], x.shape[0]
-    tables = _tables(dy_scales, x_scales, None)
+    scales = tables(dy_scales, x_scales, None)
     form = PAIRED.value if paired else 0
 
     def product(ends: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(ends.shape[0], n, k, dtype=dtype, device=dy.device)
         sizes = (ends.shape[0], -(-n // _TILE_M.value), k // _TILE_N.value, n, k, 0)
-        _multiplied(dy, x, out, out.flatten(0, 1), tables, ends, sizes, form, wgrad=True)
+        _multiplied(dy, x, out, out.flatten(0, 1), scales, ends, sizes, form, wgrad=True)
         return out
 
     return in_pieces(product, ends, x.shape[1], (n, k), (_TILE_M.value, _TILE_N.value), dtype, False)
 
 
-def _tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def tables(rows: Tensor, columns: Tensor, differ: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """(BYTES of a, VALUES of b, and if known a flag that is 0 if b's squares share their scales)."""
     if in_table(rows) and in_table(columns):
         return rows.view(torch.uint8), columns, differ
@@ -133,14 +133,14 @@ def _multiplied(
     b: Tensor,
     out: Tensor,
     rows: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor | None],
+    scales: tuple[Tensor, Tensor, Tensor | None],
     ends: Tensor,
     sizes: tuple[int, ...],
     form: int,
     *,
     wgrad: bool,
 ) -> None:
-    row_scales, column_scales, differ = tables
+    row_scales, column_scales, differ = scales
     ticket = counter(a.device)
     _launch(
         (processors(a.device), 1, 1),
@@ -161,7 +161,7 @@ def _multiplied(
 
 
 @gluon.jit
-def _row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
+def row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, 1] float32: the factors of the rows of a tile's block C. `scales` [1, 256] are E8M0 bytes.
 
     Byte 0 gives 0 and not 2^-127, which is a subnormal float32; byte 255, which comes with NaNs, gives infinity.
@@ -200,9 +200,9 @@ def _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, fi
         b = b_smem.index(stage).permute((1, 0))
         partial = warpgroup_mma(a_smem.index(stage * 4 + C), b, partial, use_acc=False, is_async=True)
         column = columns_smem.index(stage).slice(0, 1, 1).load(_FULL_SUMS).to(gl.float32)
-        factors = _row_factors(rows_smem.index(stage), C, _FULL_SUMS) * column
+        factors = row_factors(rows_smem.index(stage), C, _FULL_SUMS) * column
         if TWO:
-            more_factors = _row_factors(rows_smem.index(stage), C + 2, _FULL_SUMS) * column
+            more_factors = row_factors(rows_smem.index(stage), C + 2, _FULL_SUMS) * column
         partial = warpgroup_mma_wait(0, deps=(partial,))
         acc += partial * factors
         if TWO:
@@ -251,9 +251,9 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
         else:
             odd = _begin(a_smem, b_smem, stage, odd, C, 1)
         values = columns_smem.index(stage)
-        rows = _row_factors(rows_smem.index(stage), C, _HALF_SUMS)
+        rows = row_factors(rows_smem.index(stage), C, _HALF_SUMS)
         if TWO:
-            more_rows = _row_factors(rows_smem.index(stage), C + 2, _HALF_SUMS)
+            more_rows = row_factors(rows_smem.index(stage), C + 2, _HALF_SUMS)
         columns = _column_factors(values, 0)
         even = warpgroup_mma_wait(1, deps=(even,))
         if TWO:

@@ -147,6 +147,7 @@ def load_tiles(
     OUT_T: gl.constexpr,
     LONGEST_FIRST: gl.constexpr,
     AHEAD: gl.constexpr = False,
+    HALVES: gl.constexpr = 1,
 ):
     """The loading warpgroup: the ring of stages never stops between tiles.
 
@@ -156,10 +157,12 @@ def load_tiles(
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups. AHEAD: B's values of a group are there
     when `await_values` says so; `ticket` has the counts of `hopper.grouped.dequantize_ahead`.
+    HALVES: 2 if a group's N rows of B are two matrices, one below the other, of each of which a stage has TILE_N rows; not
+    for a weight gradient.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
-    FIXED: gl.constexpr = b_desc.block_type.nbytes + ROW_BYTES + COLUMN_BYTES
+    FIXED: gl.constexpr = HALVES * (b_desc.block_type.nbytes + COLUMN_BYTES) + ROW_BYTES
     TILE_M: gl.constexpr = BLOCKS * ROWS
     tile = gl.program_id(0)
     zero = gl.to_tensor(0)
@@ -201,12 +204,16 @@ def load_tiles(
                 position = group * N + column * TILE_N
             if ROW_SCALES:
                 _block(rows_desc, row, r // SCALED, bar, rows_smem.index(stage), M, TRANSPOSED)
-            if COLUMN_SCALES:
-                _block(columns_desc, position, r // SCALED, bar, columns_smem.index(stage), N, TRANSPOSED)
-            if B_FORM and not WGRAD:
-                _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(stage), N, TRANSPOSED)
-            else:
-                _block(b_desc, position, r, bar, b_smem.index(stage), N, B_FORM)
+            for half in gl.static_range(HALVES):
+                part = stage * HALVES + half
+                if half > 0:
+                    position += N // 2
+                if COLUMN_SCALES:
+                    _block(columns_desc, position, r // SCALED, bar, columns_smem.index(part), N, TRANSPOSED)
+                if B_FORM and not WGRAD:
+                    _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(part), N, TRANSPOSED)
+                else:
+                    _block(b_desc, position, r, bar, b_smem.index(part), N, B_FORM)
             loaded += 1
         tile, turn, base = take(ticket, turn, base, ends, num_groups, tiles_m, tiles_n, TILE_M, WGRAD)
     _announce(places, written, read, announced, zero, zero, zero, zero)

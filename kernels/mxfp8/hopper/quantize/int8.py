@@ -69,7 +69,7 @@ def _codes(words, factors):
 
 @gluon.jit
 def store_int8(words, buffer, desc, row, column, scales, line, block, num_lines):
-    """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales from (line, block) on of `num_lines`.
+    """The words of a tile [rows, 64]: codes at (row, column) of `desc`, scales from (line, block) on of `num_lines`.
 
     `desc` and `buffer` have two codes to an element. The store of `buffer` is still in flight when this returns.
     """
@@ -80,11 +80,12 @@ def store_int8(words, buffer, desc, row, column, scales, line, block, num_lines)
     scale_bytes = gl.where(rounded_up > _MOST, 255, rounded_up)
     BLOCKS: gl.constexpr = scale_bytes.type.layout
     place = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, BLOCKS)), 0) * 8
-    at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, gl.SliceLayout(1, BLOCKS))
+    lines = gl.arange(0, words.shape[0], gl.SliceLayout(1, BLOCKS))
+    at = (block // 4).to(gl.int64) * num_lines + line + lines
     gl.store(scales + at, gl.sum(scale_bytes << place, 1))
     factors = gl.expand_dims(((260 - scale_bytes) << 23).to(gl.float32, bitcast=True), 2)
-    blocks = gl.reshape(words, [128, 4, 16])
-    codes = gl.reshape(_codes(blocks, factors), [128, 64])
+    blocks = gl.reshape(words, [words.shape[0], 4, 16])
+    codes = gl.reshape(_codes(blocks, factors), words.shape)
     buffer.store(gl.convert_layout(codes, LAYOUT, assert_trivial=True))
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buffer)

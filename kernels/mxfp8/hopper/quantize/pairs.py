@@ -172,11 +172,11 @@ def _store_scales(scales, scale_bytes, AXIS: gl.constexpr, line, block, num_line
 
 @gluon.jit
 def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: gl.constexpr, FORM: gl.constexpr):
-    """Of magnitude bits of a tile's 128 lines, each a group: store their scales in a table and return their bytes."""
+    """Of magnitude bits of a tile's lines, each a group: store their scales in a table and return their bytes."""
     if SQUARE:
         bits = square_maxima(bits)
     scale_bytes = scale_bytes_of(bits)
-    at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, 128, scale_bytes.type.layout)
+    at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, bits.shape[0], scale_bytes.type.layout)
     if FORM == _BYTES:
         gl.store(scales + at, scale_bytes.to(gl.uint8))
     else:
@@ -189,8 +189,8 @@ def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: g
 
 @gluon.jit
 def row_maxima(words):
-    """The bits [128, 4] as float32 of the largest magnitude in each block of a tile in `row_layout`."""
-    largest = gl.reduce(gl.reshape(words, [128, 4, 16]), 2, _larger)
+    """The bits [rows, 4] as float32 of the largest magnitude in each block of a tile's rows."""
+    largest = gl.reduce(gl.reshape(words, [words.shape[0], 4, 16]), 2, _larger)
     return gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
 
 
@@ -239,7 +239,7 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
     """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales in FORM from (line, block) of
     [num_lines, num_blocks] on. `differ` is set to 1 if SQUARE, FORM is a table and the tile's lines have several.
 
-    `desc` and `buffer` have two codes to an element. The store of `buffer` is still in flight when this returns.
+    With a scale for each group of 128, other layouts and numbers of rows will do. `desc` and `buffer` have two codes to an element. The store of `buffer` is still in flight when this returns.
     """
     # Scales before codes: exchanges between threads may use shared memory that a copy of codes still reads.
     if FORM > _WORDS:

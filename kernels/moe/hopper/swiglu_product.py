@@ -1,0 +1,245 @@
+"""The experts' first product with SwiGLU in its epilogue, for MXFP8 with groups of 128 and Hopper, in Gluon.
+
+A tile has 128 rows and 128 columns of gate and the same ones of up, so that a tile of the result is one group of each of
+its rows. Sums are rounded to bfloat16, as if they had been written and read again; then the result is quantised, and
+the hidden rows are kept in MXINT8, from registers: of a row, four neighbouring threads hold all 128 columns. Nothing of
+16 bits goes to memory. The rest is that of `mxfp8.hopper.grouped.fp8`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.core.counters import counter
+from kernels.core.launch import Launcher, aligned, processors
+from kernels.moe.hopper.swiglu_quantized import Results, empty_results
+from kernels.moe.hopper.words import pair, swiglu_of
+from kernels.mxfp8.grouped import BYTES, Quantized, addressable_operands, in_table
+from kernels.mxfp8.hopper.grouped import fp8
+from kernels.mxfp8.hopper.grouped.fp8 import row_factors
+from kernels.mxfp8.hopper.grouped.tiles import (
+    PIECES,
+    ROWS,
+    accept_tile,
+    announcements,
+    await_tile,
+    descriptor,
+    load_tiles,
+    table_descriptor,
+)
+from kernels.mxfp8.hopper.quantize.int8 import store_int8
+from kernels.mxfp8.hopper.quantize.pairs import codes_layout, store_rows, table_of
+
+_TILE_N = gl.constexpr(128)  # of each half
+_BLOCK_K = gl.constexpr(128)
+_BAND = gl.constexpr(16)  # rows of tiles that are in flight together
+_STAGES = gl.constexpr(4)
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
+_FORM = gl.constexpr(BYTES)
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_LOADER_REGISTERS = gl.constexpr(24)
+
+
+def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, width: int, keep: bool) -> Results:
+    """The result [M, F] of SwiGLU over rows [M, D] times their experts' gate_up [E, 2F, D], and h if it is kept.
+
+    D and F are multiples of 128, and so are the groups' numbers of rows.
+    """
+    num_rows, depth = rows.codes.shape
+    results = empty_results(num_rows, width, rows.group, keep, ends.device)
+    if num_rows == 0:
+        return results
+    a, a_scales, b, b_scales = addressable_operands(rows, gate_up)
+    scales = fp8.tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), gate_up.differ)
+    row_scales, column_scales, differ = scales
+    ends, groups = ends.contiguous(), gate_up.codes.shape[0]
+    _launch(
+        (processors(ends.device), 1, 1),
+        (ends.device, ends.dtype, aligned(ends), (width, depth), keep),
+        descriptor(a, ROWS.value, _BLOCK_K.value),
+        descriptor(b.flatten(0, 1), _TILE_N.value, _BLOCK_K.value),
+        table_descriptor(row_scales, 2 * ROWS.value),
+        table_descriptor(column_scales, _TILE_N.value),
+        _codes_descriptor(results.codes),
+        _codes_descriptor(results.kept if keep else results.codes),
+        table_of(results.scales),
+        results.kept_scales,
+        differ,
+        counter(ends.device),
+        ends,
+        groups,
+        width // _TILE_N.value,
+        num_rows,
+        2 * width,
+        depth,
+        keep,
+    )
+    return results
+
+
+def _codes_descriptor(codes: Tensor) -> TensorDescriptor:
+    """As `quantize.pairs.codes_descriptor`, for the rows of one consumer."""
+    pairs = codes.view(torch.int16)
+    return TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [ROWS.value, 64], codes_layout())
+
+
+@gluon.jit
+def _add(sums, a, b, partial, rows, columns, SHARED: gl.constexpr):
+    """sums + a b^T, scaled by the factors of rows and columns."""
+    partial = warpgroup_mma(a, b.permute((1, 0)), partial, use_acc=False, is_async=True)
+    if SHARED:
+        factors = rows * columns.slice(0, 1, 1).load(_SUMS).to(gl.float32)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        sums += partial * factors
+    else:
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        sums += partial * rows * columns.load(_SUMS).to(gl.float32)
+    # Nothing is in flight. But otherwise the next product would start before this, in registers that are not there.
+    return warpgroup_mma_wait(0, deps=(sums,)), partial
+
+
+@gluon.jit
+def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED: gl.constexpr,
+          C: gl.constexpr):  # fmt: skip
+    """(consumer C's sums of gate, those of up, `done` and the steps of this tile)."""
+    gate = gl.zeros((ROWS, _TILE_N), gl.float32, _SUMS)
+    up = gate
+    partial = gate
+    for step in range(steps):
+        stage = done % _STAGES
+        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        rows = row_factors(rows_smem.index(stage), C, _SUMS)
+        a = a_smem.index(stage * 2 + C)
+        gate, partial = _add(gate, a, b_smem.index(stage * 2), partial, rows, columns_smem.index(stage * 2), SHARED)
+        up, partial = _add(up, a, b_smem.index(stage * 2 + 1), partial, rows, columns_smem.index(stage * 2 + 1), SHARED)
+        mbarrier.arrive(empty.index(stage), count=1)
+        if C == 0:
+            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+        done += 1
+    return gate, up, done
+
+
+@gluon.jit
+def _words(sums):
+    """[64, 64] int32: two neighbours of a row in bfloat16."""
+    left, right = gl.split(gl.reshape(sums, [ROWS, _TILE_N // 2, 2]))
+    return pair(left, right)
+
+
+@gluon.jit
+def _store(descs, scales, smem, gate, up, row, column, num_rows, width, KEEP: gl.constexpr, C: gl.constexpr):
+    """The results of consumer C's 64 rows from the words of its sums."""
+    codes_desc, kept_desc = descs
+    row_scales, kept_scales = scales
+    first = smem.index(C * PIECES)
+    second = smem.index(C * PIECES + 1)
+    tma.store_wait(0)
+    store_rows(swiglu_of(gate, up), first, codes_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+               num_rows, width // 32, 128, False, _FORM)  # fmt: skip
+    if KEEP:
+        store_int8(gate, second, kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)
+        tma.store_wait(1)
+        store_int8(up, first, kept_desc, row, (width + column) // 2, kept_scales, row, (width + column) // 32, num_rows)
+
+
+@gluon.jit
+def _multiply(descs, scales, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, places,
+              written, read, num_rows, N, KEEP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Consumer C: 64 rows of each tile."""
+    done = 0
+    received = 0
+    shared = gl.load(differ) == 0
+    if C == 1:
+        mbarrier.wait(order, 0)
+    count = await_tile(places, written, received)
+    while count > 0:
+        row, column, steps = accept_tile(places, read, received)
+        if shared:
+            gate, up, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, received == 0, done,
+                                   steps, True, C)  # fmt: skip
+        else:
+            gate, up, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, received == 0, done,
+                                   steps, False, C)  # fmt: skip
+        if C == 0:  # the loader goes on only when both have accepted the tile
+            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        _store(descs, scales, out_smem, _words(gate), _words(up), row + C * ROWS, column, num_rows, N // 2, KEEP, C)
+        received += 1
+        count = await_tile(places, written, received)
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=received == 0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["differ", "ticket", "num_groups", "tiles_n", "num_rows"])
+def swiglu_product_kernel(
+    a_desc,
+    b_desc,
+    rows_desc,
+    columns_desc,
+    codes_desc,
+    kept_desc,
+    scales,
+    kept_scales,
+    differ,
+    ticket,
+    ends,
+    num_groups,
+    tiles_n,
+    num_rows,
+    N,
+    K,
+    KEEP: gl.constexpr,
+):
+    """N = 2F rows of B for each group."""
+    dtype: gl.constexpr = a_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + b_desc.block_type.shape, b_desc.layout)
+    rows_smem = gl.allocate_shared_memory(gl.uint8, [_STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    columns_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [_STAGES * 2] + columns_desc.block_type.shape, columns_desc.layout
+    )
+    out_smem = gl.allocate_shared_memory(gl.int16, [2 * PIECES] + codes_desc.block_type.shape, codes_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    order = orders.index(0)
+    places, written, read = announcements(2)
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(order, count=1)
+    fence_async_shared()
+    descs = (codes_desc, kept_desc)
+    tables = (scales, kept_scales)
+    tiles_m = gl.to_tensor(0)
+    gl.warp_specialize(
+        [
+            (_multiply, (descs, tables, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         places, written, read, num_rows, N, KEEP, 0)),
+            (_multiply, (descs, tables, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
+                         places, written, read, num_rows, N, KEEP, 1)),
+            (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
+                          ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, num_rows, N, K, _TILE_N,
+                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, False, True, True, False, False, False, 2)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+_launch = Launcher(swiglu_product_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

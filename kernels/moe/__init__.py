@@ -110,11 +110,12 @@ def _in_the_product(
     return None
 
 
-# Inside of the fused experts with a quantised recipe: from quantised rows to those of the second product.
+# Inside of the fused experts with a quantised recipe: from quantised rows to those of the second product. The reference
+# is the product and SwiGLU one after the other.
 dispatch.declare(
     "moe_hidden",
     Backend("hopper", "kernels.moe.hopper.swiglu_product:hidden", _in_the_product),
-    Backend("passes", "kernels.moe.hopper.hidden:hidden"),
+    Backend("reference", "kernels.moe.hopper.hidden:hidden"),
 )
 dispatch.declare(
     "moe_experts",

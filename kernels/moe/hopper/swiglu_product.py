@@ -1,9 +1,10 @@
 """The experts' first product with SwiGLU in its epilogue, for MXFP8 with groups of 128 and Hopper, in Gluon.
 
-A tile has 128 rows and 128 columns of gate and the same ones of up, so that a tile of the result is one group of each of
-its rows. Sums are rounded to bfloat16, as if they had been written and read again; then the result is quantised, and
-the hidden rows are kept in MXINT8, from registers: of a row, four neighbouring threads hold all 128 columns. Nothing of
-16 bits goes to memory. The rest is that of `mxfp8.hopper.grouped.fp8`.
+A tile has 128 rows and 128 columns of gate and the same ones of up, so that a tile of the result is one group of each
+of its rows. Sums are rounded to bfloat16, as if they had been written and read again; then the result is quantised, and
+the hidden rows are kept in MXINT8, from registers. The rows of B reach shared memory in such an order that a thread
+holds 32 neighbours of a row: a whole block, whose codes it stores at once. Nothing goes to memory in 16 bits. The rest
+is that of `mxfp8.hopper.grouped.fp8`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from kernels.mxfp8.hopper.grouped.fp8 import row_factors
 from kernels.mxfp8.hopper.grouped.tiles import (
     PIECES,
     ROWS,
+    SHUFFLED,
     accept_tile,
     announcements,
     await_tile,
     descriptor,
+    in_order,
     load_tiles,
+    shuffled_descriptor,
     table_descriptor,
 )
 from kernels.mxfp8.hopper.quantize.int8 import store_int8
@@ -72,7 +76,7 @@ def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, width: int, keep: 
         (processors(ends.device), 1, 1),
         (ends.device, ends.dtype, aligned(ends), (width, depth), keep),
         descriptor(a, ROWS.value, _BLOCK_K.value),
-        descriptor(b.flatten(0, 1), _TILE_N.value, _BLOCK_K.value),
+        shuffled_descriptor(b.flatten(0, 1)),
         table_descriptor(row_scales, 2 * ROWS.value),
         table_descriptor(column_scales, _TILE_N.value),
         _codes_descriptor(results.codes),
@@ -98,6 +102,21 @@ def _codes_descriptor(codes: Tensor) -> TensorDescriptor:
     return TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [ROWS.value, 64], codes_layout())
 
 
+@gluon.constexpr_function
+def _columns_layout():
+    """Of 128 columns in their order as the sums have them: 32 in each of four neighbouring threads."""
+    registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, 128])
+
+
+@gluon.jit
+def _column_factors(columns):
+    """[1, 128] float32 in the order of the sums. `columns` [1, 128] bfloat16 are in that of B's rows in memory."""
+    values = gl.reshape(columns.load(_columns_layout()), [1, 4, 16, 2])
+    values = gl.reshape(gl.permute(values, (0, 2, 1, 3)), [1, _TILE_N])
+    return gl.convert_layout(values, _SUMS, assert_trivial=True).to(gl.float32)
+
+
 @gluon.jit
 def _add(sums, a, b, partial, rows, columns, SHARED: gl.constexpr):
     """sums + a b^T, scaled by the factors of rows and columns."""
@@ -108,7 +127,7 @@ def _add(sums, a, b, partial, rows, columns, SHARED: gl.constexpr):
         sums += partial * factors
     else:
         partial = warpgroup_mma_wait(0, deps=(partial,))
-        sums += partial * rows * columns.load(_SUMS).to(gl.float32)
+        sums += partial * rows * _column_factors(columns)
     # Nothing is in flight. But otherwise the next product would start before this, in registers that are not there.
     return warpgroup_mma_wait(0, deps=(sums,)), partial
 
@@ -136,8 +155,8 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
 
 @gluon.jit
 def _words(sums):
-    """[64, 64] int32: two neighbours of a row in bfloat16."""
-    left, right = gl.split(gl.reshape(sums, [ROWS, _TILE_N // 2, 2]))
+    """[64, 64] int32: two neighbours of a row in bfloat16, 32 of whose elements are in one thread."""
+    left, right = gl.split(gl.reshape(in_order(sums), [ROWS, _TILE_N // 2, 2]))
     return pair(left, right)
 
 
@@ -208,7 +227,7 @@ def swiglu_product_kernel(
     """N = 2F rows of B for each group."""
     dtype: gl.constexpr = a_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + b_desc.block_type.shape, b_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2, _TILE_N, _BLOCK_K], a_desc.layout)
     rows_smem = gl.allocate_shared_memory(gl.uint8, [_STAGES] + rows_desc.block_type.shape, rows_desc.layout)
     columns_smem = gl.allocate_shared_memory(
         gl.bfloat16, [_STAGES * 2] + columns_desc.block_type.shape, columns_desc.layout
@@ -235,7 +254,7 @@ def swiglu_product_kernel(
                          places, written, read, num_rows, N, KEEP, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
                           ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, num_rows, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, False, True, True, False, False, False, 2)),
+                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, SHUFFLED, True, True, False, False, False, 2)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],

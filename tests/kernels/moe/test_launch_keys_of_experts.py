@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -20,16 +21,23 @@ from kernels.moe.hopper import swiglu_product
 from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
-from kernels.mxfp8.grouped import MATRIX, Quantized, form_of
+from kernels.mxfp8.grouped import MATRIX, TABLES, Quantized, form_of
 from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 from tests.kernels.core import test_launch_keys
 from tests.kernels.core.test_launch_keys import shifted
 
 hits = test_launch_keys.hits
-E4M3 = torch.float8_e4m3fn
 
 
-def test_routed_experts(hits: Counter[Launcher]) -> None:
+def _zeros(shape: tuple[int, ...], form: int) -> Quantized:
+    *lines, length = shape
+    scales = torch.zeros(length // 128, math.prod(lines), dtype=TABLES[form])
+    return Quantized(torch.zeros(shape, dtype=torch.float8_e4m3fn), scales, 128)
+
+
+def test_routed_experts(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
+    monkeypatch.setattr(swiglu_product, "processors", lambda device: 132)
+    monkeypatch.setattr(swiglu_product, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
     for (tokens, top_k, experts), (width, hidden), dtype, elsewhere, group in itertools.product(
         ((1, 1, 1), (64, 2, 4), (1000, 2, 4), (1024, 2, 16)),
         ((128, 256), (256, 128), (2048, 1024)),
@@ -55,10 +63,13 @@ def test_routed_experts(hits: Counter[Launcher]) -> None:
         for part in (slice(0, half), slice(half, count)):
             hopper_swiglu_quantized.swiglu_quantized(gate_up[part], routed.ends, group, results, part.start)
         if group == 128:
-            codes, weight = torch.zeros(count, width).to(E4M3), torch.zeros(experts, 2 * hidden, width).to(E4M3)
-            scales = torch.zeros(width // 128, count, dtype=torch.float8_e8m0fnu), torch.zeros(width // 128, 2 * hidden * experts).bfloat16()
-            operands = Quantized(codes, scales[0], 128), Quantized(weight, scales[1], 128, differ=routed.ends[:1])
-            swiglu_product.hidden(*operands, routed.ends, hidden, elsewhere)
+            swiglu_product.hidden(
+                _zeros((count, width), form_of(group, False)),
+                _zeros((experts, 2 * hidden, width), form_of(group, True))._replace(differ=torch.zeros(1).int()),
+                routed.ends,
+                hidden,
+                elsewhere,
+            )
         kept = empty_int8(count, 2 * hidden, gate_up.device)
         form = form_of(group, True)
         hopper_swiglu_quantized.swiglu_quantized_backward(*kept, grad, *rest, group, elsewhere, form)

@@ -23,9 +23,11 @@ from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
 SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
-# How an operand lies in memory: with r along its rows (0), along its columns, or in `grouped` pairs.
+# How an operand lies in memory: with r along its rows (0), along its columns, or in `grouped` pairs. SHUFFLED is 0 too,
+# but its rows reach shared memory in the order of `shuffled_descriptor`.
 TRANSPOSED = gl.constexpr(1)
 PAIRED = gl.constexpr(2)
+SHUFFLED = gl.constexpr(3)
 PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
@@ -39,6 +41,23 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return UncheckedDescriptor(
         x, list(x.shape), list(x.stride()), [rows, columns], operand_layout(rows, columns, x.dtype)
     )
+
+
+def shuffled_descriptor(x: Tensor) -> TensorDescriptor:
+    """Of blocks of 128 x 128 codes, with row 32 t + 2 j + b in the place of row 8 j + 2 t + b.
+
+    A thread t of the four that hold a row of a product with such an operand has its columns 8 j + 2 t + b, so in the
+    operand's order it has 32 neighbours (`in_order`).
+    """
+    rows, depth = x.shape
+    shape, strides = [rows // 128, 16, 4, 2, depth], [128 * depth, 2 * depth, 32 * depth, depth, 1]
+    return UncheckedDescriptor(x, shape, strides, [1, 16, 4, 2, 128], swizzled_layout(128, x.element_size(), 5))
+
+
+@gluon.jit
+def in_order(sums):
+    """Sums of 128 columns with a shuffled operand, the columns in its order; no register moves."""
+    return sums.reshape((sums.shape[0], 16, 4, 2)).permute((0, 2, 1, 3)).reshape((sums.shape[0], 128))
 
 
 def table_descriptor(table: Tensor, width: int) -> TensorDescriptor:
@@ -107,6 +126,9 @@ def _block(desc, position, r, full, smem, lines, FORM: gl.constexpr):
         position -= second * (lines // 2)
         column = position // 128 * 256 + second * 128 + r % 128
         tma.async_copy_global_to_shared(desc, [r // 128 * 128 + position % 128, column], full, smem)
+    elif FORM == SHUFFLED:
+        place = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+        tma.async_copy_global_to_shared(desc, [position // 128, 0, 0, 0, r], full, place)
     else:
         tma.async_copy_global_to_shared(desc, [position, r], full, smem)
 
@@ -157,8 +179,8 @@ def load_tiles(
     weight gradient its place in the transposed result is announced, and the columns that are left instead of the rows.
     LONGEST_FIRST: a weight gradient of few tiles begins with the longest groups. AHEAD: B's values of a group are there
     when `await_values` says so; `ticket` has the counts of `hopper.grouped.dequantize_ahead`.
-    HALVES: 2 if a group's N rows of B are two matrices, one below the other, of each of which a stage has TILE_N rows; not
-    for a weight gradient.
+    HALVES: 2 if a group's N rows of B are two matrices, one below the other, of each of which a stage has TILE_N rows;
+    not for a weight gradient.
     """
     ROW_BYTES: gl.constexpr = rows_desc.block_type.nbytes if ROW_SCALES else 0
     COLUMN_BYTES: gl.constexpr = columns_desc.block_type.nbytes if COLUMN_SCALES else 0
@@ -210,7 +232,7 @@ def load_tiles(
                     position += N // 2
                 if COLUMN_SCALES:
                     _block(columns_desc, position, r // SCALED, bar, columns_smem.index(part), N, TRANSPOSED)
-                if B_FORM and not WGRAD:
+                if B_FORM == TRANSPOSED and not WGRAD:
                     _block(b_desc, column * TILE_N, group * K + r, bar, b_smem.index(part), N, TRANSPOSED)
                 else:
                     _block(b_desc, position, r, bar, b_smem.index(part), N, B_FORM)

@@ -239,7 +239,8 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
     """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales in FORM from (line, block) of
     [num_lines, num_blocks] on. `differ` is set to 1 if SQUARE, FORM is a table and the tile's lines have several.
 
-    With a scale for each group of 128, other layouts and numbers of rows will do. `desc` and `buffer` have two codes to an element. The store of `buffer` is still in flight when this returns.
+    With a scale for each group of 128, other layouts and numbers of rows will do. `desc` and `buffer` have two codes to
+    an element. The store of `buffer` is still in flight when this returns.
     """
     # Scales before codes: exchanges between threads may use shared memory that a copy of codes still reads.
     if FORM > _WORDS:

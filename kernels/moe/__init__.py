@@ -103,19 +103,20 @@ def _in_the_product(
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
-    if group != 128:
-        return f"multiplies codes whose scales 128 elements share, not {group}"
-    if in_features % 128 or out_features % 128:
-        return f"needs features in multiples of 128, got {in_features} and {out_features}"
+    if group not in (0, 128):
+        return f"multiplies bfloat16 or codes whose scales 128 elements share, not {group}"
+    multiple = 128 if group else 64
+    if in_features % multiple or out_features % 128:
+        return f"needs features in multiples of {multiple} and 128, got {in_features} and {out_features}"
     return None
 
 
-# Inside of the fused experts with a quantised recipe: from quantised rows to those of the second product. The reference
-# is the product and SwiGLU one after the other.
+# Inside of the fused experts: from the rows of the first product to those of the second one. The reference is the
+# product and SwiGLU one after the other.
 dispatch.declare(
     "moe_hidden",
-    Backend("hopper", "kernels.moe.hopper.swiglu_product:hidden", _in_the_product),
-    Backend("reference", "kernels.moe.hopper.hidden:hidden"),
+    Backend("hopper", "kernels.moe.hopper.hidden:in_the_product", _in_the_product),
+    Backend("reference", "kernels.moe.hopper.hidden:in_passes"),
 )
 dispatch.declare(
     "moe_experts",

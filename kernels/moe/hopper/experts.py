@@ -85,25 +85,18 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe.hopper.gather import gather
-    from kernels.moe.hopper.swiglu import swiglu
     from kernels.moe.triton import route
 
     permutation = route.permutation(chosen, gate_up.shape[0])
     rows, row_scales, *kept_rows = gather(x, permutation, group, form_of(group, True) if keep and group else None)
-    first = _operand(gate_up, group, False)
-    if group:
-        operand, width = Quantized(rows, row_scales, group), down.shape[2]
-        facts = {"group": group, "in_features": x.shape[1], "out_features": width}
-        hidden_of = dispatch.choose("moe_hidden", None, operand.codes, **facts)
-        codes, scales, hidden, hidden_scales = hidden_of(operand, first, permutation.ends, width, keep)
-        del rows, row_scales, operand, first
-        result: Operand = Quantized(codes, scales, group)
-        del codes, scales
-    else:
-        hidden = fprop(rows, first, permutation.ends)
-        kept_rows, hidden_scales = [rows, row_scales], hidden.new_empty(0, 0, dtype=torch.int32)
-        del rows, first
-        result = swiglu(hidden, permutation.ends)
+    facts = {"group": group, "in_features": x.shape[1], "out_features": down.shape[2]}
+    hidden_of = dispatch.choose("moe_hidden", None, rows, **facts)
+    operand = Quantized(rows, row_scales, group) if group else rows
+    if keep and not group:
+        kept_rows = [rows, row_scales]
+    del rows, row_scales
+    result, hidden, hidden_scales = hidden_of(operand, _operand(gate_up, group, False), permutation.ends, keep)
+    del operand
     second, *transposed = _both(down, group) if keep else (_operand(down, group, False),)
     result = fprop(result, second, permutation.ends)
     del second

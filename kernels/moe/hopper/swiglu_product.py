@@ -23,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
+from kernels.core.hopper import neighbours, pair
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.moe.hopper.swiglu_quantized import Results, empty_results
-from kernels.moe.hopper.words import pair, swiglu_of
+from kernels.moe.hopper.words import swiglu_words
 from kernels.mxfp8.grouped import BYTES, Quantized, addressable_operands, in_table
 from kernels.mxfp8.hopper.grouped import fp8
 from kernels.mxfp8.hopper.grouped.fp8 import row_factors
@@ -59,19 +60,21 @@ _CONSUMER_REGISTERS = gl.constexpr(240)
 _LOADER_REGISTERS = gl.constexpr(24)
 
 
-def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, width: int, keep: bool) -> Results:
+def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, keep: bool) -> Results:
     """The result [M, F] of SwiGLU over rows [M, D] times their experts' gate_up [E, 2F, D], and h if it is kept.
 
     D and F are multiples of 128, and so are the groups' numbers of rows.
     """
     num_rows, depth = rows.codes.shape
+    groups, double, _ = gate_up.codes.shape
+    width = double // 2
     results = empty_results(num_rows, width, rows.group, keep, ends.device)
     if num_rows == 0:
         return results
     a, a_scales, b, b_scales = addressable_operands(rows, gate_up)
     scales = fp8.tables(a_scales, b_scales if in_table(b_scales) else b_scales.flatten(0, 1), gate_up.differ)
     row_scales, column_scales, differ = scales
-    ends, groups = ends.contiguous(), gate_up.codes.shape[0]
+    ends = ends.contiguous()
     _launch(
         (processors(ends.device), 1, 1),
         (ends.device, ends.dtype, aligned(ends), (width, depth), keep),
@@ -89,7 +92,7 @@ def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, width: int, keep: 
         groups,
         width // _TILE_N.value,
         num_rows,
-        2 * width,
+        double,
         depth,
         keep,
     )
@@ -156,7 +159,7 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
 @gluon.jit
 def _words(sums):
     """[64, 64] int32: two neighbours of a row in bfloat16, 32 of whose elements are in one thread."""
-    left, right = gl.split(gl.reshape(in_order(sums), [ROWS, _TILE_N // 2, 2]))
+    left, right = neighbours(in_order(sums))
     return pair(left, right)
 
 
@@ -168,7 +171,7 @@ def _store(descs, scales, smem, gate, up, row, column, num_rows, width, KEEP: gl
     first = smem.index(C * PIECES)
     second = smem.index(C * PIECES + 1)
     tma.store_wait(0)
-    store_rows(swiglu_of(gate, up), first, codes_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+    store_rows(swiglu_words(gate, up), first, codes_desc, row, column // 2, row_scales, row_scales, row, column // 32,
                num_rows, width // 32, 128, False, _FORM)  # fmt: skip
     if KEEP:
         store_int8(gate, second, kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)

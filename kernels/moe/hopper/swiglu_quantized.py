@@ -20,8 +20,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.core.hopper import left_half, pair, right_half, sigmoid_of
 from kernels.core.launch import Launcher, aligned
-from kernels.moe.hopper.words import left_half, pair, right_half, sigmoid_of, swiglu_of
+from kernels.moe.hopper.words import swiglu_words
 from kernels.mxfp8.grouped import TABLES, form_of
 from kernels.mxfp8.hopper.quantize.blocks import tile_place
 from kernels.mxfp8.hopper.quantize.int8 import (
@@ -92,8 +93,9 @@ def swiglu_quantized_forward_kernel(
     if KEEP:
         store_int8(gate, buffers.index(1), kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)
     up = smem.index(1).load(row_layout())
-    store_rows(swiglu_of(gate, up), buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32,
-               num_rows, width // 32, GROUP, False, FORM)  # fmt: skip
+    result = swiglu_words(gate, up)
+    store_rows(result, buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32, num_rows,
+               width // 32, GROUP, False, FORM)  # fmt: skip
     if KEEP:
         # Read again: both words and results of a tile need more registers than three programs have.
         more = smem.index(1)._reinterpret(gl.int16, [2, 128, 64], codes_layout())

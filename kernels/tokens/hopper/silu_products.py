@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.core.hopper import halves
+from kernels.core.hopper import halves, left_half, neighbours, pair, right_half, sigmoid_of
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
 from kernels.tokens.hopper.product import (
@@ -48,7 +48,6 @@ from kernels.tokens.hopper.product import (
 )
 
 _COLUMNS = gl.constexpr(256)
-_LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 def product_and_silu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,12 +107,6 @@ def _launch(
 
 
 @gluon.jit
-def _sigmoid(x):
-    divisor = 1.0 + gl.exp2(-x * _LOG2_E)
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], gl.float32, True, 1)
-
-
-@gluon.jit
 def _finish_forward(z_desc, y_desc, smem, value, bias, row, column, N, PLACE: gl.constexpr):
     """Write z and y of a consumer's rows, piece by piece, through four places in shared memory in turn."""
     if value.shape[1] > PIECE:
@@ -125,13 +118,17 @@ def _finish_forward(z_desc, y_desc, smem, value, bias, row, column, N, PLACE: gl
         LAYOUT: gl.constexpr = value.type.layout
         columns = column + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
         offset = gl.load(bias + columns, columns < N, 0.0).to(gl.float32)
-        z = (value + gl.expand_dims(offset, 0)).to(gl.bfloat16)
+        z = value + gl.expand_dims(offset, 0)
         tma.store_wait(PLACES - 1)
-        put(z_desc, smem.index(PLACE), z, row, column)
-        u = z.to(gl.float32)
-        y = (u * _sigmoid(u)).to(gl.bfloat16)
+        put(z_desc, smem.index(PLACE), z.to(gl.bfloat16), row, column)
+        left, right = neighbours(z)
+        words = pair(left, right)
+        left = left_half(words)
+        right = right_half(words)
+        y = gl.join(left * sigmoid_of(left), right * sigmoid_of(right)).reshape(z.shape)
+        y = gl.convert_layout(y, LAYOUT, assert_trivial=True)
         tma.store_wait(PLACES - 1)
-        put(y_desc, smem.index(PLACE + 1), y, row, column)
+        put(y_desc, smem.index(PLACE + 1), y.to(gl.bfloat16), row, column)
 
 
 @gluon.jit
@@ -142,7 +139,7 @@ def _finish_backward(dz_desc, smem, ones, value, total, row, column):
     """
     LAYOUT: gl.constexpr = value.type.layout
     u = smem.load(LAYOUT).to(gl.float32)
-    s = _sigmoid(u)
+    s = sigmoid_of(u)
     put(dz_desc, smem, (value * s * (1.0 + u * (1.0 - s))).to(gl.bfloat16), row, column)
     return warpgroup_mma(smem.permute((1, 0)), ones.permute((1, 0)), total, is_async=True)
 

@@ -14,7 +14,7 @@ from kernels.testing import poisoned_empty, sqnr_db
 
 pytest.importorskip("triton")
 from kernels.moe.hopper import experts as fused
-from kernels.moe.hopper import hidden as in_passes
+from kernels.moe.hopper import hidden
 from kernels.moe.hopper import swiglu_quantized as hopper
 from kernels.moe.reference import capacity_of
 from tests.kernels.core.devices import HOPPER
@@ -104,14 +104,14 @@ def test_many_rows_come_in_two_parts(on_cpu: None, monkeypatch: pytest.MonkeyPat
 
     whole = run()
     shapes = []
-    fprop = in_passes.fprop
+    fprop = hidden.fprop
 
     def counted(a, b, ends: Tensor) -> Tensor:
         shapes.append(a.codes.shape[0])
         return fprop(a, b, ends)
 
-    monkeypatch.setattr(in_passes, "_LARGE", 128)
-    monkeypatch.setattr(in_passes, "fprop", counted)
+    monkeypatch.setattr(hidden, "_LARGE", 128)
+    monkeypatch.setattr(hidden, "fprop", counted)
     parts = run()
     assert sum(shapes) == capacity_of(900, 3)
     assert len(shapes) == 2
@@ -149,7 +149,7 @@ def test_gpu_many_rows_come_in_two_parts(monkeypatch: pytest.MonkeyPatch, recipe
     dispatch.force("moe_hidden=reference")
     try:
         passes = run()
-        monkeypatch.setattr(in_passes, "_LARGE", 128)
+        monkeypatch.setattr(hidden, "_LARGE", 128)
         parts = run()
     finally:
         dispatch.force("")

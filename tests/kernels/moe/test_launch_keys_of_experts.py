@@ -17,7 +17,7 @@ from kernels.ikbo.hopper import lce_forward
 from kernels.ikbo.lce_torch import aligned_rows
 from kernels.moe.hopper import gather_quantized as hopper_gather_quantized
 from kernels.moe.hopper import swiglu as hopper_swiglu
-from kernels.moe.hopper import swiglu_product
+from kernels.moe.hopper import swiglu_product, swiglu_product_bf16
 from kernels.moe.hopper import swiglu_quantized as hopper_swiglu_quantized
 from kernels.moe.triton import route
 from kernels.moe.triton import top_k as triton_top_k
@@ -36,8 +36,9 @@ def _zeros(shape: tuple[int, ...], form: int) -> Quantized:
 
 
 def test_routed_experts(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    monkeypatch.setattr(swiglu_product, "processors", lambda device: 132)
-    monkeypatch.setattr(swiglu_product, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    for module in (swiglu_product, swiglu_product_bf16):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
     for (tokens, top_k, experts), (width, hidden), dtype, elsewhere, group in itertools.product(
         ((1, 1, 1), (64, 2, 4), (1000, 2, 4), (1024, 2, 16)),
         ((128, 256), (256, 128), (2048, 1024)),
@@ -56,6 +57,8 @@ def test_routed_experts(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]
             hopper_gather_quantized.gather_quantized(x, routed, group, columns, (form_of(group, False), MATRIX))
         gate_up, grad = torch.zeros(count, 2 * hidden).bfloat16(), torch.zeros(count, hidden).bfloat16()
         rest = (routed.selections, weights, routed.ends)
+        weight = torch.zeros(experts, 2 * hidden, width).bfloat16()
+        swiglu_product_bf16.hidden(torch.zeros(count, width).bfloat16(), weight, routed.ends, elsewhere)
         hopper_swiglu.swiglu(gate_up, routed.ends)
         *_, partial = hopper_swiglu.swiglu_backward(gate_up, grad, *rest, elsewhere)
         results = hopper_swiglu_quantized.empty_results(count, hidden, group, elsewhere, gate_up.device)
@@ -67,7 +70,6 @@ def test_routed_experts(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]
                 _zeros((count, width), form_of(group, False)),
                 _zeros((experts, 2 * hidden, width), form_of(group, True))._replace(differ=torch.zeros(1).int()),
                 routed.ends,
-                hidden,
                 elsewhere,
             )
         kept = empty_int8(count, 2 * hidden, gate_up.device)

@@ -1,0 +1,208 @@
+"""The experts' first product with SwiGLU in its epilogue, in bfloat16 for Hopper, in Gluon.
+
+As `mxfp8.hopper.grouped.bf16`, of whose 256 columns half are gate and half are the same columns of up. Sums are rounded
+to bfloat16 and written for the backward, and the result is computed from them where they are, not read again.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.core.counters import counter
+from kernels.core.hopper import halves, neighbours, pair
+from kernels.core.launch import Launcher, aligned, processors
+from kernels.moe.hopper.words import swiglu_halves
+from kernels.mxfp8.grouped import addressable
+from kernels.mxfp8.hopper.grouped.tiles import (
+    COLUMNS,
+    PIECES,
+    ROWS,
+    accept_tile,
+    announcements,
+    await_tile,
+    descriptor,
+    load_tiles,
+)
+
+_TILE_N = gl.constexpr(128)  # of each half
+_BLOCK_K = gl.constexpr(64)
+_BAND = gl.constexpr(16)  # rows of tiles that are in flight together
+_STAGES = gl.constexpr(4)
+_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
+
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+MAX_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_LOADER_REGISTERS = gl.constexpr(24)
+
+
+def hidden(rows: Tensor, gate_up: Tensor, ends: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """(the result [M, F] of SwiGLU over h, h [M, 2F] if it is kept): h is rows [M, D] times their gate_up [E, 2F, D].
+
+    D is a multiple of 64 and F of 128, as are the groups' numbers of rows.
+    """
+    num_rows, depth = rows.shape
+    groups, double, _ = gate_up.shape
+    result = rows.new_empty(num_rows, double // 2)
+    h = rows.new_empty(num_rows if keep else 0, double)
+    if num_rows:
+        ends = ends.contiguous()
+        blocks = ROWS.value, COLUMNS.value
+        _launch(
+            (processors(ends.device), 1, 1),
+            (ends.device, ends.dtype, aligned(ends), (double, depth), keep),
+            descriptor(addressable(rows), ROWS.value, _BLOCK_K.value),
+            descriptor(addressable(gate_up).flatten(0, 1), _TILE_N.value, _BLOCK_K.value),
+            descriptor(result, *blocks),
+            descriptor(h if keep else result, *blocks),
+            counter(ends.device),
+            ends,
+            groups,
+            double // 2 // _TILE_N.value,
+            num_rows,
+            double,
+            depth,
+            keep,
+        )
+    return result, h
+
+
+@gluon.jit
+def _sums(a_smem, b_smem, full, empty, order, first, done, steps, C: gl.constexpr):
+    """(consumer C's sums of gate and up side by side, `done` and the steps of this tile)."""
+    acc = gl.zeros((ROWS, 2 * _TILE_N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+    for step in range(steps):
+        stage = done % _STAGES
+        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        acc = warpgroup_mma(a_smem.index(stage * 2 + C), b_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
+        if C == 0:
+            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+        done += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=steps > 0)
+    return acc, done
+
+
+@gluon.jit
+def _swiglu(gate, up):
+    """Of sums that are rounded to bfloat16."""
+    LAYOUT: gl.constexpr = gate.type.layout
+    left, right = swiglu_halves(_words(gate), _words(up))
+    return gl.convert_layout(gl.reshape(gl.join(left, right), [ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _words(sums):
+    left, right = neighbours(sums)
+    return pair(left, right)
+
+
+@gluon.jit
+def _put(desc, piece, value, row, column):
+    tma.store_wait(PIECES - 1)
+    piece.store(value.to(gl.bfloat16))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], piece)
+
+
+@gluon.jit
+def _store(result_desc, hidden_desc, smem, gate, up, row, column, width, KEEP: gl.constexpr, C: gl.constexpr):
+    """The results of consumer C's 64 rows from sums of gate and up, piece by piece."""
+    if gate.shape[1] > COLUMNS:
+        left, right = halves(gate)
+        left_up, right_up = halves(up)
+        _store(result_desc, hidden_desc, smem, left, left_up, row, column, width, KEEP, C)
+        _store(result_desc, hidden_desc, smem, right, right_up, row, column + gate.shape[1] // 2, width, KEEP, C)
+    else:
+        first = smem.index(C * PIECES)
+        second = smem.index(C * PIECES + 1)
+        result = _swiglu(gate, up)
+        if KEEP:
+            _put(hidden_desc, first, gate, row, column)
+            _put(hidden_desc, second, up, row, width + column)
+        # Two pieces have an even number of results, so that they take turns in both places.
+        _put(result_desc, first, result, row, column)
+
+
+@gluon.jit
+def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, order, places, written, read, N,
+              KEEP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Consumer C: 64 rows of each tile."""
+    done = 0
+    received = 0
+    if C == 1:
+        mbarrier.wait(order, 0)
+    count = await_tile(places, written, received)
+    while count > 0:
+        row, column, steps = accept_tile(places, read, received)
+        acc, done = _sums(a_smem, b_smem, full, empty, order, received == 0, done, steps, C)
+        if C == 0:  # the loader goes on only when both have accepted the tile
+            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        gate, up = halves(acc)
+        _store(result_desc, hidden_desc, out_smem, gate, up, row + C * ROWS, column, N // 2, KEEP, C)
+        received += 1
+        count = await_tile(places, written, received)
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=received == 0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_groups", "tiles_n", "num_rows"])
+def swiglu_product_bf16_kernel(
+    a_desc,
+    b_desc,
+    result_desc,
+    hidden_desc,
+    ticket,
+    ends,
+    num_groups,
+    tiles_n,
+    num_rows,
+    N,
+    K,
+    KEEP: gl.constexpr,
+):
+    """N = 2F rows of B for each group."""
+    dtype: gl.constexpr = a_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    halves_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + b_desc.block_type.shape, b_desc.layout)
+    b_smem = halves_smem._reinterpret(dtype, [_STAGES, 2 * _TILE_N, _BLOCK_K], b_desc.layout)
+    out_smem = gl.allocate_shared_memory(dtype, [2 * PIECES] + result_desc.block_type.shape, result_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    order = orders.index(0)
+    places, written, read = announcements(2)
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(order, count=1)
+    fence_async_shared()
+    tiles_m = gl.to_tensor(0)
+    gl.warp_specialize(
+        [
+            (_multiply, (result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, order, places, written, read,
+                         N, KEEP, 0)),
+            (_multiply, (result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, order, places, written, read,
+                         N, KEEP, 1)),
+            (load_tiles, (a_desc, b_desc, b_desc, b_desc, a_smem, halves_smem, halves_smem, halves_smem, full, empty,
+                          ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, num_rows, N, K, _TILE_N,
+                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, False, False, False, False, False, False, 2)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+_launch = Launcher(swiglu_product_bf16_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

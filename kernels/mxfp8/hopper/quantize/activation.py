@@ -2,7 +2,8 @@
 
 One tile of 128 x 128 a program, as in `tiles`: it is read once by TMA, computed in `column_layout`, where a thread has
 two columns and so two values of a bias, and goes through shared memory to be quantised along its rows, too. Results are
-rounded to bfloat16 before they are quantised, as if they had been written and read again.
+rounded to bfloat16 before they are quantised, as if they had been written and read again: they are those of
+`tokens.activate` and its gradient bit for bit, except where a sigmoid is below 2^-126.
 
 Sums of a gradient over the rows of each tile are added up in float32 before it is rounded. The gradient of a bias is
 their sum over the tiles, which is the same bits every time.
@@ -180,7 +181,9 @@ def silu_gradient_quantized_kernel(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """One tile of the gradient of z, where grad is that of silu(z + bias). Rows that grad lacks give zeros."""
+    """One tile of the gradient of z, where grad is that of silu(z + bias). Rows that grad lacks give zeros of
+    either sign.
+    """
     LAYOUT: gl.constexpr = column_layout()
     grad_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
     z_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
@@ -225,7 +228,7 @@ def factor_gradient_quantized_kernel(
     COLUMNS: gl.constexpr,
 ):
     """One tile of the gradients of z and of the factor, where grad is that of (z + bias) * factor. Rows that grad lacks
-    give zeros.
+    give zeros of either sign.
     """
     LAYOUT: gl.constexpr = column_layout()
     grad_smem = gl.allocate_shared_memory(gl.int32, [128, 64], words_layout())
@@ -245,10 +248,10 @@ def factor_gradient_quantized_kernel(
     grad, z = grad_smem.load(LAYOUT), z_smem.load(LAYOUT)
     left, right = left_of(grad), right_of(grad)
     z_smem.store(pair(left * (left_of(z) + left_bias), right * (right_of(z) + right_bias)))
+    fence_async_shared()
     factor = factor_smem.load(LAYOUT)
     left, right = left * left_of(factor), right * right_of(factor)
     _store_sums(_sum_of_warps(left), _sum_of_warps(right), sums, row, column, num_columns)
-    fence_async_shared()
     tma.async_copy_shared_to_global(d_factor_desc, [row, column // 2], z_smem)
     _store_both(pair(left, right), grad_smem, factor_smem, row_desc, column_desc, row_scales, column_scales, row,
                 column, tile_rows, num_columns, ROWS, COLUMNS, _BYTES)  # fmt: skip

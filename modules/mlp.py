@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels import mxfp8
 from kernels.tokens import activate, biased_linear, silu_mlp
 from modules.broadcast import CandidateRows, request_part
 from modules.core.vanilla import is_vanilla
@@ -50,6 +51,9 @@ class MLP(nn.Sequential):
                 layers.pop(0)
                 if len(layers) == 1 and _is_plain(layer) and _is_plain(layers[0]):
                     return _of_two(layer, layers[0], x, factor)
+                if len(layers) == 1 and _is_quantised(layer) and _is_quantised(layers[0], layer.recipe):
+                    weights = layer.weight, layer.bias, layers[0].weight, layers[0].bias
+                    return mxfp8.silu_mlp(x, *weights, factor, recipe=layer.recipe)
                 x = activated(layer, x, "silu")
             elif not layers and factor is not None:
                 return activated(layer, x, factor=factor)
@@ -64,6 +68,11 @@ def _drops_nothing(layer: nn.Module) -> bool:
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return is_vanilla(layer, nn.Linear) and layer.bias is not None
+
+
+def _is_quantised(layer: nn.Module, *recipes: str) -> TypeGuard[MXLinear]:
+    """Whether it is plainly quantised, by one of the recipes if some are named."""
+    return is_vanilla(layer, MXLinear) and layer.bias is not None and layer.recipe in (recipes or mxfp8.QUANTIZED)
 
 
 def _of_two(inner: nn.Linear, outer: nn.Linear, x: Tensor, factor: Tensor | None) -> Tensor:

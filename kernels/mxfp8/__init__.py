@@ -10,7 +10,8 @@ recipes that are unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import cast
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from kernels.core import dispatch
 from kernels.core.dispatch import Backend
-from kernels.mxfp8 import grouped, matmul, plain, reference, split
+from kernels.mxfp8 import grouped, matmul, mlp, plain, reference, split
 from kernels.mxfp8.execution import (
     experts_execution,
     linear_execution,
@@ -49,6 +50,7 @@ __all__ = [
     "multiplies_expert_codes",
     "multiplies_linear_codes",
     "quantize",
+    "silu_mlp",
     "swizzle_scales",
     "unswizzle_scales",
 ]
@@ -134,6 +136,44 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "bf16",
     return dispatch.choose("grouped_mm", backend, x, **facts)(x, weight, ends).to(out_dtype)
 
 
+def silu_mlp(
+    x: Tensor,
+    inner: Tensor,
+    bias: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor,
+    factor: Tensor | None = None,
+    *,
+    recipe: str,
+    backend: str | None = None,
+) -> Tensor:
+    """(silu(x inner^T + bias) outer^T + outer_bias) * factor, two quantised `linear` layers: x [..., D] -> [..., E].
+
+    inner is [F, D], bias [F], outer [E, F], outer_bias [E], factor [..., E]; weights and biases are usually float32
+    masters. Each product and the activation is rounded to the dtype of the result before it is read again. ValueError
+    for other shapes, and for a recipe that does not quantise.
+    """
+    if recipe not in QUANTIZED:
+        raise ValueError(f"recipe must be one of {', '.join(QUANTIZED)}, got {recipe!r}")
+    _check_features(x, inner)
+    shapes = [tuple(each.shape) for each in (bias, outer, outer_bias)]
+    hidden, width = inner.shape[0], outer.shape[0]
+    out_shape = (*x.shape[:-1], width)
+    if shapes != [(hidden,), (width, hidden), (width,)] or (factor is not None and factor.shape != out_shape):
+        raise ValueError(
+            f"x {tuple(x.shape)} and inner {tuple(inner.shape)} take bias [{hidden}], outer [E, {hidden}], "
+            f"outer_bias [E] and a factor {(*x.shape[:-1], 'E')}; got {', '.join(map(str, shapes))} and "
+            f"{None if factor is None else tuple(factor.shape)}"
+        )
+    out_dtype, group = dispatch.autocast_dtype(x), QUANTIZED[recipe]
+    if factor is not None and factor.dtype is not out_dtype:
+        return silu_mlp(x, inner, bias, outer, outer_bias, recipe=recipe, backend=backend) * factor
+    facts = {"widths": (x.shape[-1], hidden, width), "bias": bias.dtype, "group": group, "out_dtype": out_dtype}
+    chosen = dispatch.choose_in_eager("mxfp8_silu_mlp", backend, x, **facts)
+    rows, factor = x.reshape(-1, x.shape[-1]), None if factor is None else factor.reshape(-1, width)
+    return chosen(rows, inner, bias, outer, outer_bias, factor, out_dtype, group).view(out_shape)
+
+
 def _check_features(x: Tensor, weight: Tensor) -> None:
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} features and weight takes {weight.shape[-1]}: {tuple(weight.shape)}")
@@ -189,6 +229,15 @@ def _hopper_linear(
     return None
 
 
+def _hopper_silu_mlp(
+    *, widths: tuple[int, int, int], bias: torch.dtype, group: int, out_dtype: torch.dtype, **facts: Any
+) -> str | None:
+    for k, n in pairwise(widths):
+        if reason := _hopper_linear(in_features=k, out_features=n, group=group, out_dtype=out_dtype, **facts):
+            return reason
+    return dispatch.needs_dtype(bias, *dispatch.FLOATS)
+
+
 def _split(
     *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, weight: torch.dtype
 ) -> str | None:
@@ -234,6 +283,11 @@ dispatch.declare(
     "mxfp8_linear",
     Backend("hopper", "kernels.mxfp8.hopper.linear:linear", _hopper_linear),
     Backend("reference", matmul.linear),
+)
+dispatch.declare(
+    "mxfp8_silu_mlp",
+    Backend("hopper", "kernels.mxfp8.hopper.silu_mlp:silu_mlp", _hopper_silu_mlp),
+    Backend("reference", mlp.silu_mlp),
 )
 dispatch.declare(
     "grouped_mm",

@@ -240,6 +240,34 @@ def test_a_quantised_layer_leaves_its_bias_to_the_activation(monkeypatch: pytest
     torch.testing.assert_close(mlp[3](hidden), expected)
 
 
+@pytest.mark.parametrize("factor", [False, True])
+def test_two_layers_of_one_recipe_are_one_operator(monkeypatch: pytest.MonkeyPatch, factor: bool) -> None:
+    torch.manual_seed(0)
+    mlp, x = MLP(64, [96], 32), torch.randn(2, 20, 64)
+    gate = (torch.randn(2, 20, 32),) * factor
+    served = []
+    silu_mlp = mxfp8.silu_mlp
+    monkeypatch.setattr(
+        mxfp8, "silu_mlp", lambda *args, recipe: served.append(recipe) or silu_mlp(*args, recipe=recipe)
+    )
+
+    def both() -> Tensor:
+        y = mlp[3](nn.functional.silu(mlp[0](x)))
+        return y * gate[0] if gate else y
+
+    apply_recipe(mlp, "mxfp8_g128", ["*"])
+    torch.testing.assert_close(mlp(x, *gate), both())
+    assert served == ["mxfp8_g128"]
+    mlp[3].recipe = "mxfp8"
+    torch.testing.assert_close(mlp(x, *gate), both())
+    with in_high_precision(mlp):
+        torch.testing.assert_close(mlp(x, *gate), both())
+    apply_recipe(mlp, "mxfp8_g128", ["*"])
+    mlp[0].register_forward_hook(lambda *facts: None)
+    torch.testing.assert_close(mlp(x, *gate), both())
+    assert served == ["mxfp8_g128"]
+
+
 def test_fp32_linear_ignores_autocast():
     torch.manual_seed(0)
     layer, x = FP32Linear(64, 3), torch.randn(10, 64)

@@ -30,18 +30,12 @@ def _rows_of(x: Tensor) -> int:
 
 
 def quantized(x: Tensor, rows: bool, columns: bool, column_form: int) -> tuple[Quantized, Quantized]:
-    """x [M, C] bfloat16 along its rows, [M', C] with BYTES, and along its columns, [C, M'] with scales in a form.
-
-    M' is M rounded up to a multiple of 128. What is not asked for is empty.
-    """
-    shapes = [(_rows_of(x), x.shape[1]), (x.shape[1], _rows_of(x))]
-    codes = [x.new_empty(shape if wanted else (0, 0), dtype=torch.float8_e4m3fn)
-             for shape, wanted in zip(shapes, (rows, columns), strict=True)]  # fmt: skip
-    scales = [quantize.scales_like(each, form) for each, form in zip(codes, (BYTES, column_form), strict=True)]
+    """x [M, C] bfloat16 along its rows and along its columns, as `quantize.empty_operands` says."""
+    operands = quantize.empty_operands(x, rows, columns, column_form)
     if rows or columns:
-        pairs = codes[0], scales[0], codes[1], scales[1]
+        pairs = [tensor for operand in operands for tensor in operand[:2]]
         quantize_tiles(addressable(x), *pairs, GROUP, False, BYTES, column_form=column_form)
-    return Quantized(codes[0], scales[0], GROUP), Quantized(codes[1], scales[1], GROUP)
+    return operands
 
 
 def quantized_weight(weight: Tensor, transposed: bool) -> tuple[Quantized, Quantized]:
@@ -56,7 +50,8 @@ def quantized_weight(weight: Tensor, transposed: bool) -> tuple[Quantized, Quant
     return Quantized(codes, scales, GROUP), Quantized(codes_t, scales_t, GROUP)
 
 
-def _ends(rows: int, device: torch.device) -> Tensor:
+def one_group(rows: int, device: torch.device) -> Tensor:
+    """The `ends` of a product whose rows are one group."""
     return torch.full((1,), rows, dtype=torch.int32, device=device)
 
 
@@ -67,7 +62,7 @@ def _forward(
     """(y [M, N] bfloat16, and what the backward needs: empty tensors without `keep_x` and `keep_weight`)."""
     rows, columns = quantized(x.bfloat16(), True, keep_x, VALUES)
     matrix, transposed = quantized_weight(weight, keep_weight)
-    y = fprop(rows, matrix, _ends(rows.codes.shape[0], x.device))[: x.shape[0]]
+    y = fprop(rows, matrix, one_group(rows.codes.shape[0], x.device))[: x.shape[0]]
     if bias is not None:
         y.add_(bias)
     codes, scales, differ = transposed.codes, transposed.scales, transposed.differ
@@ -99,10 +94,10 @@ def _backward(dy: Tensor, kept: list[Tensor], needs: list[bool], weight_dtype: t
     dx, dw = dy.new_empty(0, dtype=torch.bfloat16), dy.new_empty(0, dtype=weight_dtype)
     if needs_x:
         matrix = Quantized(codes_t, scales_t, GROUP, differ=differ if differ.numel() else None)
-        dx = fprop(rows, matrix, _ends(rows.codes.shape[0], dy.device))[: dy.shape[0]]
+        dx = fprop(rows, matrix, one_group(rows.codes.shape[0], dy.device))[: dy.shape[0]]
         del rows, matrix
     if needs_weight:
-        ends = _ends(columns.codes.shape[1], dy.device)
+        ends = one_group(columns.codes.shape[1], dy.device)
         dw = wgrad(columns, Quantized(codes, scales, GROUP), ends, weight_dtype)[0]
     return dx, dw
 

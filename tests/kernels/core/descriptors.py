@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 
 TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}
-TYPES |= {"u8": gl.uint8, "i32": gl.int32}
+TYPES |= {"u8": gl.uint8, "i16": gl.int16, "i32": gl.int32}
 
 
 def descriptor(dtype: str, *block: int, swizzle: int | None = None) -> str:

@@ -47,6 +47,7 @@ from kernels.mxfp8.grouped import BYTES, MATRIX, TILES, VALUES, WORDS
 from kernels.mxfp8.hopper import dequantize
 from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
 from kernels.mxfp8.hopper.grouped import pieces as grouped_pieces
+from kernels.mxfp8.hopper.quantize import activation as quantized_activation
 from kernels.mxfp8.hopper.quantize import tiles as quantize_tiles
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.operators import scales_like
@@ -151,6 +152,20 @@ def test_quantised_weights(hits: Counter[Launcher]) -> None:
         weights.operand(torch.zeros(shape, dtype=torch.bfloat16), transpose, group)
     assert hits[weights._launch]
     assert hits[quantize_tiles._launch]
+
+
+def test_quantised_activations(hits: Counter[Launcher]) -> None:
+    for shape, dtype, elsewhere, rows, columns in itertools.product(
+        ((1, 128), (16, 128), (300, 384), (2048, 128)), (torch.bfloat16, torch.float32), *[(False, True)] * 3
+    ):
+        z, bias = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape[1], dtype=dtype)
+        bias = shifted(bias) if elsewhere else bias
+        quantized_activation.silu_quantized(z, bias, columns)
+        quantized_activation.silu_gradient_quantized(z, z, bias, rows, columns)
+        quantized_activation.factor_gradient_quantized(z, z, bias, z, rows, columns)
+    launchers = [value for value in vars(quantized_activation).values() if isinstance(value, Launcher)]
+    assert len(launchers) == 3
+    assert all(hits[launcher] for launcher in launchers), hits
 
 
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.core.operator import custom_op
-from kernels.mxfp8.grouped import MATRIX, TABLES, TILES
+from kernels.mxfp8.grouped import BYTES, MATRIX, TABLES, TILES, Quantized
 from kernels.mxfp8.hopper.quantize.blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
 from kernels.mxfp8.hopper.quantize.tiles import has_whole_tiles, quantize_tiles
 from kernels.mxfp8.reference import MXTensor
@@ -96,6 +96,18 @@ def scales_like(codes: Tensor, form: int) -> Tensor:
     if form == TILES:
         return codes.new_empty(*batch, -(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8)
     return codes.new_empty(blocks // 4, math.prod(batch) * rows, dtype=TABLES[form])
+
+
+def empty_operands(x: Tensor, rows: bool, columns: bool, column_form: int) -> tuple[Quantized, Quantized]:
+    """Uninitialised operands of products of one group, for x [M, C] in groups of 128.
+
+    Along the rows, [M', C] with BYTES, and along the columns, [C, M'] with scales in a form. M' is M rounded up to a
+    multiple of 128. What is not asked for is empty.
+    """
+    num_rows = -(-x.shape[0] // 128) * 128
+    shapes = (num_rows, x.shape[1]) if rows else (0, 0), (x.shape[1], num_rows) if columns else (0, 0)
+    along, across = (x.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes)
+    return Quantized(along, scales_like(along, BYTES), 128), Quantized(across, scales_like(across, column_form), 128)
 
 
 def _empty(x: Tensor, transpose: bool, form: int, wanted: bool) -> tuple[Tensor, Tensor]:

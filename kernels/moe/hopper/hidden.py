@@ -30,8 +30,9 @@ def in_the_product(rows: Operand, gate_up: Operand, ends: Tensor, keep: bool) ->
 
 
 def in_passes(rows: Operand, gate_up: Operand, ends: Tensor, keep: bool) -> Hidden:
-    """As `in_the_product`. Many quantised rows that are kept come in two parts, so that h in bfloat16 is never there as a
-    whole beside what is kept.
+    """As `in_the_product`.
+
+    Many quantised rows that are kept come in two parts, so that h in bfloat16 is never there as a whole beside them.
     """
     if not isinstance(rows, Quantized):
         h = fprop(rows, gate_up, ends)

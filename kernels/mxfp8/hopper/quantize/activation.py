@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.core.hopper import left_half, pair, right_half, sigmoid_of
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
 from kernels.mxfp8.grouped import BYTES, VALUES, Quantized
@@ -39,44 +40,6 @@ from kernels.mxfp8.hopper.quantize.pairs import (
 REGISTERS, FACTOR_REGISTERS = 80, 128
 Operands = tuple[Quantized, Quantized]
 _GROUP, _BYTES, _VALUES = gl.constexpr(128), gl.constexpr(BYTES), gl.constexpr(VALUES)
-
-
-@gluon.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)) by the instructions that Triton makes of it, and 0 where it is below 2^-126."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 a;
-        mul.f32 a, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 a, a;
-        add.f32 a, a, 0f3F800000;
-        rcp.approx.ftz.f32 $0, a;
-        }""",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def left_of(words):
-    """The first element of each word as float32."""
-    return (words << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def right_of(words):
-    return (words & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def pair(left, right):
-    """The word of two elements, each rounded to bfloat16."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -148,8 +111,8 @@ def silu_quantized_kernel(
     left_bias, right_bias = _bias_of(bias, column)
     mbarrier.wait(full, 0)
     words = smem.load(LAYOUT)
-    left, right = left_of(words) + left_bias, right_of(words) + right_bias
-    words = pair(left * sigmoid(left), right * sigmoid(right))
+    left, right = left_half(words) + left_bias, right_half(words) + right_bias
+    words = pair(left * sigmoid_of(left), right * sigmoid_of(right))
     if row + 128 > num_rows:
         exists = row + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) < num_rows
         words = gl.where(gl.expand_dims(exists, 1), words, 0)
@@ -162,7 +125,7 @@ def silu_quantized_kernel(
 
 @gluon.jit
 def _silu_gradient(grad, u):
-    s = sigmoid(u)
+    s = sigmoid_of(u)
     return grad * (s * (1.0 + u * (1.0 - s)))
 
 
@@ -198,9 +161,9 @@ def silu_gradient_quantized_kernel(
     left_bias, right_bias = _bias_of(bias, column)
     mbarrier.wait(full, 0)
     grad, z = grad_smem.load(LAYOUT), z_smem.load(LAYOUT)
-    left = _silu_gradient(left_of(grad), left_of(z) + left_bias)
+    left = _silu_gradient(left_half(grad), left_half(z) + left_bias)
     left_sums = _sum_of_warps(left)
-    right = _silu_gradient(right_of(grad), right_of(z) + right_bias)
+    right = _silu_gradient(right_half(grad), right_half(z) + right_bias)
     _store_sums(left_sums, _sum_of_warps(right), sums, row, column, num_columns)
     _store_both(pair(left, right), grad_smem, z_smem, row_desc, column_desc, row_scales, column_scales, row, column,
                 tile_rows, num_columns, ROWS, COLUMNS, _BYTES)  # fmt: skip
@@ -246,11 +209,11 @@ def factor_gradient_quantized_kernel(
     left_bias, right_bias = _bias_of(bias, column)
     mbarrier.wait(full, 0)
     grad, z = grad_smem.load(LAYOUT), z_smem.load(LAYOUT)
-    left, right = left_of(grad), right_of(grad)
-    z_smem.store(pair(left * (left_of(z) + left_bias), right * (right_of(z) + right_bias)))
+    left, right = left_half(grad), right_half(grad)
+    z_smem.store(pair(left * (left_half(z) + left_bias), right * (right_half(z) + right_bias)))
     fence_async_shared()
     factor = factor_smem.load(LAYOUT)
-    left, right = left * left_of(factor), right * right_of(factor)
+    left, right = left * left_half(factor), right * right_half(factor)
     _store_sums(_sum_of_warps(left), _sum_of_warps(right), sums, row, column, num_columns)
     tma.async_copy_shared_to_global(d_factor_desc, [row, column // 2], z_smem)
     _store_both(pair(left, right), grad_smem, factor_smem, row_desc, column_desc, row_scales, column_scales, row,

@@ -36,7 +36,7 @@ def in_passes(rows: Operand, gate_up: Operand, ends: Tensor, keep: bool) -> Hidd
     """
     if not isinstance(rows, Quantized):
         h = fprop(rows, gate_up, ends)
-        return swiglu(h, ends), h if keep else h.new_empty(0), _no_scales(h)
+        return swiglu(h, ends), h if keep else h.new_empty(0, h.shape[1]), _no_scales(h)
     num_rows, double = rows.codes.shape[0], gate_up[0].shape[1]
     results = empty_results(num_rows, double // 2, rows.group, keep, ends.device)
     half = num_rows // 256 * 128

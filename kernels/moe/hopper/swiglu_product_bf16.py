@@ -117,28 +117,21 @@ def _put(desc, piece, value, row, column):
 
 
 @gluon.jit
-def _store(result_desc, hidden_desc, smem, gate, up, row, column, width, KEEP: gl.constexpr, C: gl.constexpr):
-    """The results of consumer C's 64 rows from sums of gate and up, piece by piece."""
-    if gate.shape[1] > COLUMNS:
-        left, right = halves(gate)
-        left_up, right_up = halves(up)
-        _store(result_desc, hidden_desc, smem, left, left_up, row, column, width, KEEP, C)
-        _store(result_desc, hidden_desc, smem, right, right_up, row, column + gate.shape[1] // 2, width, KEEP, C)
-    else:
-        first = smem.index(C * PIECES)
-        second = smem.index(C * PIECES + 1)
-        result = _swiglu(gate, up)
-        if KEEP:
-            _put(hidden_desc, first, gate, row, column)
-            _put(hidden_desc, second, up, row, width + column)
-        # Two pieces have an even number of results, so that they take turns in both places.
-        _put(result_desc, first, result, row, column)
+def _store(result_desc, hidden_desc, first, second, gate, up, row, column, width, KEEP: gl.constexpr):
+    """A piece of the results of a consumer's 64 rows, through two places in shared memory in turn."""
+    result = _swiglu(gate, up)
+    if KEEP:
+        _put(hidden_desc, first, gate, row, column)
+        _put(hidden_desc, second, up, row, width + column)
+    _put(result_desc, first, result, row, column)
 
 
 @gluon.jit
 def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, order, places, written, read, N,
               KEEP: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Consumer C: 64 rows of each tile."""
+    first = out_smem.index(C * PIECES)
+    second = out_smem.index(C * PIECES + 1)
     done = 0
     received = 0
     if C == 1:
@@ -150,7 +143,12 @@ def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, o
         if C == 0:  # the loader goes on only when both have accepted the tile
             mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
         gate, up = halves(acc)
-        _store(result_desc, hidden_desc, out_smem, gate, up, row + C * ROWS, column, N // 2, KEEP, C)
+        gate, more_gate = halves(gate)
+        up, more_up = halves(up)
+        row += C * ROWS
+        _store(result_desc, hidden_desc, first, second, gate, up, row, column, N // 2, KEEP)
+        # What the piece before has stored last may still be read.
+        _store(result_desc, hidden_desc, second, first, more_gate, more_up, row, column + COLUMNS, N // 2, KEEP)
         received += 1
         count = await_tile(places, written, received)
     if C == 0:

@@ -33,15 +33,17 @@ from train.config.schema import Config
 from train.parallel.experts import reduce_gradients
 from train.parallel.gradient_mean import GradientMean
 from train.parallel.mesh import Mesh
+from train.process.distributed import World
 from train.speedup.regions import regions
 
 
-def data_parallel(config: Config, ranks: int, mesh: Mesh | None) -> DataParallelWrapper:
+def data_parallel(config: Config, world: World, mesh: Mesh | None) -> DataParallelWrapper:
     """What makes the dense part of a model data-parallel once its tables are sharded."""
     if mesh is not None and mesh.dense is not None:
         half = config.precision.name != "fp32"
         return _FullyShard(mesh, mesh.dense, half=half, compiled=config.runtime.compile)
-    return _Alone() if ranks == 1 else _Replicated(graphs=config.runtime.cuda_graphs)
+    graphs = config.runtime.cuda_graphs and world.device.type == "cuda"
+    return _Alone() if world.size == 1 else Replicated(together=graphs)
 
 
 class _Alone(DataParallelWrapper):
@@ -51,11 +53,11 @@ class _Alone(DataParallelWrapper):
         pass
 
 
-class _Replicated(DataParallelWrapper):
-    """DDP for all but the experts that other ranks do not have, or with CUDA graphs one all-reduce behind them."""
+class Replicated(DataParallelWrapper):
+    """DDP for all but the experts that other ranks do not have, or `together` a `GradientMean`."""
 
-    def __init__(self, *, graphs: bool) -> None:
-        self._graphs = graphs
+    def __init__(self, *, together: bool) -> None:
+        self._together = together
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         model = get_unwrapped_module(dmp)
@@ -68,7 +70,7 @@ class _Replicated(DataParallelWrapper):
         for module in model.modules():
             if isinstance(module, Experts) and module.mesh is not None:
                 reduce_gradients(module, module.mesh)
-        if not (self._graphs and device.type == "cuda"):
+        if not self._together:
             DefaultDataParallelWrapper(params_to_ignore=own).wrap(dmp, env, device)
             return
         group = env.process_group
@@ -77,7 +79,7 @@ class _Replicated(DataParallelWrapper):
         parameters = [parameter for name, parameter in model.named_parameters() if name not in apart]
         for parameter in parameters:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
-        GradientMean(parameters, group)
+        dmp.gradient_mean = GradientMean(parameters, group)
 
 
 class _FullyShard(DataParallelWrapper):

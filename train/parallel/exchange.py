@@ -11,7 +11,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,29 @@ from torchrec.distributed.types import Awaitable
 
 from kernels.tokens import move_rows_, place_rows
 
+PIECES = 2
+"""More of them wait less for each other, and take more launches."""
+
 
 def exchange_rows(model: nn.Module) -> None:
     """Let the sharded collections below `model` exchange rows by `RowExchange`, unless codecs round them on the way."""
+    for output in _outputs(model):
+        theirs = getattr(output, "_dist", None)
+        if isinstance(theirs, SequenceEmbeddingsAllToAll) and theirs._codecs is None and theirs._pg.size() > 1:
+            output._dist = RowExchange(theirs)
+
+
+def while_gradients_travel(model: nn.Module, function: Callable[[], None]) -> None:
+    """Let each backward call `function` while gradients of rows are on their way, once for each way they take."""
+    for output in _outputs(model):
+        if isinstance(exchange := getattr(output, "_dist", None), RowExchange):
+            exchange.meanwhile = function
+
+
+def _outputs(model: nn.Module) -> Iterator[nn.Module]:
     for collection in model.modules():
         if isinstance(collection, ShardedEmbeddingCollection):
-            for output in collection._output_dists:
-                theirs = getattr(output, "_dist", None)
-                if isinstance(theirs, SequenceEmbeddingsAllToAll) and theirs._codecs is None and theirs._pg.size() > 1:
-                    output._dist = RowExchange(theirs)
+            yield from collection._output_dists
 
 
 class RowExchange(nn.Module):
@@ -43,6 +57,7 @@ class RowExchange(nn.Module):
         super().__init__()
         self._group = theirs._pg
         self._forth = theirs._forward_recat_tensor
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def forward(
         self,
@@ -71,7 +86,7 @@ class RowExchange(nn.Module):
         # Of gradients: the loss of a batch is the mean of its ranks'.
         divisor = self._group.size() if get_gradient_division() else 1
         work = _Exchange(self._group, output_splits, input_splits, order, divisor)
-        return _Rows(work, _Send.apply(work, local_embs), unbucketize_permute_tensor)
+        return _Rows(work, _Send.apply(work, local_embs, self.meanwhile), unbucketize_permute_tensor)
 
 
 def _permuted(values: Tensor, lengths: Tensor, forth: Tensor) -> Tensor:
@@ -82,9 +97,10 @@ def _permuted(values: Tensor, lengths: Tensor, forth: Tensor) -> Tensor:
 
 
 class _Exchange:
-    """One collective, forth with rows and back with their gradients. What stays on this rank is moved beside it.
+    """Rows go forth and their gradients back, in a few collectives, of which each has a piece of what goes to any rank.
 
-    Not a send and a receive for each other rank: over gloo such a receive from a rank that was killed waits for its
+    While one is on its way, the next is put in order, or the one before, and what stays on this rank.
+    Not by a send and a receive for each other rank: over gloo such a receive from a rank that was killed waits for its
     timeout.
     """
 
@@ -95,48 +111,56 @@ class _Exchange:
 
         Gradients are divided by `divisor`.
         """
-        self._group, self._rank = group, group.rank()
-        self._received, self._divisor = list(received), divisor
-        ends = sum(sent[: self._rank]), sum(sent[: self._rank + 1])
-        before, self._staying, after = order.tensor_split(ends)
-        self._leaving = torch.cat([before, after])
-        self._left = [0 if rank == self._rank else count for rank, count in enumerate(sent)]
+        self._group, self._divisor = group, divisor
+        self._sent, self._received = list(sent), list(received)
+        pieces, self._staying = self._cut(order, self._sent)
+        self._leaving = [(torch.cat(piece), [len(part) for part in piece]) for piece in pieces]
 
     def begin(self, rows: Tensor) -> None:
         """Send rows [N, D], forth."""
-        leaving = move_rows_(rows.new_empty(len(self._leaving), rows.shape[1]), rows, self._leaving)
         self._result = rows.new_empty(sum(self._received), rows.shape[1])
-        places, own = self._apart(self._result)
-        self._work = _AllToAll(places, leaving.split(self._left), self._group)
+        places, own = self._cut(self._result, self._received)
+        self._works = []
+        for (order, sizes), place in zip(self._leaving, places, strict=True):
+            leaving = move_rows_(rows.new_empty(len(order), rows.shape[1]), rows, order)
+            self._works.append(_AllToAll(place, leaving.split(sizes), self._group))
         move_rows_(own, rows, self._staying)
 
     def end(self) -> Tensor:
         """The rows [M, D] that have come here."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         result = self._result
-        del self._work, self._result
+        del self._works, self._result
         return result
 
     def begin_back(self, gradient: Tensor) -> None:
         """Send the gradient [M, D] of what `end` returned, back."""
-        parts, own = self._apart(gradient.contiguous())
-        self._arriving = gradient.new_empty(len(self._leaving), gradient.shape[1])
-        self._work = _AllToAll(self._arriving.split(self._left), parts, self._group)
-        self._result = gradient.new_empty(len(self._staying) + len(self._leaving), gradient.shape[1])
-        move_rows_(self._result, own, self._staying, scatter=True, divisor=self._divisor)
+        parts, own = self._cut(gradient.contiguous(), self._received)
+        self._arriving = [gradient.new_empty(len(order), gradient.shape[1]) for order, _ in self._leaving]
+        places = (piece.split(sizes) for piece, (_, sizes) in zip(self._arriving, self._leaving, strict=True))
+        self._works = [_AllToAll(place, part, self._group) for place, part in zip(places, parts, strict=True)]
+        self._result = gradient.new_empty(sum(self._sent), gradient.shape[1])
+        self._put(own, self._staying)
 
     def end_back(self) -> Tensor:
         """The gradient [N, D] of what `begin` was given."""
-        self._work.wait()
-        result = move_rows_(self._result, self._arriving, self._leaving, scatter=True, divisor=self._divisor)
-        del self._work, self._result, self._arriving
+        for work, piece, (order, _) in zip(self._works, self._arriving, self._leaving, strict=True):
+            work.wait()
+            self._put(piece, order)
+        result = self._result
+        del self._works, self._arriving, self._result
         return result
 
-    def _apart(self, whole: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Slices of a matrix [M, D] that are, or whose gradients go, to other ranks' tables, and that of this one's."""
-        parts = list(whole.split(self._received))
-        own, parts[self._rank] = parts[self._rank], whole[:0]
-        return parts, own
+    def _put(self, gradient: Tensor, order: Tensor) -> None:
+        move_rows_(self._result, gradient, order, scatter=True, divisor=self._divisor)
+
+    def _cut(self, whole: Tensor, sizes: list[int]) -> tuple[list[list[Tensor]], Tensor]:
+        """A slice for each rank: pieces of those of others (none of this rank's), and this rank's."""
+        slices, rank = list(whole.split(sizes)), self._group.rank()
+        own, slices[rank] = slices[rank], whole[:0]
+        cut = [part.tensor_split(PIECES) for part in slices]
+        return [list(piece) for piece in zip(*cut, strict=True)], own
 
 
 class _AllToAll:
@@ -164,15 +188,16 @@ class _Send(torch.autograd.Function):
     """Begins the exchange of rows [N, D]. What it returns says only that `_Receive` follows it."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Exchange, rows: Tensor) -> Tensor:
-        ctx.work = work
+    def forward(ctx: Any, work: _Exchange, rows: Tensor, meanwhile: Callable[[], None]) -> Tensor:
+        ctx.work, ctx.meanwhile = work, meanwhile
         work.begin(rows)
         return rows.new_empty(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.work.end_back()
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, None]:
+        ctx.meanwhile()
+        return None, ctx.work.end_back(), None
 
 
 class _Receive(torch.autograd.Function):

@@ -24,16 +24,16 @@ class GradientMean:
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             kind = parameter.device, parameter.dtype
             sizes[kind] = sizes.get(kind, 0) + parameter.numel()
         # Always in the same places: graphs read gradients where they are.
         self._wholes = {kind: torch.zeros(size, device=kind[0], dtype=kind[1]) for kind, size in sizes.items()}
         self._means: dict[nn.Parameter, Tensor] = {}
         begins = dict.fromkeys(sizes, 0)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             kind = parameter.device, parameter.dtype
             begin, begins[kind] = begins[kind], begins[kind] + parameter.numel()
             self._means[parameter] = self._wholes[kind][begin : begins[kind]].view_as(parameter)
@@ -42,6 +42,7 @@ class GradientMean:
         self._expected = 0  # how many there were in the backward before
         self._begun: list[nn.Parameter] = []  # those that the all-reduce has
         self._works: list[dist.Work] = []
+        self._settled = False
 
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -55,7 +56,7 @@ class GradientMean:
     def _begin(self) -> None:
         self._begun = list(self._there)
         there = set(self._begun)
-        absent = [self._means[parameter] for parameter in self._parameters if parameter not in there]
+        absent = [self._means[parameter] for parameter in self.parameters if parameter not in there]
         if absent:
             torch._foreach_zero_(absent)
         gradients = [gradient for parameter in self._begun if (gradient := parameter.grad) is not None]
@@ -67,16 +68,35 @@ class GradientMean:
             self._works.append(work)
 
     @torch.no_grad()
-    def _end(self) -> None:
-        """At the end of a backward. The current stream waits for the all-reduce, the host does not on a GPU."""
-        if not self._begun:
-            self._begin()
+    def settle(self) -> bool:
+        """Average the gradients before the backward ends, if as many are there as in the backward before.
+
+        Whether they are. The current stream waits for the all-reduce, the host does not on a GPU.
+        """
+        self._settled = bool(self._begun) and len(self._begun) == len(self._there)
+        if self._settled:
+            self._take()
+        return self._settled
+
+    def _take(self) -> None:
         for work in self._works:
             work.wait()
-        for parameter in self._there[len(self._begun) :]:  # more than in the backward before
+        for parameter in self._begun:
+            parameter.grad = self._means[parameter]
+        self._works = []
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """At the end of a backward."""
+        late = self._there[len(self._begun) :] if self._begun else []  # more than in the backward before
+        if late and self._settled:
+            raise RuntimeError("a gradient came after those of the step had been averaged and used")
+        if not self._begun:
+            self._begin()
+        self._take()
+        for parameter in late:
             assert parameter.grad is not None
             mean = self._means[parameter].copy_(parameter.grad).mul_(1 / self._group.size())
             dist.all_reduce(mean, group=self._group)
-        for parameter in self._there:
-            parameter.grad = self._means[parameter]
-        self._expected, self._there, self._begun, self._works = len(self._there), [], [], []
+            parameter.grad = mean
+        self._expected, self._there, self._begun, self._settled = len(self._there), [], [], False

@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.distributed.test_step import Step
+from tests.modules.factories import random_batch
 from tests.processes import run_ranks
-from train.config.schema import RuntimeConfig
+from train.config.schema import OptimizerConfig, RuntimeConfig
+from train.parallel.dense import Replicated
 from train.parallel.gradient_mean import GradientMean
 from train.process import distributed
 
@@ -103,3 +106,80 @@ def _begins_before_the_backward_ends() -> None:
 
 def test_gradients_are_reduced_beside_the_rest_of_the_backward() -> None:
     run_ranks(_begins_before_the_backward_ends, 1)
+
+
+def _settles_once_all_are_there() -> None:
+    distributed.start(RuntimeConfig(device="cpu", threads=1))
+    group = dist.group.WORLD
+    assert group is not None
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    mean = GradientMean([first, second], group)
+    asked: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            asked.append(mean.settle())
+            return gradient
+
+    (Asks.apply(first) * second).sum().backward()
+    assert asked == [False]
+    (Asks.apply(first) * second).sum().backward()  # two had come, and one is there
+    second.sum().backward()  # of which the next backward expects as many
+    with pytest.raises(RuntimeError, match="a gradient came after those of the step had been averaged"):
+        (Asks.apply(first) * second).sum().backward()
+    assert asked == [False, False, True]
+    distributed.stop()
+
+
+def test_gradients_are_averaged_early_only_once_all_are_there() -> None:
+    run_ranks(_settles_once_all_are_there, 1)
+
+
+def _steps(accumulate: int, whole: tuple[str, ...]) -> tuple[list[int], dict[str, Tensor]]:
+    """(for each dense step the gradients of rows that were on their way, weights) after batches of which one is bad."""
+    step = Step(OptimizerConfig(warmup_steps=0, accumulate=accumulate), sharding="table_wise", whole=whole)
+    batches = [random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(5)]
+    if step.world.rank == 0:
+        batches[3].candidate_dense[0, 0] = torch.nan
+    early = []
+    step_by = step.optimizer._step_by
+
+    def seen(gradients: dict[str, Tensor]) -> None:
+        early.append(int(step.optimizer._stepped_early))
+        step_by(gradients)
+
+    with mock.patch.object(step.optimizer, "_step_by", seen):
+        given = iter(batches)
+        for _ in batches:
+            step.pipeline.progress(given)
+    assert step.optimizer.micro_step == len(batches)
+    assert [line.split(":")[0] for line in step.guard.report()] == ["step 4"]
+    return early, step.dense() if whole else step.shards() | step.dense()
+
+
+def _as_behind_the_backward(accumulate: int, whole: tuple[str, ...], expected_early: list[int]) -> None:
+    early, expected = _steps(accumulate, whole)
+    assert not any(early)
+    with mock.patch("train.optim.sparse.data_parallel", return_value=Replicated(together=True)):
+        early, found = _steps(accumulate, whole)
+    assert early == expected_early
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    distributed.stop()
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "whole", "early"),
+    [(1, (), [0, 1, 1, 1, 1]), (1, ("item",), [0] * 5), (2, (), [])],
+    ids=["early", "a table that the dense optimiser steps", "accumulated"],
+)
+def test_a_dense_step_in_the_backward_is_that_behind_it(
+    accumulate: int, whole: tuple[str, ...], early: list[int]
+) -> None:
+    run_ranks(_as_behind_the_backward, 2, accumulate, whole, early)

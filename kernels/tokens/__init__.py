@@ -26,6 +26,7 @@ __all__ = [
     "biased_linear",
     "concat_finite",
     "has_rows",
+    "move_rows_",
     "place_rows",
     "project_qkv",
     "rms_norm",
@@ -102,6 +103,33 @@ def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tup
         raise ValueError(f"parts must be matrices of one width and one floating dtype, at least one; got {shapes}")
     chosen = dispatch.choose_in_eager("concat_finite", backend, parts[0])
     return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
+
+
+def move_rows_(
+    out: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    *,
+    scatter: bool = False,
+    divisor: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Write rows[places[i]] / divisor to out[i], or with `scatter` rows[i] / divisor to out[places[i]]; returns out.
+
+    Without gradients. out and rows are matrices of one width and dtype, out contiguous, and places [N] int64, one for
+    each row of out, or with `scatter` of rows; that they are within the other one is not checked. ValueError for
+    others.
+    """
+    of = rows if scatter else out
+    if out.dim() != 2 or (out.shape[1:], out.dtype) != (rows.shape[1:], rows.dtype) or not out.is_contiguous():
+        raise ValueError(
+            "out must be a contiguous matrix, and rows one of its width and dtype; got "
+            f"{out.dtype} {tuple(out.shape)} and {rows.dtype} {tuple(rows.shape)}"
+        )
+    if places.shape != of.shape[:1] or places.dtype != torch.int64:
+        raise ValueError(f"places must be int64 [{of.shape[0]}], got {places.dtype} {tuple(places.shape)}")
+    chosen = dispatch.choose_in_eager("move_rows", backend, rows)
+    return cast(Tensor, chosen(out, rows, places, scatter, divisor))
 
 
 def place_rows(
@@ -275,6 +303,7 @@ for _op, _function, _supports, _specification in (
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
     ("biased_linear", "bias:biased_linear", _biased, reference.biased_linear),
     ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
+    ("move_rows", "placement:move_rows_", triton_floats, reference.move_rows_),
     ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),
     ("zero_unless", "gradients:zero_unless_", triton_floats, reference.zero_unless_),

@@ -37,6 +37,12 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.isfinite().all().float()
 
 
+def move_rows_(out: Tensor, rows: Tensor, places: Tensor, scatter: bool, divisor: float) -> Tensor:
+    moved = rows if scatter else rows[places]
+    moved = moved if divisor == 1 else moved / divisor
+    return out.index_copy_(0, places, moved) if scatter else out.copy_(moved)
+
+
 def place_rows(parts: list[Tensor], places: Tensor, gradient_divisor: float = 1.0) -> Tensor:
     rows = torch.cat(parts)
     if gradient_divisor != 1 and rows.requires_grad:

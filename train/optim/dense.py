@@ -21,6 +21,8 @@ from train.optim import guarded, schedule
 from train.optim.average import Average
 from train.optim.groups import grouped
 from train.optim.guards import FiniteGuard, verdict
+from train.parallel.exchange import while_gradients_travel
+from train.parallel.gradient_mean import GradientMean
 from train.parallel.layout import TotalNorm, layouts, part_of
 from train.speedup.replay import Replay
 
@@ -63,6 +65,11 @@ class Optimizer:
         self._graphs = graphs
         self._update = Replay(self._conclude_and_step, graphs, in_place=True)
         self._stepped: list[str] = []  # parameters with a gradient
+        self._mean: GradientMean | None = getattr(model, "gradient_mean", None)
+        self._stepped_early = False  # in the backward, before `step`
+        averaged = set() if self._mean is None else {*self._mean.parameters}
+        if config.accumulate == 1 and averaged.issuperset(self.params.values()):
+            while_gradients_travel(model, self._step_in_backward)
         self.micro_step = 0
         self.rows = torch.empty(0, dtype=torch.int64)  # of the current batch, to name it when it is bad
         self.count = torch.ones(())  # its candidates, over all ranks
@@ -133,13 +140,14 @@ class Optimizer:
             tensor.grad = None
 
     def step(self) -> None:
-        gradients = {name: part_of(param.grad) for name, param in self.params.items() if param.grad is not None}
         self.micro_step += 1
         if self.config.accumulate == 1:
-            self._stepped = list(gradients)
-            self.skipped = self._update(self.guard.finite, *gradients.values(), kind=tuple(gradients))
+            if not self._stepped_early:
+                self._step_by(self._gradients())
+            self._stepped_early = False
             self.guard.conclude(self.micro_step, self.rows, self.skipped)
         else:
+            gradients = self._gradients()
             norm = self._norm(gradients)
             self.skipped = verdict(self.guard.finite, norm)
             self.guard.conclude(self.micro_step, self.rows, self.skipped)
@@ -152,6 +160,19 @@ class Optimizer:
             self.skipped = 1 - torch.isfinite(norm).to(norm.dtype)
             self._clip_and_step(norm)
         self._set_learning_rates()
+
+    def _step_in_backward(self) -> None:
+        """Take the dense step if all gradients are there. The verdict is: no gradient of a row leaves before it."""
+        if not self._stepped_early and self._mean is not None and self._mean.settle():
+            self._stepped_early = True
+            self._step_by(self._gradients())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: part_of(param.grad) for name, param in self.params.items() if param.grad is not None}
+
+    def _step_by(self, gradients: dict[str, Tensor]) -> None:
+        self._stepped = list(gradients)
+        self.skipped = self._update(self.guard.finite, *gradients.values(), kind=tuple(gradients))
 
     def _conclude_and_step(self, finite: Tensor, *gradients: Tensor) -> Tensor:
         """Step the parameters `_stepped` by these gradients, unless the verdict, which is returned, is to skip."""

@@ -77,7 +77,7 @@ def shard(
         device=world.device,
         plan=plan if copies is None else of_group(plan, copies, world),
         sharders=sharders,
-        data_parallel_wrapper=data_parallel(config, world.size, mesh),
+        data_parallel_wrapper=data_parallel(config, world, mesh),
     )
     whole_tables.serve_cpu(model.embedding)
     exchange_rows(parallel)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -30,16 +31,19 @@ from modules.moe import Experts, Router
 from modules.precision import FP32Linear, Quantizable
 from train.config.schema import Config
 from train.parallel.experts import reduce_gradients
+from train.parallel.gradient_mean import GradientMean
 from train.parallel.mesh import Mesh
+from train.process.distributed import World
 from train.speedup.regions import regions
 
 
-def data_parallel(config: Config, ranks: int, mesh: Mesh | None) -> DataParallelWrapper:
+def data_parallel(config: Config, world: World, mesh: Mesh | None) -> DataParallelWrapper:
     """What makes the dense part of a model data-parallel once its tables are sharded."""
     if mesh is not None and mesh.dense is not None:
         half = config.precision.name != "fp32"
         return _FullyShard(mesh, mesh.dense, half=half, compiled=config.runtime.compile)
-    return _Alone() if ranks == 1 else _Replicated()
+    graphs = config.runtime.cuda_graphs and world.device.type == "cuda"
+    return _Alone() if world.size == 1 else Replicated(together=graphs)
 
 
 class _Alone(DataParallelWrapper):
@@ -49,8 +53,11 @@ class _Alone(DataParallelWrapper):
         pass
 
 
-class _Replicated(DataParallelWrapper):
-    """DDP for all but the experts that other ranks do not have."""
+class Replicated(DataParallelWrapper):
+    """DDP for all but the experts that other ranks do not have, or `together` a `GradientMean`."""
+
+    def __init__(self, *, together: bool) -> None:
+        self._together = together
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         model = get_unwrapped_module(dmp)
@@ -63,7 +70,16 @@ class _Replicated(DataParallelWrapper):
         for module in model.modules():
             if isinstance(module, Experts) and module.mesh is not None:
                 reduce_gradients(module, module.mesh)
-        DefaultDataParallelWrapper(params_to_ignore=own).wrap(dmp, env, device)
+        if not self._together:
+            DefaultDataParallelWrapper(params_to_ignore=own).wrap(dmp, env, device)
+            return
+        group = env.process_group
+        assert group is not None
+        apart = {*own, *DistributedModelParallel._sharded_parameter_names(model)}
+        parameters = [parameter for name, parameter in model.named_parameters() if name not in apart]
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), group=group, group_src=0)
+        dmp.gradient_mean = GradientMean(parameters, group)
 
 
 class _FullyShard(DataParallelWrapper):

@@ -91,6 +91,8 @@ def start(runtime: RuntimeConfig) -> World:
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Kernels that fill the chip beside a collective would otherwise begin before it does.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     else:
         torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_size))
     if runtime.deterministic:

@@ -27,6 +27,12 @@ def _take(whole: Tensor, places: Tensor, divisor: float) -> Tensor:
     return part
 
 
+@on_its_device
+def move_rows_(out: Tensor, rows: Tensor, places: Tensor, scatter: bool, divisor: float) -> Tensor:
+    tokens.move_rows(rows, places, out, scatter=scatter, divisor=divisor)
+    return out
+
+
 class _PlaceRows(torch.autograd.Function):
     """Not an operator of torch.library, whose gradients cannot be those of any number of tensors."""
 

@@ -20,6 +20,7 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 from kernels.tokens import (
     activate,
     add_rms_norm,
+    move_rows_,
     parts,
     place_rows,
     reference,
@@ -38,6 +39,7 @@ NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
 
 PLACED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
+MOVED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 33), (300, 1), (9, 1500)]
 
 
 def normalised(x: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -184,6 +186,14 @@ def test_bad_arguments() -> None:
     for given in ([], [x, x.half()], [x, x[:, 0]]):
         with pytest.raises(ValueError, match="parts must be at least one, with rows of one shape and dtype"):
             place_rows(given, torch.arange(8))
+    rows = torch.zeros(3, 2)
+    for out in (torch.zeros(4, 3), torch.zeros(4, 2).half(), torch.zeros(2, 4).t(), torch.zeros(4)):
+        with pytest.raises(ValueError, match="out must be a contiguous matrix, and rows one of its width and dtype"):
+            move_rows_(out, rows, torch.arange(4))
+    for scatter, number in ((False, 4), (True, 3)):
+        for places in (torch.arange(7 - number), torch.arange(number, dtype=torch.int32)):
+            with pytest.raises(ValueError, match=rf"places must be int64 \[{number}\]"):
+                move_rows_(torch.zeros(4, 2), rows, places, scatter=scatter)
 
 
 def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +331,37 @@ def placed(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch
         assert torch.equal(torch.autograd.grad(out, second, out.detach())[0], x[1:])
 
 
+@pytest.mark.parametrize("shape", MOVED_SHAPES, ids=str)
+def test_moves(shape: tuple[int, int]) -> None:
+    moved(partial(move_rows_, backend="reference"), shape, torch.float32, "cpu")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("shape", MOVED_SHAPES, ids=str)
+def test_moves_in_the_interpreter(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+
+    def move(out: Tensor, rows: Tensor, places: Tensor, scatter: bool = False, divisor: float = 1.0) -> Tensor:
+        return placement.move_rows_(out, rows, places, scatter, divisor)
+
+    moved(move, shape, torch.float32, "cpu")
+
+
+def moved(function: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Some rows are moved and divided, to some places, and nothing else is written."""
+    x = torch.randn(*shape, 2).to(device, dtype)[..., 0]
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
+    for places in (order, order[: shape[0] // 3], order[shape[0] // 3 :]):
+        for divisor in (1, 3):
+            taken = function(x.new_full((len(places), shape[1]), torch.nan), x, places, divisor=divisor)
+            assert torch.equal(taken, x[places] / divisor)
+            given, expected = x[: len(places)], x.new_full(shape, -1.0)
+            expected[places] = given / divisor
+            out = x.new_full(shape, -1.0)
+            assert function(out, given, places, scatter=True, divisor=divisor) is out
+            assert torch.equal(out, expected)
+
+
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
     from kernels.tokens.triton import activation, bias, residual
@@ -417,6 +458,10 @@ class TestOnAGPU:
     @pytest.mark.parametrize("shape", [*PLACED_SHAPES, (1000, 256)], ids=str)
     def test_placement(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         placed(partial(place_rows, backend="triton"), shape, dtype, "cuda")
+
+    @pytest.mark.parametrize("shape", [*MOVED_SHAPES, (1000, 256)], ids=str)
+    def test_moves(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        moved(partial(move_rows_, backend="triton"), shape, dtype, "cuda")
 
 
 @pytest.mark.gpu

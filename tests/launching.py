@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = (
     "+experiment=synthetic",
     "model.dim=16",
+    "model.num_layers=2",
     "model.head_hidden=[16]",
     "model.interaction_hidden=[16]",
     "model.dcn_rank=8",

@@ -58,7 +58,8 @@ quickstart: env
 	  launch/torchrun.sh +experiment=quickstart $(ARGS)
 	@echo 'results.json, plots/, metrics.jsonl and checkpoints/ are in $(QUICKSTART)'
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Tests start some hundred processes, which load the bytecode of this repository where a container forbids to write it.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: env
 	$(PYTEST) -m 'not slow and not nightly' $(ARGS)

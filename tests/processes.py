@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from train.process.signals import SIGNALS
 
 # Imported once, by the server that ranks are forked from: the imports take longer than most of what ranks do here.
-multiprocessing.set_forkserver_preload(["train.main"])
+multiprocessing.set_forkserver_preload(["train.main", "train.record.plots", "tests.launching"])
 
 
 def run_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:

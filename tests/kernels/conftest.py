@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
+
+# Of use to debuggers and profilers alone; kernels compile an eighth faster without, to the same instructions.
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

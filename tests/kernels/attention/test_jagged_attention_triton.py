@@ -69,6 +69,7 @@ from kernels.attention.triton.operators import attention
 from kernels.core.mask import NO_MASK
 from kernels.core.rows import Rows
 from kernels.testing import serving
+import tests.kernels.core.patched_language
 from tests.kernels.attention import test_jagged_attention_triton as cases
 
 dispatch._registry["jagged_attention"] = serving("jagged_attention", "triton")

@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 import triton.experimental.gluon  # noqa: F401  looks at the functions below while it is imported
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import kernels
 from kernels.core.launch import Launcher
+from tests.kernels.core.patched_language import patched
 
 
 class Interpreted(InterpretedFunction):
     """Leaves the language as it found it also when a kernel calls it, so that later tests can compile."""
 
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
+        with patched():
+            return super().run(*arguments, **keywords)
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        patched = _patch_lang(self.fn)
-        try:
+        with patched():
             return self.rewrite()(*arguments, **keywords)
-        finally:
-            patched.restore()
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

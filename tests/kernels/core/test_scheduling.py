@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ import json, sys
 import torch
 from kernels.core import scheduling
 from kernels.core.scheduling import tile_schedule
+import tests.kernels.core.patched_language
 
 scheduling._FEW_ROWS = 200
 SHORT = 16
@@ -69,6 +71,7 @@ def both_tables() -> list[list[list[list[int]]]]:
     Triton's interpreter, which is chosen when Triton is imported."""
     result = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
+        cwd=Path(__file__).parents[3],
         input=json.dumps([SCHEDULES, NUM_LISTED]),
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

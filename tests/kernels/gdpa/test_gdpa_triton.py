@@ -62,6 +62,7 @@ from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch as triton_launch
 from kernels.gdpa.triton.operators import gdpa
 from kernels.testing import serving
+import tests.kernels.core.patched_language
 from tests.kernels.gdpa import test_gdpa_triton as cases
 
 # Small tiles, so that short rows have whole ones, tails and several of each.

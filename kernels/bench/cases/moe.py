@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import moe, mxfp8
-from kernels.bench import Case, Problem, Runner, check_equal, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
 from kernels.core import dispatch
 from kernels.mxfp8.grouped import BYTES, MATRIX, TILES, WORDS, Quantized, matrix_scales
 
 # Tokens, width, hidden width, experts, experts of a token.
 GPU_LAYERS = [(32768, 1024, 2048, 32, 2), (16384, 7168, 2048, 8, 8), (65536, 512, 1024, 16, 2)]
 CPU_LAYERS = [(64, 32, 128, 4, 2)]
+# Tokens, each of which has two experts, width, hidden width, experts.
+GPU_HIDDEN = [(530000, 512, 2048, 8), (132000, 1024, 4096, 8), (32768, 1024, 2048, 32)]
 GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
 
 PHASES = ("fwd", "fwd_bwd")
@@ -43,6 +45,11 @@ def cases(device: torch.device) -> list[Case]:
             Case(f"quantize_both_{recipe}_{rows}x{features}", partial(_quantize, group, rows, features))
             for rows, features in quantize
             for recipe, group in mxfp8.QUANTIZED.items()
+        ),
+        *(
+            Case(f"hidden_{recipe}_N{n}_D{d}_F{f}_E{e}", partial(_hidden, group, n, d, f, e))
+            for n, d, f, e in (GPU_HIDDEN if on_gpu else [])  # between kernels that a CPU does not have
+            for recipe, group in (("bf16", 0), ("mxfp8_g128", 128))
         ),
         *(
             Case(f"layer_{phase}_N{n}_D{d}_F{f}_E{e}_k{k}", partial(_layer, phase, n, d, f, e, k))
@@ -93,6 +100,39 @@ def _quantize(group: int, rows: int, features: int, device: torch.device) -> Pro
         check=check_equal(expected),
         flops=0,
         bytes=x.nbytes + sum(tensor.nbytes for tensor in expected),
+    )
+
+
+def _hidden(group: int, n: int, d: int, f: int, e: int, device: torch.device) -> Problem:
+    """The first product and SwiGLU, quantised if `group`, with what the backward needs: in one kernel or in passes."""
+    from kernels.moe.hopper.gather import gather
+    from kernels.moe.triton.route import permutation
+    from kernels.mxfp8.hopper.quantize import weights
+
+    places = permutation(_random(device, n, e).topk(2).indices, e)
+    gate_up = (_random(device, e, 2 * f, d, seed=1) / d**0.5).bfloat16()
+    rows, scales, *_ = gather(_random(device, n, d, seed=2).bfloat16(), places, group, None)
+    operands = (Quantized(rows, scales, group), weights.operand(gate_up, False, group)) if group else (rows, gate_up)
+    end = int(places.ends[-1])
+
+    def outputs(hidden: tuple[Tensor | Quantized, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        result, kept, kept_scales = hidden
+        codes = result.codes if isinstance(result, Quantized) else result
+        tensors = codes[:end], kept[:end], kept_scales[:, :end]
+        return tuple(tensor.float() for tensor in tensors if tensor.numel())  # bfloat16 has no scales
+
+    def prepare(backend: str) -> Runner:
+        facts = {"group": group, "in_features": d, "out_features": f}
+        function = dispatch.choose("moe_hidden", backend, rows, **facts)
+        return Runner(lambda: function(*operands, places.ends, True), outputs)
+
+    reference = prepare("reference")
+    return Problem(
+        contenders=backends_of("moe_hidden", prepare),
+        # The same bits but for the exponential and the quotient in bfloat16.
+        check=check_relative_error(reference.outputs(reference.step()), 2**-8),
+        flops=4 * end * d * f,
+        bytes=end * (d + 3 * f) * (1 if group else 2),
     )
 
 

@@ -183,7 +183,7 @@ class Compiled:
 
     def contains(self, instruction: str) -> bool:
         """Whether the PTX has an instruction whose name starts with `instruction`, e.g. 'wgmma.mma_async'."""
-        return re.search(rf"^[^/]*?(?<![\w.]){re.escape(instruction)}(?![\w])", self.ptx, re.MULTILINE) is not None
+        return re.search(rf"^[^/\n]*?(?<![\w.]){re.escape(instruction)}(?![\w])", self.ptx, re.MULTILINE) is not None
 
 
 def compile_ahead(

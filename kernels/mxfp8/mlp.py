@@ -1,4 +1,6 @@
-"""Two quantised linear layers with SiLU between them, one operator after the other: the reference."""
+"""Two quantised linear layers with SiLU between them, one operator after the other, each by its own backend: the
+reference.
+"""
 
 from __future__ import annotations
 

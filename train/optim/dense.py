@@ -37,7 +37,11 @@ class Optimizer:
         *,
         graphs: bool = False,
     ) -> None:
-        """`graphs`: replay the dense step as a CUDA graph (without `accumulate`)."""
+        """`graphs`: replay the dense step as a CUDA graph (without `accumulate`).
+
+        Each batch: `zero_grad`, one backward, `step`. A `GradientMean` without `accumulate` lets the backward take the
+        dense step.
+        """
         self.config, self.total_steps, self.guard = config, total_steps, guard
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         self.params = {name: parameter for name, parameter in dense.items() if parameter.requires_grad}
@@ -138,6 +142,7 @@ class Optimizer:
     def zero_grad(self) -> None:
         for tensor in (*self.params.values(), *self._parts.values()):
             tensor.grad = None
+        self._stepped_early = False
 
     def step(self) -> None:
         self.micro_step += 1
@@ -163,7 +168,12 @@ class Optimizer:
 
     def _step_in_backward(self) -> None:
         """Take the dense step if all gradients are there. The verdict is: no gradient of a row leaves before it."""
-        if not self._stepped_early and self._mean is not None and self._mean.settle():
+        if self._mean is not None and self._mean.settle():
+            if self._stepped_early:
+                raise RuntimeError(
+                    "a second backward since the last step: without accumulation the first one has taken it already; "
+                    "call step() after each backward, or set optimizer.accumulate=2"
+                )
             self._stepped_early = True
             self._step_by(self._gradients())
 

@@ -104,7 +104,7 @@ class FiniteGuard:
 
 
 def verdict(finite: Tensor, dense_norm: Tensor) -> Tensor:
-    """`found_inf` (float, 1 = skip) from a guard's `finite`. DDP has made `dense_norm` the same on all ranks."""
+    """`found_inf` (float, 1 = skip) from a guard's `finite`. `dense_norm` is that of means, the same on all ranks."""
     return 1 - finite * torch.isfinite(dense_norm).to(finite.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism of the dense part: DDP, or FSDP2 over the mesh (FSDP, HSDP): `parallel.dense`.
+"""Data parallelism of the dense part: DDP (`GradientMean` with CUDA graphs), or FSDP2 over the mesh: `parallel.dense`.
 
 FSDP2 shards layer by layer: the layers are the outermost modules below the architecture that have a forward of their
 own, gathered when they are called, forward and backward, and for those other methods that their class names in
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
+from torch.distributed.utils import _sync_module_states
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
@@ -44,6 +44,9 @@ def data_parallel(config: Config, world: World, mesh: Mesh | None) -> DataParall
         return _FullyShard(mesh, mesh.dense, half=half, compiled=config.runtime.compile)
     graphs = config.runtime.cuda_graphs and world.device.type == "cuda"
     return _Alone() if world.size == 1 else Replicated(together=graphs)
+
+
+_BUCKET_BYTES = 250 * 2**20
 
 
 class _Alone(DataParallelWrapper):
@@ -77,8 +80,7 @@ class Replicated(DataParallelWrapper):
         assert group is not None
         apart = {*own, *DistributedModelParallel._sharded_parameter_names(model)}
         parameters = [parameter for name, parameter in model.named_parameters() if name not in apart]
-        for parameter in parameters:
-            dist.broadcast(parameter.detach(), group=group, group_src=0)
+        _sync_module_states(model, group, _BUCKET_BYTES, 0, apart)  # as DDP does
         dmp.gradient_mean = GradientMean(parameters, group)
 
 

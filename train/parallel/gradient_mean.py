@@ -20,6 +20,7 @@ class GradientMean:
 
     The all-reduce begins in the backward, once as many gradients are there as in the backward before, and the rest of
     the backward runs beside it. As in DDP's static graph, a parameter should have a gradient on all ranks or on none.
+    A backward that fails leaves nothing behind.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -38,15 +39,21 @@ class GradientMean:
             begin, begins[kind] = begins[kind], begins[kind] + parameter.numel()
             self._means[parameter] = self._wholes[kind][begin : begins[kind]].view_as(parameter)
             parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._expected = 0  # how many gradients there were in the backward before
+        self._backward = -1  # the number of this one
+        self._reset()
+
+    def _reset(self) -> None:
         self._there: list[nn.Parameter] = []  # those whose gradients of this backward are there
-        self._expected = 0  # how many there were in the backward before
         self._begun: list[nn.Parameter] = []  # those that the all-reduce has
         self._works: list[dist.Work] = []
         self._settled = False
 
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if not self._there:
+        if self._backward != (number := torch._C._current_graph_task_id()):
+            self._backward = number
+            self._reset()
             Variable._execution_engine.queue_callback(self._end)
         self._there.append(parameter)
         if len(self._there) == self._expected:
@@ -56,7 +63,8 @@ class GradientMean:
     def _begin(self) -> None:
         self._begun = list(self._there)
         there = set(self._begun)
-        absent = [self._means[parameter] for parameter in self.parameters if parameter not in there]
+        # One that has a gradient of an earlier backward keeps it, which is its mean.
+        absent = [self._means[each] for each in self.parameters if each not in there and each.grad is None]
         if absent:
             torch._foreach_zero_(absent)
         gradients = [gradient for parameter in self._begun if (gradient := parameter.grad) is not None]
@@ -71,12 +79,14 @@ class GradientMean:
     def settle(self) -> bool:
         """Average the gradients before the backward ends, if as many are there as in the backward before.
 
-        Whether they are. The current stream waits for the all-reduce, the host does not on a GPU.
+        Whether it has done so; not a second time. The current stream waits for the all-reduce, on a GPU the host does
+        not.
         """
-        self._settled = bool(self._begun) and len(self._begun) == len(self._there)
-        if self._settled:
-            self._take()
-        return self._settled
+        if self._settled or not self._begun or len(self._begun) < len(self._there):
+            return False
+        self._settled = True
+        self._take()
+        return True
 
     def _take(self) -> None:
         for work in self._works:
@@ -88,6 +98,7 @@ class GradientMean:
     @torch.no_grad()
     def _end(self) -> None:
         """At the end of a backward."""
+        self._expected, self._backward = len(self._there), -1
         late = self._there[len(self._begun) :] if self._begun else []  # more than in the backward before
         if late and self._settled:
             raise RuntimeError("a gradient came after those of the step had been averaged and used")
@@ -99,4 +110,4 @@ class GradientMean:
             mean = self._means[parameter].copy_(parameter.grad).mul_(1 / self._group.size())
             dist.all_reduce(mean, group=self._group)
             parameter.grad = mean
-        self._expected, self._there, self._begun, self._settled = len(self._there), [], [], False
+        self._reset()

@@ -140,6 +140,44 @@ def test_gradients_are_averaged_early_only_once_all_are_there() -> None:
     run_ranks(_settles_once_all_are_there, 1)
 
 
+def _after_a_failure() -> None:
+    distributed.start(RuntimeConfig(device="cpu", threads=1))
+    group = dist.group.WORLD
+    assert group is not None
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    GradientMean([first, second], group)
+
+    class Fails(torch.autograd.Function):
+        """Comes first in the forward, and so last in the backward."""
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            raise ValueError("of a backward")
+
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        (first + second).sum().backward()
+        with pytest.raises(ValueError, match="of a backward"):
+            (Fails.apply(torch.ones(2, requires_grad=True)) * (first + second)).sum().backward()
+        first.grad = second.grad = None
+        before = reduce.call_count
+        (first + 2 * second).sum().backward()
+        assert reduce.call_count == before + 1
+    first.sum().backward()  # without `zero_grad`: what this one does not reach stays
+    assert first.grad is not None
+    assert second.grad is not None
+    assert first.grad.tolist() == [2, 2]
+    assert second.grad.tolist() == [2, 2]
+    distributed.stop()
+
+
+def test_a_backward_that_fails_leaves_nothing_behind() -> None:
+    run_ranks(_after_a_failure, 1)
+
+
 def _steps(accumulate: int, whole: tuple[str, ...]) -> tuple[list[int], dict[str, Tensor]]:
     """(for each dense step the gradients of rows that were on their way, weights) after batches of which one is bad."""
     step = Step(OptimizerConfig(warmup_steps=0, accumulate=accumulate), sharding="table_wise", whole=whole)
@@ -159,7 +197,18 @@ def _steps(accumulate: int, whole: tuple[str, ...]) -> tuple[list[int], dict[str
             step.pipeline.progress(given)
     assert step.optimizer.micro_step == len(batches)
     assert [line.split(":")[0] for line in step.guard.report()] == ["step 4"]
-    return early, step.dense() if whole else step.shards() | step.dense()
+    weights = step.dense() if whole else step.shards() | step.dense()
+    if any(early):
+        _a_second_backward_is_refused(step)
+    return early, weights
+
+
+def _a_second_backward_is_refused(step: Step) -> None:
+    given = iter([random_batch(step.spec, seed=step.world.rank)] * 4)
+    with mock.patch.multiple(step.optimizer, step=mock.DEFAULT, zero_grad=mock.DEFAULT):
+        step.pipeline.progress(given)
+        with pytest.raises(RuntimeError, match="a second backward since the last step"):
+            step.pipeline.progress(given)
 
 
 def _as_behind_the_backward(accumulate: int, whole: tuple[str, ...], expected_early: list[int]) -> None:

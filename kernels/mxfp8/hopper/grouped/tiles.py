@@ -23,8 +23,8 @@ from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
 SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
-# How an operand lies in memory: with r along its rows (0), along its columns, or in `grouped` pairs. SHUFFLED is 0 too,
-# but its rows reach shared memory in the order of `shuffled_descriptor`.
+# How an operand lies in memory: with r along its rows (0), along its columns, in `grouped` pairs, or along its rows, but
+# these reach shared memory in the order of `shuffled_descriptor`.
 TRANSPOSED = gl.constexpr(1)
 PAIRED = gl.constexpr(2)
 SHUFFLED = gl.constexpr(3)

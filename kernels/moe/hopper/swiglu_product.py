@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -31,16 +30,23 @@ from kernels.mxfp8.grouped import BYTES, Quantized, addressable_operands, in_tab
 from kernels.mxfp8.hopper.grouped import fp8
 from kernels.mxfp8.hopper.grouped.fp8 import row_factors
 from kernels.mxfp8.hopper.grouped.tiles import (
+    CONSUMER_REGISTERS,
+    LAG,
+    LOADER_REGISTERS,
+    MAX_REGISTERS,
     PIECES,
     ROWS,
     SHUFFLED,
+    STAGES,
     accept_tile,
-    announcements,
     await_tile,
+    barriers,
     descriptor,
     in_order,
+    let_other_start,
     load_tiles,
     shuffled_descriptor,
+    start,
     table_descriptor,
 )
 from kernels.mxfp8.hopper.quantize.int8 import store_int8
@@ -49,15 +55,8 @@ from kernels.mxfp8.hopper.quantize.pairs import codes_layout, store_rows, table_
 _TILE_N = gl.constexpr(128)  # of each half
 _BLOCK_K = gl.constexpr(128)
 _BAND = gl.constexpr(16)  # rows of tiles that are in flight together
-_STAGES = gl.constexpr(4)
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
 _FORM = gl.constexpr(BYTES)
-
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
-MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(240)
-_LOADER_REGISTERS = gl.constexpr(24)
 
 
 def hidden(rows: Quantized, gate_up: Quantized, ends: Tensor, keep: bool) -> Results:
@@ -143,15 +142,14 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
     up = gate
     partial = gate
     for step in range(steps):
-        stage = done % _STAGES
-        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
         rows = row_factors(rows_smem.index(stage), C, _SUMS)
         a = a_smem.index(stage * 2 + C)
         gate, partial = _add(gate, a, b_smem.index(stage * 2), partial, rows, columns_smem.index(stage * 2), SHARED)
         up, partial = _add(up, a, b_smem.index(stage * 2 + 1), partial, rows, columns_smem.index(stage * 2 + 1), SHARED)
         mbarrier.arrive(empty.index(stage), count=1)
-        if C == 0:
-            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+        let_other_start(order, first & (step == LAG), C)
         done += 1
     return gate, up, done
 
@@ -186,8 +184,7 @@ def _multiply(descs, scales, differ, a_smem, b_smem, rows_smem, columns_smem, ou
     done = 0
     received = 0
     shared = gl.load(differ) == 0
-    if C == 1:
-        mbarrier.wait(order, 0)
+    start(order, C)
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
@@ -197,13 +194,12 @@ def _multiply(descs, scales, differ, a_smem, b_smem, rows_smem, columns_smem, ou
         else:
             gate, up, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, received == 0, done,
                                    steps, False, C)  # fmt: skip
-        if C == 0:  # the loader goes on only when both have accepted the tile
-            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        # The loader goes on only when both have accepted the tile.
+        let_other_start(order, (received == 0) & (steps <= LAG), C)
         _store(descs, scales, out_smem, _words(gate), _words(up), row + C * ROWS, column, num_rows, N // 2, KEEP, C)
         received += 1
         count = await_tile(places, written, received)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=received == 0)
+    let_other_start(order, received == 0, C)
     tma.store_wait(0)
 
 
@@ -229,23 +225,14 @@ def swiglu_product_kernel(
 ):
     """N = 2F rows of B for each group."""
     dtype: gl.constexpr = a_desc.dtype
-    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2, _TILE_N, _BLOCK_K], a_desc.layout)
-    rows_smem = gl.allocate_shared_memory(gl.uint8, [_STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, _TILE_N, _BLOCK_K], a_desc.layout)
+    rows_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + rows_desc.block_type.shape, rows_desc.layout)
     columns_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [_STAGES * 2] + columns_desc.block_type.shape, columns_desc.layout
+        gl.bfloat16, [STAGES * 2] + columns_desc.block_type.shape, columns_desc.layout
     )
     out_smem = gl.allocate_shared_memory(gl.int16, [2 * PIECES] + codes_desc.block_type.shape, codes_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    places, written, read = announcements(2)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
-    fence_async_shared()
+    full, empty, order, places, written, read = barriers()
     descs = (codes_desc, kept_desc)
     tables = (scales, kept_scales)
     tiles_m = gl.to_tensor(0)
@@ -257,10 +244,10 @@ def swiglu_product_kernel(
                          places, written, read, num_rows, N, KEEP, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
                           ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, num_rows, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, SHUFFLED, True, True, False, False, False, 2)),
+                          _BLOCK_K, _BAND, 2, STAGES, False, 0, SHUFFLED, True, True, False, False, False, 2)),
         ],
         [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 

@@ -24,25 +24,25 @@ from kernels.moe.hopper.words import swiglu_halves
 from kernels.mxfp8.grouped import addressable
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
+    CONSUMER_REGISTERS,
+    LAG,
+    LOADER_REGISTERS,
+    MAX_REGISTERS,
     PIECES,
     ROWS,
+    STAGES,
     accept_tile,
-    announcements,
     await_tile,
+    barriers,
     descriptor,
+    let_other_start,
     load_tiles,
+    start,
 )
 
 _TILE_N = gl.constexpr(128)  # of each half
 _BLOCK_K = gl.constexpr(64)
 _BAND = gl.constexpr(16)  # rows of tiles that are in flight together
-_STAGES = gl.constexpr(4)
-_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
-
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
-MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(240)
-_LOADER_REGISTERS = gl.constexpr(24)
 
 
 def hidden(rows: Tensor, gate_up: Tensor, ends: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
@@ -81,16 +81,15 @@ def _sums(a_smem, b_smem, full, empty, order, first, done, steps, C: gl.constexp
     """(consumer C's sums of gate and up side by side, `done` and the steps of this tile)."""
     acc = gl.zeros((ROWS, 2 * _TILE_N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
     for step in range(steps):
-        stage = done % _STAGES
-        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
         acc = warpgroup_mma(a_smem.index(stage * 2 + C), b_smem.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
-        if C == 0:
-            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        let_other_start(order, first & (step == LAG), C)
         done += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=steps > 0)
     return acc, done
 
 
@@ -134,14 +133,13 @@ def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, o
     second = out_smem.index(C * PIECES + 1)
     done = 0
     received = 0
-    if C == 1:
-        mbarrier.wait(order, 0)
+    start(order, C)
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
         acc, done = _sums(a_smem, b_smem, full, empty, order, received == 0, done, steps, C)
-        if C == 0:  # the loader goes on only when both have accepted the tile
-            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        # The loader goes on only when both have accepted the tile.
+        let_other_start(order, (received == 0) & (steps <= LAG), C)
         gate, up = halves(acc)
         gate, more_gate = halves(gate)
         up, more_up = halves(up)
@@ -151,8 +149,7 @@ def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, o
         _store(result_desc, hidden_desc, second, first, more_gate, more_up, row, column + COLUMNS, N // 2, KEEP)
         received += 1
         count = await_tile(places, written, received)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=received == 0)
+    let_other_start(order, received == 0, C)
     tma.store_wait(0)
 
 
@@ -173,20 +170,11 @@ def swiglu_product_bf16_kernel(
 ):
     """N = 2F rows of B for each group."""
     dtype: gl.constexpr = a_desc.dtype
-    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
-    halves_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + b_desc.block_type.shape, b_desc.layout)
-    b_smem = halves_smem._reinterpret(dtype, [_STAGES, 2 * _TILE_N, _BLOCK_K], b_desc.layout)
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    halves_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + b_desc.block_type.shape, b_desc.layout)
+    b_smem = halves_smem._reinterpret(dtype, [STAGES, 2 * _TILE_N, _BLOCK_K], b_desc.layout)
     out_smem = gl.allocate_shared_memory(dtype, [2 * PIECES] + result_desc.block_type.shape, result_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    places, written, read = announcements(2)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
-    fence_async_shared()
+    full, empty, order, places, written, read = barriers()
     tiles_m = gl.to_tensor(0)
     gl.warp_specialize(
         [
@@ -196,10 +184,10 @@ def swiglu_product_bf16_kernel(
                          N, KEEP, 1)),
             (load_tiles, (a_desc, b_desc, b_desc, b_desc, a_smem, halves_smem, halves_smem, halves_smem, full, empty,
                           ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, num_rows, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 2, _STAGES, False, 0, False, False, False, False, False, False, 2)),
+                          _BLOCK_K, _BAND, 2, STAGES, False, 0, False, False, False, False, False, False, 2)),
         ],
         [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 

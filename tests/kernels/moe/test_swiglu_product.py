@@ -13,6 +13,7 @@ from kernels.core import dispatch
 from kernels.moe.hopper import gather, hidden, swiglu_product, swiglu_product_bf16
 from kernels.moe.triton import route
 from kernels.mxfp8.grouped import Operand, Quantized
+from kernels.mxfp8.hopper.grouped.tiles import MAX_REGISTERS
 from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.pairs import codes_layout
 from kernels.testing import compile_ahead, poisoned_empty
@@ -57,7 +58,7 @@ def test_compiles_without_spills(kernel: Any, types: dict[str, str], instruction
     types = types | {"ticket": "*i32", "ends": "*i32"}
     compiled = compile_ahead(
         kernel, {name: "i32" for name in kernel.arg_names if name != "KEEP"} | types, {"KEEP": keep},
-        target="sm_90", num_warps=4, gluon=True, maxnreg=swiglu_product.MAX_REGISTERS, divisible_by_16=["N", "K"],
+        target="sm_90", num_warps=4, gluon=True, maxnreg=MAX_REGISTERS, divisible_by_16=["N", "K"],
     )  # fmt: skip
     for instruction in (*instructions, "cp.async.bulk.tensor.2d.global.shared", "setmaxnreg.inc"):
         assert instruction in compiled.ptx, instruction

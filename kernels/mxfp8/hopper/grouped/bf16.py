@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,14 +24,21 @@ from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
+    CONSUMER_REGISTERS,
+    LAG,
+    LOADER_REGISTERS,
+    MAX_REGISTERS,
     PIECES,
     ROWS,
+    STAGES,
     accept_tile,
-    announcements,
     await_tile,
+    barriers,
     clear_rest,
     descriptor,
+    let_other_start,
     load_tiles,
+    start,
     store_rows,
 )
 
@@ -40,13 +46,6 @@ _TILE_N = gl.constexpr(256)
 _BLOCK_K = gl.constexpr(64)
 _BAND = gl.constexpr(16)  # rows of tiles that are in flight together
 _TILE_M = gl.constexpr(2 * ROWS)
-_STAGES = gl.constexpr(4)  # what fits into shared memory
-_LAG = gl.constexpr(2)  # steps between the consumers; fewer than stages
-
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
-_MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(240)
-_LOADER_REGISTERS = gl.constexpr(24)
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -130,8 +129,8 @@ def _sums(a_smem, b_smem, full, empty, order, first, done, steps, A_T: gl.conste
     """(consumer C's sums of a tile, `done` and its steps)."""
     acc = gl.zeros((ROWS, _TILE_N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
     for step in range(steps):
-        stage = done % _STAGES
-        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
         a = a_smem.index(stage * 2 + C)
         b = b_smem.index(stage)
         if A_T:
@@ -140,12 +139,11 @@ def _sums(a_smem, b_smem, full, empty, order, first, done, steps, A_T: gl.conste
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
-        if C == 0:
-            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        let_other_start(order, first & (step == LAG), C)
         done += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((done + _STAGES - 1) % _STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=steps > 0)
     return acc, done
 
 
@@ -155,19 +153,17 @@ def _multiply(out_desc, out, a_smem, b_smem, out_smem, full, empty, order, place
     """Consumer C: 64 rows of each tile."""
     done = 0
     received = 0
-    if C == 1:
-        mbarrier.wait(order, 0)
+    start(order, C)
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
         acc, done = _sums(a_smem, b_smem, full, empty, order, received == 0, done, steps, WGRAD, B_T, C)
-        if C == 0:  # the loader goes on only when both have accepted the tile
-            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        # The loader goes on only when both have accepted the tile.
+        let_other_start(order, (received == 0) & (steps <= LAG), C)
         store_rows(out_desc, out, out_smem, acc, row + C * ROWS, count - C * ROWS, column, N, C * PIECES, 0)
         received += 1
         count = await_tile(places, written, received)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=received == 0)
+    let_other_start(order, received == 0, C)
     tma.store_wait(0)
 
 
@@ -175,7 +171,7 @@ def _multiply(out_desc, out, a_smem, b_smem, out_smem, full, empty, order, place
 def _load(a_desc, b_desc, a_smem, b_smem, full, empty, ticket, places, written, read, out, ends, num_groups, tiles_m,
           tiles_n, M, N, K, WGRAD: gl.constexpr, B_T: gl.constexpr):  # fmt: skip
     load_tiles(a_desc, b_desc, b_desc, b_desc, a_smem, b_smem, b_smem, b_smem, full, empty, ticket, places, written,
-               read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K, _BAND, 2, _STAGES, WGRAD, WGRAD,
+               read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K, _BAND, 2, STAGES, WGRAD, WGRAD,
                B_T, False, False, False, WGRAD)  # fmt: skip
     if not WGRAD:
         clear_rest(out, ends, num_groups, M, N)
@@ -199,19 +195,10 @@ def _grouped_bf16_kernel(
     B_T: gl.constexpr,
 ):
     dtype: gl.constexpr = a_desc.dtype
-    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(dtype, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    places, written, read = announcements(2)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
-    fence_async_shared()
+    full, empty, order, places, written, read = barriers()
     gl.warp_specialize(
         [
             (_multiply, (out_desc, out, a_smem, b_smem, out_smem, full, empty, order, places, written, read, N, WGRAD,
@@ -222,8 +209,8 @@ def _grouped_bf16_kernel(
                      tiles_m, tiles_n, M, N, K, WGRAD, B_T)),
         ],
         [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 
-_launch = Launcher(_grouped_bf16_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_bf16_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

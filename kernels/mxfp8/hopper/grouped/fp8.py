@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -29,14 +28,21 @@ from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
+    CONSUMER_REGISTERS,
+    LAG,
+    LOADER_REGISTERS,
+    MAX_REGISTERS,
     PAIRED,
     PIECES,
     ROWS,
+    STAGES,
     accept_tile,
-    announcements,
     await_tile,
+    barriers,
     descriptor,
+    let_other_start,
     load_tiles,
+    start,
     store_rows,
     table_descriptor,
 )
@@ -46,16 +52,9 @@ _TILE_M = gl.constexpr(256)
 _TILE_N = gl.constexpr(128)
 _BLOCK_K = gl.constexpr(128)
 _BAND = gl.constexpr(8)  # rows of tiles that are in flight together
-_STAGES = gl.constexpr(4)
 _FULL_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 _HALF = gl.constexpr(64)  # columns of a partial result
 _HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-_LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues
-_LOADER_REGISTERS = gl.constexpr(24)
-
-# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
-_MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(240)
 
 
 def grouped_mm(
@@ -183,8 +182,7 @@ def _column_factors(values, HALF: gl.constexpr):
 @gluon.jit
 def _release(empty, order, stage, first, step, C: gl.constexpr):
     mbarrier.arrive(empty.index(stage), count=1)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+    let_other_start(order, first & (step == LAG), C)
 
 
 @gluon.jit
@@ -195,8 +193,8 @@ def _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, fi
     more = acc
     partial = acc
     for step in range(steps):
-        stage = done % _STAGES
-        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
         b = b_smem.index(stage).permute((1, 0))
         partial = warpgroup_mma(a_smem.index(stage * 4 + C), b, partial, use_acc=False, is_async=True)
         column = columns_smem.index(stage).slice(0, 1, 1).load(_FULL_SUMS).to(gl.float32)
@@ -243,8 +241,8 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
     even = left
     odd = left
     for step in range(steps):
-        stage = done % _STAGES
-        mbarrier.wait(full.index(stage), (done // _STAGES) & 1)
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
         even = _begin(a_smem, b_smem, stage, even, C, 0)
         if TWO:
             odd = _begin(a_smem, b_smem, stage, odd, C + 2, 0)
@@ -325,8 +323,7 @@ def _multiply(out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, ou
     done = 0
     received = 0
     shared = gl.load(differ) == 0
-    if C == 1:
-        mbarrier.wait(order, 0)
+    start(order, C)
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
@@ -336,12 +333,11 @@ def _multiply(out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, ou
         else:
             done = _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
                          received == 0, done, row, count, column, steps, N, WGRAD, False, C)  # fmt: skip
-        if C == 0:  # the loader goes on only when both have accepted the tile
-            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        # The loader goes on only when both have accepted the tile.
+        let_other_start(order, (received == 0) & (steps <= LAG), C)
         received += 1
         count = await_tile(places, written, received)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=received == 0)
+    let_other_start(order, received == 0, C)
     tma.store_wait(0)
 
 
@@ -366,23 +362,12 @@ def _grouped_fp8_kernel(
     A_FORM: gl.constexpr,
 ):
     dtype: gl.constexpr = a_desc.dtype
-    a_smem = gl.allocate_shared_memory(dtype, [_STAGES * 4] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(dtype, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
-    rows_smem = gl.allocate_shared_memory(gl.uint8, [_STAGES] + rows_desc.block_type.shape, rows_desc.layout)
-    columns_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [_STAGES] + columns_desc.block_type.shape, columns_desc.layout
-    )
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * 4] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    rows_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    columns_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + columns_desc.block_type.shape, columns_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    places, written, read = announcements(2)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
-    fence_async_shared()
+    full, empty, order, places, written, read = barriers()
     gl.warp_specialize(
         [
             (_multiply, (out_desc, out, differ, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order,
@@ -391,11 +376,11 @@ def _grouped_fp8_kernel(
                          places, written, read, N, WGRAD, 1)),
             (load_tiles, (a_desc, b_desc, rows_desc, columns_desc, a_smem, b_smem, rows_smem, columns_smem, full, empty,
                           ticket, places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N,
-                          _BLOCK_K, _BAND, 4, _STAGES, WGRAD, A_FORM, False, True, True, False, False)),
+                          _BLOCK_K, _BAND, 4, STAGES, WGRAD, A_FORM, False, True, True, False, False)),
         ],
         [4, 4],
-        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 
-_launch = Launcher(_grouped_fp8_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_fp8_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

@@ -26,7 +26,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -40,14 +39,21 @@ from kernels.mxfp8.hopper.grouped.dequantize_ahead import COUNTS, dequantize_ahe
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
+    CONSUMER_REGISTERS,
+    LAG,
+    LOADER_REGISTERS,
+    MAX_REGISTERS,
     PAIRED,
     PIECES,
     ROWS,
+    STAGES,
     accept_tile,
-    announcements,
     await_tile,
+    barriers,
     descriptor,
+    let_other_start,
     load_tiles,
+    start,
     store_rows,
     store_transposed,
     table_descriptor,
@@ -58,12 +64,7 @@ _TILE_N = gl.constexpr(256)
 _BLOCK_K = gl.constexpr(64)
 _BAND = gl.constexpr(16)  # rows of tiles that are in flight together
 _TILE_M = gl.constexpr(2 * ROWS)
-_STAGES = gl.constexpr(4)
-_LAG = gl.constexpr(2)
 
-_MAX_REGISTERS = 168
-_CONSUMER_REGISTERS = gl.constexpr(240)
-_LOADER_REGISTERS = gl.constexpr(24)
 # If a warpgroup also dequantises ahead.
 _AHEAD_CONSUMER_REGISTERS = gl.constexpr(224)
 _AHEAD_REGISTERS = gl.constexpr(56)
@@ -134,14 +135,14 @@ def _decode(codes_smem, words_smem, HALF: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def _operand(a_smem, words_smem, full, done, there, HALF: gl.constexpr, BLOCK: gl.constexpr):
     """The operand of the step in stage `done`, decoded if it is `there`; after the last step it is not, nor used."""
-    stage = done % _STAGES
-    mbarrier.wait(full.index(stage), (done // _STAGES) & 1, pred=there)
+    stage = done % STAGES
+    mbarrier.wait(full.index(stage), (done // STAGES) & 1, pred=there)
     return _decode(a_smem.index(stage * 2 + BLOCK), words_smem.index(stage), HALF, BLOCK)
 
 
 @gluon.jit
 def _begin(a, b_smem, acc, done):
-    return warpgroup_mma(a, b_smem.index(done % _STAGES).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma(a, b_smem.index(done % STAGES).permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -162,12 +163,12 @@ def _products(a_smem, b_smem, words_smem, full, empty, order, first, done, steps
         else:
             acc, even = warpgroup_mma_wait(0, deps=(acc, even))
             acc = _begin(odd, b_smem, acc, done + 1)
-        mbarrier.arrive(empty.index(done % _STAGES), count=1)
+        mbarrier.arrive(empty.index(done % STAGES), count=1)
         if C == 0:  # before waiting for a stage that the other consumer has not released yet
-            mbarrier.arrive(order, count=1, pred=first & (step == _LAG))
+            mbarrier.arrive(order, count=1, pred=first & (step == LAG))
         following = _operand(a_smem, words_smem, full, done + 2, step + 2 < steps, 0, C)
         acc, odd = warpgroup_mma_wait(0, deps=(acc, odd))
-        mbarrier.arrive(empty.index((done + 1) % _STAGES), count=1)
+        mbarrier.arrive(empty.index((done + 1) % STAGES), count=1)
         even = following
         done += 2
     return acc * _UNIT, done
@@ -179,15 +180,14 @@ def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, 
     """Consumer C."""
     done = 0
     received = 0
-    if C == 1:
-        mbarrier.wait(order, 0)
+    start(order, C)
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
         # Measured: in products with transposed results two steps at a time are slower.
         acc, done = _products(a_smem, b_smem, words_smem, full, empty, order, received == 0, done, steps, not OUT_T, C)
-        if C == 0:  # the loader goes on only when both have accepted the tile
-            mbarrier.arrive(order, count=1, pred=(received == 0) & (steps <= _LAG))
+        # The loader goes on only when both have accepted the tile.
+        let_other_start(order, (received == 0) & (steps <= LAG), C)
         row += C * ROWS
         if OUT_T:
             store_transposed(out_desc, out, out_smem, acc, row, column, count, M, C * PIECES, 0)
@@ -195,8 +195,7 @@ def _multiply(out_desc, out, a_smem, b_smem, words_smem, out_smem, full, empty, 
             store_rows(out_desc, out, out_smem, acc, row, count - C * ROWS, column, N, C * PIECES, 0)
         received += 1
         count = await_tile(places, written, received)
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=received == 0)
+    let_other_start(order, received == 0, C)
     tma.store_wait(0)
 
 
@@ -223,20 +222,11 @@ def _grouped_strict_kernel(
     A_FORM: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [_STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(gl.bfloat16, [_STAGES] + b_desc.block_type.shape, b_desc.layout)
-    words = gl.allocate_shared_memory(gl.int32, [_STAGES] + words_desc.block_type.shape, words_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
-    places, written, read = announcements(2)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
-    fence_async_shared()
+    full, empty, order, places, written, read = barriers()
     if AHEAD:
         gl.warp_specialize(
             [
@@ -246,7 +236,7 @@ def _grouped_strict_kernel(
                              M, N, OUT_T, 1)),
                 (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
                               places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
-                              _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, True)),
+                              _BAND, 2, STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, True)),
                 (dequantize_ahead, (b_codes, b_scales, b_values, ticket, ends, num_groups, N, K)),
             ],
             [4, 2, 2],
@@ -261,10 +251,10 @@ def _grouped_strict_kernel(
                              M, N, OUT_T, 1)),
                 (load_tiles, (a_desc, b_desc, words_desc, b_desc, a_smem, b_smem, words, b_smem, full, empty, ticket,
                               places, written, read, ends, num_groups, tiles_m, tiles_n, M, N, K, _TILE_N, _BLOCK_K,
-                              _BAND, 2, _STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, False)),
+                              _BAND, 2, STAGES, WGRAD, A_FORM, False, True, False, OUT_T, WGRAD, False)),
             ],
             [4, 4],
-            [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
 
@@ -351,4 +341,4 @@ def _multiplied(
     )
 
 
-_launch = Launcher(_grouped_strict_kernel, num_warps=4, maxnreg=_MAX_REGISTERS)
+_launch = Launcher(_grouped_strict_kernel, num_warps=4, maxnreg=MAX_REGISTERS)

@@ -23,11 +23,17 @@ from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups
 ROWS = gl.constexpr(64)  # of one accumulator: a matrix instruction has 64
 COLUMNS = gl.constexpr(64)  # of the pieces in which results are stored
 SCALED = gl.constexpr(128)  # elements of a row whose scales are a word
-# How an operand lies in memory: with r along its rows (0), along its columns, in `grouped` pairs, or along its rows, but
-# these reach shared memory in the order of `shuffled_descriptor`.
+# How an operand lies in memory: with r along its rows (0 and SHUFFLED, whose rows reach shared memory in the order of
+# `shuffled_descriptor`), along its columns, or in `grouped` pairs.
 TRANSPOSED = gl.constexpr(1)
 PAIRED = gl.constexpr(2)
 SHUFFLED = gl.constexpr(3)
+STAGES = gl.constexpr(4)  # as many as shared memory has room for
+LAG = gl.constexpr(2)  # steps between the consumers, so that products fill the time of epilogues; fewer than stages
+# Three warpgroups at this limit fill the register file; the loader gives most of its share to the consumers.
+MAX_REGISTERS = 168
+CONSUMER_REGISTERS = gl.constexpr(240)
+LOADER_REGISTERS = gl.constexpr(24)
 PIECES = gl.constexpr(2)  # of a consumer in shared memory: one is written while the other is stored
 
 _PLACE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
@@ -76,6 +82,35 @@ def announcements(CONSUMERS: gl.constexpr):
         mbarrier.init(written.index(i), count=1)
         mbarrier.init(read.index(i), count=CONSUMERS)
     return places, written, read
+
+
+@gluon.jit
+def barriers():
+    """(barriers of full stages, of empty ones and of the consumers' order, and the three of `announcements`)."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    order = orders.index(0)
+    places, written, read = announcements(2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(order, count=1)
+    fence_async_shared()
+    return full, empty, order, places, written, read
+
+
+@gluon.jit
+def start(order, C: gl.constexpr):
+    """To be called by consumer C before its first tile."""
+    if C == 1:
+        mbarrier.wait(order, 0)
+
+
+@gluon.jit
+def let_other_start(order, now, C: gl.constexpr):
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=now)
 
 
 @gluon.jit

@@ -89,9 +89,10 @@ def pair(left, right):
 
 
 @gluon.jit
-def neighbours(x):
-    """(the even columns, the odd columns) of an accumulator; no register moves."""
-    return x.reshape((x.shape[0], x.shape[1] // 2, 2)).split()
+def words_of(x):
+    """An accumulator's pairs of neighbours, int32 [rows, columns / 2]."""
+    left, right = x.reshape((x.shape[0], x.shape[1] // 2, 2)).split()
+    return pair(left, right)
 
 
 @gluon.constexpr_function

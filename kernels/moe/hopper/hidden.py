@@ -23,7 +23,7 @@ def in_the_product(rows: Operand, gate_up: Operand, ends: Tensor, keep: bool) ->
     """
     if isinstance(rows, Quantized):
         assert isinstance(gate_up, Quantized)
-        return _named(swiglu_product.hidden(rows, gate_up, ends, keep), rows.group)
+        return _hidden_of(swiglu_product.hidden(rows, gate_up, ends, keep), rows.group)
     assert isinstance(rows, Tensor)
     assert isinstance(gate_up, Tensor)
     return (*swiglu_product_bf16.hidden(rows, gate_up, ends, keep), _no_scales(rows))
@@ -47,10 +47,10 @@ def in_passes(rows: Operand, gate_up: Operand, ends: Tensor, keep: bool) -> Hidd
             h = fprop(part_of(rows, first, last), gate_up, (ends - first).clamp_(0, last - first))
         swiglu_quantized(h, ends, rows.group, results, first)
         del h
-    return _named(results, rows.group)
+    return _hidden_of(results, rows.group)
 
 
-def _named(results: Results, group: int) -> Hidden:
+def _hidden_of(results: Results, group: int) -> Hidden:
     return Quantized(results.codes, results.scales, group), results.kept, results.kept_scales
 
 

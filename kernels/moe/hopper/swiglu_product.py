@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
-from kernels.core.hopper import neighbours, pair
+from kernels.core.hopper import words_of
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.moe.hopper.swiglu_quantized import Results, empty_results
 from kernels.moe.hopper.words import swiglu_words
@@ -155,13 +155,6 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
 
 
 @gluon.jit
-def _words(sums):
-    """[64, 64] int32: two neighbours of a row in bfloat16, 32 of whose elements are in one thread."""
-    left, right = neighbours(in_order(sums))
-    return pair(left, right)
-
-
-@gluon.jit
 def _store(descs, scales, smem, gate, up, row, column, num_rows, width, KEEP: gl.constexpr, C: gl.constexpr):
     """The results of consumer C's 64 rows from the words of its sums."""
     codes_desc, kept_desc = descs
@@ -196,7 +189,9 @@ def _multiply(descs, scales, differ, a_smem, b_smem, rows_smem, columns_smem, ou
                                    steps, False, C)  # fmt: skip
         # The loader goes on only when both have accepted the tile.
         let_other_start(order, (received == 0) & (steps <= LAG), C)
-        _store(descs, scales, out_smem, _words(gate), _words(up), row + C * ROWS, column, num_rows, N // 2, KEEP, C)
+        gate = words_of(in_order(gate))
+        up = words_of(in_order(up))
+        _store(descs, scales, out_smem, gate, up, row + C * ROWS, column, num_rows, N // 2, KEEP, C)
         received += 1
         count = await_tile(places, written, received)
     let_other_start(order, received == 0, C)

@@ -11,17 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from kernels.core.counters import counter
-from kernels.core.hopper import halves, neighbours, pair
+from kernels.core.hopper import halves, words_of
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.moe.hopper.words import swiglu_halves
 from kernels.mxfp8.grouped import addressable
+from kernels.mxfp8.hopper.grouped.bf16 import sums_of_tile
 from kernels.mxfp8.hopper.grouped.tiles import (
     COLUMNS,
     CONSUMER_REGISTERS,
@@ -77,34 +75,11 @@ def hidden(rows: Tensor, gate_up: Tensor, ends: Tensor, keep: bool) -> tuple[Ten
 
 
 @gluon.jit
-def _sums(a_smem, b_smem, full, empty, order, first, done, steps, C: gl.constexpr):
-    """(consumer C's sums of gate and up side by side, `done` and the steps of this tile)."""
-    acc = gl.zeros((ROWS, 2 * _TILE_N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-    for step in range(steps):
-        stage = done % STAGES
-        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        acc = warpgroup_mma(a_smem.index(stage * 2 + C), b_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > 0)
-        let_other_start(order, first & (step == LAG), C)
-        done += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=steps > 0)
-    return acc, done
-
-
-@gluon.jit
 def _swiglu(gate, up):
     """Of sums that are rounded to bfloat16."""
     LAYOUT: gl.constexpr = gate.type.layout
-    left, right = swiglu_halves(_words(gate), _words(up))
+    left, right = swiglu_halves(words_of(gate), words_of(up))
     return gl.convert_layout(gl.reshape(gl.join(left, right), [ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _words(sums):
-    left, right = neighbours(sums)
-    return pair(left, right)
 
 
 @gluon.jit
@@ -137,7 +112,7 @@ def _multiply(result_desc, hidden_desc, a_smem, b_smem, out_smem, full, empty, o
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
-        acc, done = _sums(a_smem, b_smem, full, empty, order, received == 0, done, steps, C)
+        acc, done = sums_of_tile(a_smem, b_smem, full, empty, order, received == 0, done, steps, False, False, C)
         # The loader goes on only when both have accepted the tile.
         let_other_start(order, (received == 0) & (steps <= LAG), C)
         gate, up = halves(acc)

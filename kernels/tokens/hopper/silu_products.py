@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.core.hopper import halves, left_half, neighbours, pair, right_half, sigmoid_of
+from kernels.core.hopper import halves, left_half, right_half, sigmoid_of, words_of
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
 from kernels.tokens.hopper.product import (
@@ -121,8 +121,7 @@ def _finish_forward(z_desc, y_desc, smem, value, bias, row, column, N, PLACE: gl
         z = value + gl.expand_dims(offset, 0)
         tma.store_wait(PLACES - 1)
         put(z_desc, smem.index(PLACE), z.to(gl.bfloat16), row, column)
-        left, right = neighbours(z)
-        words = pair(left, right)
+        words = words_of(z)
         left = left_half(words)
         right = right_half(words)
         y = gl.join(left * sigmoid_of(left), right * sigmoid_of(right)).reshape(z.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -71,23 +72,18 @@ def test_gradients_are_those_of_ddp(used: tuple[bool, ...]) -> None:
     run_ranks(_run, 2, used)
 
 
+def watched(x: Tensor, function: Callable[[], None]) -> Tensor:
+    """A copy of x, whose backward begins by calling the function: read first, it is differentiated last."""
+    copied = x.clone()
+    copied.register_hook(lambda gradient: function())
+    return copied
+
+
 def _begins_before_the_backward_ends() -> None:
     distributed.start(RuntimeConfig(device="cpu", threads=1))
     group = dist.group.WORLD
     assert group is not None
     events: list[str] = []
-
-    class Early(torch.autograd.Function):
-        """Comes first in the forward, and so last in the backward."""
-
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            events.append("early")
-            return gradient
 
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     GradientMean(layers.parameters(), group)
@@ -99,7 +95,7 @@ def _begins_before_the_backward_ends() -> None:
 
     with mock.patch.object(dist, "all_reduce", reduce):
         for _ in range(2):
-            layers(Early.apply(torch.randn(2, 3, requires_grad=True))).sum().backward()
+            layers(watched(torch.randn(2, 3, requires_grad=True), lambda: events.append("early"))).sum().backward()
     assert events == ["early", "reduce", "reduce", "early"]  # the first backward shows how many gradients there are
     distributed.stop()
 
@@ -116,22 +112,15 @@ def _settles_once_all_are_there() -> None:
     mean = GradientMean([first, second], group)
     asked: list[bool] = []
 
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
+    def ask() -> None:
+        asked.append(mean.settle())
 
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            asked.append(mean.settle())
-            return gradient
-
-    (Asks.apply(first) * second).sum().backward()
+    (watched(first, ask) * second).sum().backward()
     assert asked == [False]
-    (Asks.apply(first) * second).sum().backward()  # two had come, and one is there
+    (watched(first, ask) * second).sum().backward()  # two had come, and one is there
     second.sum().backward()  # of which the next backward expects as many
     with pytest.raises(RuntimeError, match="a gradient came after those of the step had been averaged"):
-        (Asks.apply(first) * second).sum().backward()
+        (watched(first, ask) * second).sum().backward()
     assert asked == [False, False, True]
     distributed.stop()
 
@@ -147,21 +136,13 @@ def _after_a_failure() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     GradientMean([first, second], group)
 
-    class Fails(torch.autograd.Function):
-        """Comes first in the forward, and so last in the backward."""
-
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            raise ValueError("of a backward")
+    def fail() -> None:
+        raise ValueError("of a backward")
 
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         (first + second).sum().backward()
         with pytest.raises(ValueError, match="of a backward"):
-            (Fails.apply(torch.ones(2, requires_grad=True)) * (first + second)).sum().backward()
+            (watched(torch.ones(2, requires_grad=True), fail) * (first + second)).sum().backward()
         first.grad = second.grad = None
         before = reduce.call_count
         (first + 2 * second).sum().backward()

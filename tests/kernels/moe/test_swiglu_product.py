@@ -107,11 +107,10 @@ def first_product(
 
 def parts_of(results: hidden.Hidden, end: int) -> list[torch.Tensor]:
     """All tensors, as bytes, up to the last row."""
-    result, *kept = results
-    codes = [result.codes, result.scales] if isinstance(result, Quantized) else [result]
+    result, kept, kept_scales = results
     # Scales have a column for each row.
-    parts = [*(t[:, :end] if t is codes[-1] and len(codes) == 2 else t[:end] for t in codes)]
-    return [part.contiguous().view(torch.uint8) for part in (*parts, kept[0][:end], kept[1][:, :end])]
+    of_result = [result.codes[:end], result.scales[:, :end]] if isinstance(result, Quantized) else [result[:end]]
+    return [part.contiguous().view(torch.uint8) for part in (*of_result, kept[:end], kept_scales[:, :end])]
 
 
 @on_hopper

@@ -20,26 +20,21 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 from kernels.tokens import (
     activate,
     add_rms_norm,
-    move_rows_,
     parts,
-    place_rows,
     reference,
     rms_norm,
     rotate,
     rotate_qkv,
     unbind,
 )
-from kernels.tokens.triton import norm_operator, placement, rotary_operator
-from tests.kernels.core.devices import SHARED_LIMITS, TARGETS
+from kernels.tokens.triton import norm_operator, rotary_operator
+from tests.kernels.core.devices import TARGETS
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NORM_SHAPES = [(5, 48), (0, 16), (1, 5), (2, 3, 300), (70, 64), (2, 3, 4, 8)]
 ROTATED_SHAPES = [(5, 2, 48), (0, 1, 16), (1, 3, 6), (70, 4, 64), (9, 1, 2)]
-
-PLACED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 2, 33), (300,), (9, 1500)]
-MOVED_SHAPES = [(5, 48), (0, 16), (1, 5), (70, 33), (300, 1), (9, 1500)]
 
 
 def normalised(x: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -180,20 +175,6 @@ def test_bad_arguments() -> None:
         activate(torch.zeros(4, 2), torch.zeros(2), "gelu")
     with pytest.raises(ValueError, match=r"rows must be int64, got torch.int32"):
         add_rms_norm(torch.zeros(4, 2), None, torch.zeros(4, dtype=torch.int32))
-    for places in (torch.arange(3), torch.arange(4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"places must be int64 \[4\], one for each row of the parts"):
-            place_rows([x[:1], x[1:]], places)
-    for given in ([], [x, x.half()], [x, x[:, 0]]):
-        with pytest.raises(ValueError, match="parts must be at least one, with rows of one shape and dtype"):
-            place_rows(given, torch.arange(8))
-    rows = torch.zeros(3, 2)
-    for out in (torch.zeros(4, 3), torch.zeros(4, 2).half(), torch.zeros(2, 4).t(), torch.zeros(4)):
-        with pytest.raises(ValueError, match="out must be a contiguous matrix, and rows one of its width and dtype"):
-            move_rows_(out, rows, torch.arange(4))
-    for scatter, number in ((False, 4), (True, 3)):
-        for places in (torch.arange(7 - number), torch.arange(number, dtype=torch.int32)):
-            with pytest.raises(ValueError, match=rf"places must be int64 \[{number}\]"):
-                move_rows_(torch.zeros(4, 2), rows, places, scatter=scatter)
 
 
 def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,69 +280,6 @@ def test_a_gradient_whose_elements_share_memory(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("shape", PLACED_SHAPES, ids=str)
-def test_placement(shape: tuple[int, ...]) -> None:
-    placed(partial(place_rows, backend="reference"), shape, torch.float32, "cpu")
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("shape", PLACED_SHAPES, ids=str)
-def test_placement_in_the_interpreter(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted(monkeypatch)
-    placed(placement.place_rows, shape, torch.float32, "cpu")
-
-
-def placed(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Output and gradients are moved, and these divided: every bit is that of indexing and PyTorch's division."""
-    places = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
-    x = torch.randn(*shape, 2).to(device, dtype)[..., 0]
-    for cuts in ([], [0, shape[0] // 3], [shape[0]]):
-        parts = [part.detach().requires_grad_() for part in x.tensor_split(cuts)]
-        with poisoned_empty():
-            out = function(parts, places)
-            gradients = torch.autograd.grad(out, parts, out.detach())
-        assert torch.equal(out[places], x)
-        assert torch.equal(torch.cat(gradients), x)
-        divided = function(parts, places, gradient_divisor=3)
-        assert torch.equal(divided, out)
-        assert torch.equal(torch.cat(torch.autograd.grad(divided, parts, out.detach())), x / 3)
-    if shape[0] > 1:  # a part without a gradient
-        first, second = x[:1].clone(), x[1:].clone().requires_grad_()
-        out = function([first, second], places)
-        assert torch.equal(torch.autograd.grad(out, second, out.detach())[0], x[1:])
-
-
-@pytest.mark.parametrize("shape", MOVED_SHAPES, ids=str)
-def test_moves(shape: tuple[int, int]) -> None:
-    moved(partial(move_rows_, backend="reference"), shape, torch.float32, "cpu")
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("shape", MOVED_SHAPES, ids=str)
-def test_moves_in_the_interpreter(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted(monkeypatch)
-
-    def move(out: Tensor, rows: Tensor, places: Tensor, scatter: bool = False, divisor: float = 1.0) -> Tensor:
-        return placement.move_rows_(out, rows, places, scatter, divisor)
-
-    moved(move, shape, torch.float32, "cpu")
-
-
-def moved(function: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Some rows are moved and divided, to some places, and nothing else is written."""
-    x = torch.randn(*shape, 2).to(device, dtype)[..., 0]
-    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3)).to(device)
-    for places in (order, order[: shape[0] // 3], order[shape[0] // 3 :]):
-        for divisor in (1, 3):
-            taken = function(x.new_full((len(places), shape[1]), torch.nan), x, places, divisor=divisor)
-            assert torch.equal(taken, x[places] / divisor)
-            given, expected = x[: len(places)], x.new_full(shape, -1.0)
-            expected[places] = given / divisor
-            out = x.new_full(shape, -1.0)
-            assert function(out, given, places, scatter=True, divisor=divisor) is out
-            assert torch.equal(out, expected)
-
-
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
     from kernels.tokens.triton import activation, bias, residual
@@ -406,20 +324,6 @@ def test_kernels_compile_without_spills(module: str, name: str, target: str) -> 
     assert compiled.contains("ld.global.v4.b32")
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("target", SHARED_LIMITS)
-def test_placement_compiles_to_whole_lines(target: str) -> None:
-    from kernels.tokens.triton import tokens as triton_tokens
-
-    kernel = triton_tokens.move_rows_kernel
-    constants = {"SCATTER": True, "DIVISOR": 1.0, "WIDTH": 128, "ROWS": 32, "BLOCK": 128}
-    signature = {"values": "*bf16", "places": "*i64", "out": "*bf16", "num_rows": "i32", "row_stride": "i32"}
-    compiled = compile_ahead(kernel, signature, constants, target=target, divisible_by_16=("row_stride",))
-    assert compiled.spill_bytes == 0
-    assert compiled.contains("ld.global.v4.b32")
-    assert compiled.contains("st.global.v4.b32")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -454,14 +358,6 @@ class TestOnAGPU:
             return rotate_qkv(*tensors[:-1], twice=tensors[-1], backend="triton")
 
         check_qkv(on_a_gpu, shape, table, dtype, "cuda")
-
-    @pytest.mark.parametrize("shape", [*PLACED_SHAPES, (1000, 256)], ids=str)
-    def test_placement(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        placed(partial(place_rows, backend="triton"), shape, dtype, "cuda")
-
-    @pytest.mark.parametrize("shape", [*MOVED_SHAPES, (1000, 256)], ids=str)
-    def test_moves(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        moved(partial(move_rows_, backend="triton"), shape, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -124,7 +124,7 @@ def _multiplied(
 
 
 @gluon.jit
-def _sums(a_smem, b_smem, full, empty, order, first, done, steps, A_T: gl.constexpr, B_T: gl.constexpr,
+def sums_of_tile(a_smem, b_smem, full, empty, order, first, done, steps, A_T: gl.constexpr, B_T: gl.constexpr,
           C: gl.constexpr):  # fmt: skip
     """(consumer C's sums of a tile, `done` and its steps)."""
     acc = gl.zeros((ROWS, _TILE_N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -157,7 +157,7 @@ def _multiply(out_desc, out, a_smem, b_smem, out_smem, full, empty, order, place
     count = await_tile(places, written, received)
     while count > 0:
         row, column, steps = accept_tile(places, read, received)
-        acc, done = _sums(a_smem, b_smem, full, empty, order, received == 0, done, steps, WGRAD, B_T, C)
+        acc, done = sums_of_tile(a_smem, b_smem, full, empty, order, received == 0, done, steps, WGRAD, B_T, C)
         # The loader goes on only when both have accepted the tile.
         let_other_start(order, (received == 0) & (steps <= LAG), C)
         store_rows(out_desc, out, out_smem, acc, row + C * ROWS, count - C * ROWS, column, N, C * PIECES, 0)

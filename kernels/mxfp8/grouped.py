@@ -14,7 +14,8 @@ Scales of codes [..., lines, K] come in one of these forms:
     TILES    uint8 [..., bytes], in tiles of 128 x 4 as tcgen05 instructions read them (`reference.swizzle_scales`)
     WORDS    int32 [K / 128, lines]: the four scales of 128 elements, the first in the lowest byte
     BYTES    float8_e8m0fnu [K / 128, lines]: the scale that a group of 128 shares
-    VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity
+    VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity. It is negated
+             if the 128 lines of its square, of 128 x 128 elements, share it
 
 Products for sm_100 read TILES. Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K.
 With groups of 128 they read BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS
@@ -47,7 +48,7 @@ class Quantized(NamedTuple):
     """codes [..., K] float8_e4m3fn and their scales; `group` elements in a row share a scale.
 
     With `paired` the codes are in pairs; scales are those of the two matrices' columns, one after the other.
-    `differ` int32 [1] comes with VALUES of weights: 0 if the lines of each square of 128 x 128 share their scale.
+    `differ` int32 [1] comes with VALUES of weights: 0 if the lines of each square share their scale.
     """
 
     codes: Tensor
@@ -160,7 +161,7 @@ def matrix_scales(operand: Quantized) -> Tensor:
     if table.dtype is torch.int32:
         scales = words.view(torch.uint8)
     else:
-        shared = words.view(torch.uint8) if words.element_size() == 1 else (words.view(torch.int16) >> 7).byte()
+        shared = words.view(torch.uint8) if words.element_size() == 1 else (words.view(torch.int16) >> 7 & 0xFF).byte()
         scales = shared.repeat_interleave(4, 1)
     return scales.view(*operand.codes.shape[:-1], -1)
 

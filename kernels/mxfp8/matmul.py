@@ -17,10 +17,13 @@ from kernels.core import dispatch
 from kernels.mxfp8.reference import BLOCK
 
 
-def _operand(x: Tensor, axis: int, group: int, weight: bool = False) -> Tensor:
-    """x rounded to MXFP8 with blocks along `axis`, in the dtype that its device multiplies."""
+def _operand(x: Tensor, axis: int, group: int, second: bool = False) -> Tensor:
+    """x rounded to MXFP8 with blocks along `axis`, in the dtype that its device multiplies.
+
+    The `second` operand of a product is in squares, if groups have 128 elements.
+    """
     choice = dispatch.choose("mxfp8_quantize", None, x, axis=axis - x.dim())
-    quantized = choice(x, axis, group, weight and group != BLOCK)
+    quantized = choice(x, axis, group, second and group != BLOCK)
     dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
     return dispatch.choose("mxfp8_dequantize", None, quantized.codes)(quantized, dtype)
 
@@ -43,7 +46,7 @@ class _Linear(torch.autograd.Function):
         ctx.group = group
         ctx.bias_dtype = None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
-            y = _multiply(_operand(x, 1, group), _operand(weight, 1, group, weight=True).t())
+            y = _multiply(_operand(x, 1, group), _operand(weight, 1, group, second=True).t())
         return (y if bias is None else y + bias).to(out_dtype)
 
     @staticmethod
@@ -54,9 +57,9 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx = _multiply(_operand(dy, 1, group), _operand(weight, 0, group, weight=True)).to(x.dtype)
+                dx = _multiply(_operand(dy, 1, group), _operand(weight, 0, group, second=True)).to(x.dtype)
             if ctx.needs_input_grad[1]:
-                dw = _multiply(_operand(dy, 0, group).t(), _operand(x, 0, group)).to(weight.dtype)
+                dw = _multiply(_operand(dy, 0, group).t(), _operand(x, 0, group, second=True)).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None, None
@@ -73,7 +76,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.save_for_backward(x, weight, offsets)
         ctx.group = group
         with torch.autocast(x.device.type, enabled=False):
-            return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, weight=True), offsets).to(out_dtype)
+            return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, second=True), offsets).to(out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -83,12 +86,15 @@ class _GroupedMM(torch.autograd.Function):
         dx = dw = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                matrices = _operand(weight, 1, group, weight=True).transpose(1, 2)
+                matrices = _operand(weight, 1, group, second=True).transpose(1, 2)
                 dx = _grouped_mm(_operand(dy, 1, group), matrices, offsets).to(x.dtype)
             if ctx.needs_input_grad[1]:
                 # Blocks run along the rows here and must not straddle two experts.
                 target, capacity, ends = aligned_groups(offsets, x.shape[0], group)
-                dy_operand, x_operand = (_operand(scattered(rows, target, capacity), 0, group) for rows in (dy, x))
+                dy_operand, x_operand = (
+                    _operand(scattered(rows, target, capacity), 0, group, second)
+                    for rows, second in ((dy, False), (x, True))
+                )
                 dw = _grouped_wgrad(dy_operand, x_operand, ends, group).to(weight.dtype)
         return dx, dw, None, None, None
 

@@ -35,9 +35,10 @@ element times its scale has four significant bits, so bfloat16 holds it exactly,
 **Groups of 128** (`block_size=128`, recipe "mxfp8_g128"). Four neighbouring blocks take the scale of the largest, so
 that the tensor is MXFP8 like any other and a chip without block-scaled instructions needs to scale its sums only once
 per 128 terms. e4m3 is a floating format: a scale that is too large by a power of two costs nothing until an element
-becomes subnormal, 2^14 below the largest of its group. With `square`, for weights, one scale serves 128 x 128 elements
-(rows are those of the last two axes), except where the maxima of its rows differ by more than 2^10: there every row
-has its own, so that small rows do not lose what large ones do not need. Rows of zeros don't count.
+becomes subnormal, 2^14 below the largest of its group. With `square` one scale serves 128 x 128 elements (rows are
+those of the last two axes), except where the maxima of its rows differ by more than 2^10: there every row has its own,
+so that small rows do not lose what large ones do not need. Rows of zeros don't count. Squares are for the second
+operand of each product, W and in wgrad X, so that the sums of 128 outputs are scaled alike.
 
 Blocks start at index 0 of the axis. When its length is not a multiple of 32 the last block is short, as if zeros
 followed; codes keep the length of the input and scales have ceil(length / 32) entries.

@@ -80,12 +80,12 @@ def _quack(recipe: str, prepare: Callable[[], Runner]) -> dict[str, Callable[[],
     return {"quack bf16": partial(cute_peers.where_it_runs, prepare)} if recipe == "bf16" else {}
 
 
-def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = False) -> Operand:
+def _operand(x: Tensor, recipe: str, *, second: bool = False) -> Operand:
     """x as the recipe multiplies it, blocks along its last axis."""
     group = RECIPES[recipe]
     if not group:
         return x
-    square = weight and group == 128
+    square = second and group == 128
     if x.device.type != "cuda":
         codes, scales, _ = mxfp8.quantize(x, -1, block_size=group, square=square)
         return Quantized(codes.contiguous(), scales.contiguous(), group)
@@ -95,9 +95,9 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False, weight: bool = Fal
     if _block_scaled(x.device):
         codes, scales, *_ = quantize.quantize_both(x, True, False, group, square, TILES)
         return Quantized(codes, scales, group)
-    if square:
+    if square and x.dim() == 3:
         return weights.operand(x, False, group)
-    codes, scales, *_ = quantize.quantize_both(x, True, False, group, False, form_of(group, second))
+    codes, scales, *_ = quantize.quantize_both(x, True, False, group, square, form_of(group, second))
     return Quantized(codes, scales, group)
 
 
@@ -123,7 +123,7 @@ def _product(recipe: str, rows: int, experts: int, n: int, k: int, transposed: b
     matrices = weight if recipe == "bf16" else weight.contiguous()
 
     def ours() -> Runner:
-        a_operand, b_operand = _operand(a, recipe), _operand(matrices, recipe, second=True, weight=True)
+        a_operand, b_operand = _operand(a, recipe), _operand(matrices, recipe, second=True)
         function = _backend("grouped_mm", a_operand, recipe, device, n, k)
         return Runner(lambda: function(a_operand, b_operand, ends))
 

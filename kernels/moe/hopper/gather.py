@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.moe.hopper.gather_quantized import gather_quantized
 from kernels.moe.reference import Permutation
-from kernels.mxfp8.grouped import MATRIX, form_of, in_tables
+from kernels.mxfp8.grouped import MATRIX, VALUES, form_of, in_tables
 from kernels.mxfp8.hopper.quantize.blocks import (
     TILE,
     quantize_columns,
@@ -38,6 +38,7 @@ def gather_kernel(
     num_columns,
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
+    SQUARE: gl.constexpr,
     EVEN: gl.constexpr,
     R: gl.constexpr,
 ):
@@ -86,7 +87,7 @@ def gather_kernel(
                 num_rows,
                 num_columns,
                 GROUP,
-                False,
+                SQUARE,
                 False,
                 EVEN,
                 R,
@@ -99,8 +100,8 @@ def gather(
     """x [N, D] -> codes [M, D] of the rows in expert order, their scales, the same of their columns [D, M].
 
     The last two are empty if `column_form` is None; with group 0 the first is bfloat16 and all others are empty. If
-    `in_tables`, scales are in a table and in `column_form`, and otherwise matrices (see `mxfp8.grouped`). Padding rows
-    are zeros; rows after the last end are not written.
+    `in_tables`, scales are in a table and in `column_form`, and otherwise matrices (see `mxfp8.grouped`), with columns
+    in squares if the form would be VALUES. Padding rows are zeros; rows after the last end are not written.
     """
     num_rows, num_columns = permutation.selections.shape[0], x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -132,6 +133,7 @@ def gather(
             num_columns,
             COLUMNS=columns,
             GROUP=group,
+            SQUARE=column_form == VALUES,
             EVEN=num_columns % TILE == 0,
             **launch_options(),
         )

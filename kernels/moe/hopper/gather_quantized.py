@@ -67,10 +67,10 @@ def gather_quantized_kernel(
     along = smem.load(row_layout())
     across = smem.load(column_layout())
     buffers = smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+    store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, None, row, column // 32,
                num_rows, num_columns // 32, GROUP, False, ROW_FORM)  # fmt: skip
     if COLUMNS:
-        store_columns(across, buffers.index(1), column_desc, column, row // 2, column_scales, column_scales, column,
+        store_columns(across, buffers.index(1), column_desc, column, row // 2, column_scales, None, column,
                       row // 32, num_columns, num_rows // 32, GROUP, False, COLUMN_FORM)  # fmt: skip
     tma.store_wait(0)
 

@@ -28,7 +28,7 @@ from kernels.moe.hopper.swiglu_quantized import Results, empty_results
 from kernels.moe.hopper.words import swiglu_words
 from kernels.mxfp8.grouped import BYTES, Quantized, addressable_operands, in_table
 from kernels.mxfp8.hopper.grouped import fp8
-from kernels.mxfp8.hopper.grouped.fp8 import row_factors
+from kernels.mxfp8.hopper.grouped.fp8 import row_factors, shared_factor
 from kernels.mxfp8.hopper.grouped.tiles import (
     CONSUMER_REGISTERS,
     LAG,
@@ -114,7 +114,7 @@ def _columns_layout():
 @gluon.jit
 def _column_factors(columns):
     """[1, 128] float32 in the order of the sums. `columns` [1, 128] bfloat16 are in that of B's rows in memory."""
-    values = gl.reshape(columns.load(_columns_layout()), [1, 4, 16, 2])
+    values = gl.reshape(gl.abs(columns.load(_columns_layout())), [1, 4, 16, 2])
     values = gl.reshape(gl.permute(values, (0, 2, 1, 3)), [1, _TILE_N])
     return gl.convert_layout(values, _SUMS, assert_trivial=True).to(gl.float32)
 
@@ -124,7 +124,7 @@ def _add(sums, a, b, partial, rows, columns, SHARED: gl.constexpr):
     """sums + a b^T, scaled by the factors of rows and columns."""
     partial = warpgroup_mma(a, b.permute((1, 0)), partial, use_acc=False, is_async=True)
     if SHARED:
-        factors = rows * columns.slice(0, 1, 1).load(_SUMS).to(gl.float32)
+        factors = rows * shared_factor(columns, _SUMS)
         partial = warpgroup_mma_wait(0, deps=(partial,))
         sums += partial * factors
     else:
@@ -162,7 +162,7 @@ def _store(descs, scales, smem, gate, up, row, column, num_rows, width, KEEP: gl
     first = smem.index(C * PIECES)
     second = smem.index(C * PIECES + 1)
     tma.store_wait(0)
-    store_rows(swiglu_words(gate, up), first, codes_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+    store_rows(swiglu_words(gate, up), first, codes_desc, row, column // 2, row_scales, None, row, column // 32,
                num_rows, width // 32, 128, False, _FORM)  # fmt: skip
     if KEEP:
         store_int8(gate, second, kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)

@@ -94,7 +94,7 @@ def swiglu_quantized_forward_kernel(
         store_int8(gate, buffers.index(1), kept_desc, row, column // 2, kept_scales, row, column // 32, num_rows)
     up = smem.index(1).load(row_layout())
     result = swiglu_words(gate, up)
-    store_rows(result, buffers.index(0), codes_desc, row, column // 2, scales, scales, row, column // 32, num_rows,
+    store_rows(result, buffers.index(0), codes_desc, row, column // 2, scales, None, row, column // 32, num_rows,
                width // 32, GROUP, False, FORM)  # fmt: skip
     if KEEP:
         # Read again: both words and results of a tile need more registers than three programs have.
@@ -202,9 +202,9 @@ def _store_gradient(words_smem, rows_desc, columns_desc, row, column, half, row_
     across = words_smem.load(column_layout())
     buffers = words_smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
     line = half * width + column
-    store_rows(along, buffers.index(0), rows_desc, row, line // 2, row_scales, row_scales, row, line // 32, num_rows,
+    store_rows(along, buffers.index(0), rows_desc, row, line // 2, row_scales, None, row, line // 32, num_rows,
                width // 16, GROUP, False, FORM)  # fmt: skip
-    store_columns(across, buffers.index(1), columns_desc, row, column + half * 64, column_scales, column_scales, line,
+    store_columns(across, buffers.index(1), columns_desc, row, column + half * 64, column_scales, None, line,
                   row // 32, 2 * width, num_rows // 32, GROUP, False, FORM)  # fmt: skip
 
 
@@ -271,7 +271,7 @@ def swiglu_quantized_backward_kernel(
                     FORM)  # fmt: skip
     across = grad_smem.load(column_layout())
     buffers = grad_smem._reinterpret(gl.int16, [2, 128, 64], codes_layout())
-    store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, result_scales, column,
+    store_columns(across, buffers.index(0), result_desc, column, row // 2, result_scales, None, column,
                   row // 32, width, num_rows // 32, GROUP, False, RESULT_FORM)  # fmt: skip
     tma.store_wait(0)
     # Otherwise exchanges between threads would use the memory of the first two, which copies still read.

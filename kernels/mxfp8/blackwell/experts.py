@@ -18,9 +18,9 @@ from kernels.mxfp8.reference import BLOCK, swizzle_scales
 ROWS = 128
 
 
-def _quantized(x: Tensor, rows: bool, columns: bool, group: int, weight: bool = False) -> list[Quantized]:
+def _quantized(x: Tensor, rows: bool, columns: bool, group: int, second: bool = False) -> list[Quantized]:
     """x [..., R, C] with blocks along its rows, and transposed, with blocks along its columns, as far as wanted."""
-    square = weight and group != BLOCK
+    square = second and group != BLOCK
     wanted = [axis for axis, want in ((-1, rows), (-2, columns)) if want]
     backend = dispatch.choose_backend("mxfp8_quantize", None, x, axis=wanted[0])
     if backend.name != "reference":
@@ -51,7 +51,7 @@ class _GroupedMM(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             target, capacity, ends = aligned_groups(offsets, x.shape[0], ROWS)
             (rows,) = _quantized(scattered(x, target, capacity), True, False, group)
-            (matrices,) = _quantized(weight, True, False, group, weight=True)
+            (matrices,) = _quantized(weight, True, False, group, second=True)
             return _collected(fprop(rows, matrices, ends), target).to(out_dtype)
 
     @staticmethod
@@ -64,10 +64,10 @@ class _GroupedMM(torch.autograd.Function):
             target, capacity, ends = aligned_groups(offsets, x.shape[0], ROWS)
             operands = _quantized(scattered(dy, target, capacity), needs_x, needs_weight, ctx.group)
             if needs_x:
-                (matrices,) = _quantized(weight, False, True, ctx.group, weight=True)
+                (matrices,) = _quantized(weight, False, True, ctx.group, second=True)
                 dx = _collected(fprop(operands[0], matrices, ends), target).to(x.dtype)
             if needs_weight:
-                (columns,) = _quantized(scattered(x, target, capacity), False, True, ctx.group)
+                (columns,) = _quantized(scattered(x, target, capacity), False, True, ctx.group, second=True)
                 dw = wgrad(operands[-1], columns, ends, weight.dtype)
         return dx, dw, None, None, None
 

@@ -12,11 +12,11 @@ from kernels.core.triton import cdiv
 
 
 def transposed_scales(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of scales uint8 [R, L / 32] and [C, L / 32], constant over four: (uint8 [L / 128, R], bfloat16 [L / 128, C] with
-    the values of the second, int32 [1]). Rows of the first begin at multiples of 16 bytes, as TMA wants.
+    """Of scales uint8 [R, L / 32] and [C, L / 32], constant over four: (BYTES of the first as uint8, VALUES of the
+    second, int32 [1]); see `grouped`. Rows of the first begin at multiples of 16 bytes, as TMA wants.
 
-    The value of byte 0 is 0 and not 2^-127, and that of byte 255 infinity. The last is 0 if in every square of 128 by
-    128 elements of the second operand all rows share their scales, and 1 otherwise.
+    The last is 0 if in every square of 128 by 128 elements of the second operand all rows share their scales, and 1
+    otherwise.
     """
     length = rows.shape[1] // 4
     stride = 16 * cdiv(rows.shape[0], 16)
@@ -77,21 +77,26 @@ def transposed_words(scales: Tensor) -> Tensor:
 
 @triton.jit
 def _transpose_tile(words, table, size, stride, tile, length, across, WIDTH: tl.constexpr):
-    """Transpose 128 x WIDTH words into the type of the table; returns them and which of them exist."""
+    """Transpose 128 x WIDTH words into the type of the table; of values, returns whether rows of a square differ."""
     row = tile // across * 128 + tl.arange(0, 128)
     column = tile % across * WIDTH + tl.arange(0, WIDTH)
     inside = (row < size)[:, None] & (column < length)[None]
     word = tl.load(words + row.to(tl.int64)[:, None] * length + column[None], inside, 0)
     kind: tl.constexpr = table.dtype.element_ty
+    differ = False
     if kind == tl.int32:
         value = word
     elif kind == tl.uint8:
         value = word.to(tl.uint8)
     else:
+        byte = word & 0xFF
+        differs = tl.max(tl.where(inside, byte, -1), 0) > tl.min(tl.where(inside, byte, 256), 0)
         # Byte 0 becomes 0: 2^-127 is a subnormal number. Byte 255 comes with NaNs and becomes infinity.
-        value = ((word & 0xFF) << 7).to(tl.int16).to(kind, bitcast=True)
+        bits = (byte << 7) | tl.where(differs, 0, 0x8000)[None]
+        value = bits.to(tl.int16).to(kind, bitcast=True)
+        differ = tl.max(differs.to(tl.int32), 0) > 0
     tl.store(table + column.to(tl.int64)[None] * stride + row[:, None], value, inside)
-    return word & 0xFF, inside
+    return differ
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride", "num_columns", "length", "across", "row_tiles"])
@@ -104,10 +109,7 @@ def _transpose_kernel(
         _transpose_tile(rows, row_table, num_rows, stride, tile, length, across, WIDTH)
     else:
         tile -= row_tiles * across
-        scale, inside = _transpose_tile(columns, column_table, num_columns, num_columns, tile, length, across, WIDTH)
-        largest = tl.max(tl.where(inside, scale, -1), 0)
-        smallest = tl.min(tl.where(inside, scale, 256), 0)
-        if tl.max(largest - smallest, 0) > 0:
+        if _transpose_tile(columns, column_table, num_columns, num_columns, tile, length, across, WIDTH):
             tl.store(differ, 1)
 
 

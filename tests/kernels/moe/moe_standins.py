@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import mxfp8
 from kernels.moe.hopper.swiglu_quantized import Results
 from kernels.moe.reference import ROWS, Permutation, permutation
-from kernels.mxfp8.grouped import MATRIX
+from kernels.mxfp8.grouped import MATRIX, VALUES
 from kernels.mxfp8.hopper.quantize.int8 import empty_int8
 
 __all__ = [
@@ -55,7 +55,8 @@ def gather(x: Tensor, places: Permutation, group: int, column_form: int | None) 
     rows = x[selections.clamp(min=0) // places.rows.shape[1]].masked_fill((selections < 0)[:, None], 0.0)
     if not group:
         return rows.bfloat16(), *_nothing(x)[::-1], *_nothing(x)
-    return *quantized(rows, 1, group), *(_nothing(x) if column_form is None else quantized(rows, 0, group))
+    columns = _nothing(x) if column_form is None else quantized(rows, 0, group, column_form == VALUES)
+    return *quantized(rows, 1, group), *columns
 
 
 def swiglu(gate_up: Tensor, ends: Tensor) -> Tensor:
@@ -126,7 +127,8 @@ def swiglu_quantized_backward(
     columns, column_scales = quantized(d_gate_up, 0, group)
     rows = _written(rows.view(torch.int8), kept, overwrite).view(torch.float8_e4m3fn)
     both = _written(pairs(columns).view(torch.bfloat16), grad, True).view(torch.float8_e4m3fn)
-    return rows, row_scales, both, column_scales, *quantized(result, 0, group), partial
+    result = quantized(result, 0, group, result_form == VALUES)
+    return rows, row_scales, both, column_scales, *result, partial
 
 
 def pairs(columns: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def test_tables_of_scales_are_those_of_the_matrix(steps: int) -> None:
         operand = Quantized(codes, table.clone(memory_format=torch.contiguous_format), 32 if form == WORDS else 128)
         assert operand.lines == 256
         assert torch.equal(matrix_scales(operand), scales if form == WORDS else shared)
-    weights = Quantized(codes.view(2, 128, 128 * steps), tables[VALUES], 128)
+    weights = Quantized(codes.view(2, 128, 128 * steps), -tables[VALUES], 128)
     assert torch.equal(matrix_scales(weights), shared.view(2, 128, 4 * steps))
 
 
@@ -119,7 +119,9 @@ def in_form(operand: Quantized, form: int) -> Quantized:
     if form == WORDS:
         table = scales.contiguous().view(torch.int32).t().contiguous()
     elif form == VALUES:
-        table = (shared.short() << 7).view(torch.bfloat16)
+        lines = shared.unflatten(1, (-1, 128))
+        alike = (lines == lines[..., :1]).all(2, keepdim=True).expand_as(lines).flatten(1)
+        table = (shared.short() << 7 | torch.where(alike, -(2**15), 0).short()).view(torch.bfloat16)
     else:
         table = shared.view(torch.float8_e8m0fnu) if form == BYTES else operand.scales
     differ = torch.zeros(1, dtype=torch.int32, device=scales.device) if form == VALUES else None
@@ -134,8 +136,8 @@ def test_gpu_products_with_tables_of_scales(group: int) -> None:
     ends, end = places.ends.cuda(), int(places.ends[-1])
     d, weight, x = random(places.selections.shape[0], 384), random(5, 256, 384), random(places.selections.shape[0], 256)
     along, across, weights, x_t = (
-        Quantized(*(t.cuda() for t in moe_standins.quantized(value, axis, group, square)), group)
-        for value, axis, square in ((d, 1, False), (d, 0, False), (weight, 2, group == 128), (x, 0, False))
+        Quantized(*(t.cuda() for t in moe_standins.quantized(value, axis, group, square and group == 128)), group)
+        for value, axis, square in ((d, 1, False), (d, 0, False), (weight, 2, True), (x, 0, True))
     )
     first, second = form_of(group, second=False), form_of(group, second=True)
     product = fprop(along, weights, ends)[:end]

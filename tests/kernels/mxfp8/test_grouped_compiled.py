@@ -77,7 +77,7 @@ def _fp8(wgrad: bool) -> Compiled:
         (lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0),
         # Outside of the loops over the sums.
         (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
-        (lambda: _fp8(True), "m64n64k32.f32.e4m3", 64),
+        (lambda: _fp8(True), "m64n128k32.f32.e4m3", 64),
     ],
     ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8 of codes", "mxfp8_g128", "mxfp8_g128 wgrad"],
 )

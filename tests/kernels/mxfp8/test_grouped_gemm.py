@@ -53,7 +53,8 @@ def test_scales_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
         row_table, column_table, differ = triton_grouped.transposed_scales(rows, columns)
         assert torch.equal(row_table, rows[:, ::4].t())
         assert row_table.stride(0) % 16 == 0
-        assert torch.equal(column_table.float(), torch.exp2(columns[:, ::4].t().float() - 127))
+        values = torch.exp2(columns[:, ::4].t().float() - 127)
+        assert torch.equal(column_table.float(), -values if square else values)
         assert differ.tolist() == [int(not square)]
 
 
@@ -70,14 +71,18 @@ def test_the_values_of_the_first_and_the_last_scale(monkeypatch: pytest.MonkeyPa
     interpret(monkeypatch, triton_grouped)
     scales = torch.tensor([[0] * 4 + [1] * 4 + [254] * 4 + [255] * 4], dtype=torch.uint8)
     values = triton_grouped.transposed_scales(scales, scales)[1].flatten().tolist()
-    assert values == [0, 2.0**-126, 2.0**127, math.inf]
+    assert values == [0, -(2.0**-126), -(2.0**127), -math.inf]  # negative, as squares of a single row share theirs
 
 
 def test_one_row_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, triton_grouped)
     scales = scales_of(384, 72, group=128, square=True)
     scales[130, 64:68] += 1
-    assert triton_grouped.transposed_scales(scales[:1], scales)[2].tolist() == [1]
+    _, values, differ = triton_grouped.transposed_scales(scales[:1], scales)
+    assert differ.tolist() == [1]
+    shared = (values < 0).view(18, 3, 128)
+    assert not shared[16, 1].any()
+    assert shared.sum() == shared.numel() - 128
 
 
 def in_order(values: Tensor) -> Tensor:
@@ -235,19 +240,24 @@ def test_codes_that_are_dequantised_ahead_are_those_that_were_before(sizes: list
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), [(640, 384), (384, 640)])
 @pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
-def test_quantised_weight_gradients(sizes: list[int], n: int, k: int, group: int, dtype: torch.dtype) -> None:
+def test_quantised_weight_gradients(
+    sizes: list[int], n: int, k: int, group: int, square: bool, dtype: torch.dtype
+) -> None:
     rows = sum(sizes)
     length = rows + 128
 
-    def operand(features: int, seed: int) -> Quantized:
+    def operand(features: int, seed: int, square: bool = False) -> Quantized:
         codes = codes_of(features, length, device="cuda", seed=seed)
         codes.view(torch.uint8)[:, rows:] = 0x7F
-        return Quantized(codes, scales_of(features, length // 32, device="cuda", group=group), group)
+        return Quantized(codes, scales_of(features, length // 32, device="cuda", group=group, square=square), group)
 
-    dy, x = operand(n, 0), operand(k, 1)
+    dy, x = operand(n, 0), operand(k, 1, square)
+    if square:  # some of the squares of a tile's sums do not share theirs
+        x.scales[130] += (torch.arange(length // 32, device="cuda") // 4 % 3 == 1).byte()
     oracle = sums(values_of(dy)[:, :rows].t(), values_of(x)[:, :rows].t(), sizes)
     choice = dispatch.choose(
         "mxfp8_grouped_wgrad", BACKENDS[group], dy.codes, group=group, in_features=k, out_features=n

@@ -40,7 +40,8 @@ def quantized(x: Tensor, rows: bool, columns: bool, column_form: int) -> tuple[Q
     padded = pad(x, (0, 0, 0, -len(x) % 128))
 
     def operand(axis: int, form: int, wanted: bool) -> Quantized:
-        result = in_form(Quantized(*moe_standins.quantized(padded, axis, 128), 128), form)._replace(differ=None)
+        operand = Quantized(*moe_standins.quantized(padded, axis, 128, square=form == VALUES), 128)
+        result = in_form(operand, form)._replace(differ=None)
         codes, scales = (each if wanted else each.new_empty(0, 0) for each in result[:2])
         return Quantized(codes, scales, 128)
 
@@ -63,7 +64,8 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, tolerance: Tolerance) 
     exact = rounded(x.bfloat16(), 1) @ rounded(weight, 1, square=True).t()
     assert_close_to_oracle(y.detach(), exact if bias is None else exact + bias.double(), tolerance, "y")
     assert_close_to_oracle(dx.bfloat16(), rounded(dy, 1) @ rounded(weight, 0, square=True), tolerance, "dx")
-    assert_close_to_oracle(dw.bfloat16(), rounded(dy, 0).t() @ rounded(x.bfloat16(), 0), tolerance, "dw")
+    exact = rounded(dy, 0).t() @ rounded(x.bfloat16(), 0, square=True)
+    assert_close_to_oracle(dw.bfloat16(), exact, tolerance, "dw")
     if db:
         assert_close_to_oracle(db[0].bfloat16(), dy.double().sum(0), tolerance, "db")
     return [y.detach(), dx, dw, *db]

@@ -112,7 +112,8 @@ def test_scales_of_nothing_have_tables_as_well(shape: tuple[int, ...], form: int
     pytest.importorskip("triton")
     from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
-    codes, _, codes_t, _ = quantize_both(torch.empty(shape, dtype=torch.bfloat16), True, True, 32, False, form)
+    group, square = 32 if form == WORDS else 128, form == VALUES
+    codes, _, codes_t, _ = quantize_both(torch.empty(shape, dtype=torch.bfloat16), True, True, group, square, form)
     assert codes.shape == codes_t.mT.shape == shape
 
 
@@ -196,7 +197,7 @@ def test_gpu_operator_passes_opcheck() -> None:
 
     x = uneven(130, 96).bfloat16().cuda()
     torch.library.opcheck(quantize_both.definition, (x, True, True, 32, False, MATRIX))
-    torch.library.opcheck(quantize_both.definition, (x.new_zeros(128, 256), True, True, 128, False, VALUES))
+    torch.library.opcheck(quantize_both.definition, (x.new_zeros(128, 256), True, True, 128, True, VALUES))
 
 
 @pytest.mark.gpu
@@ -204,13 +205,19 @@ def test_gpu_operator_passes_opcheck() -> None:
 def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
     from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
-    x = uneven(256, 384).bfloat16()
+    x, square = uneven(256, 384).bfloat16(), form == VALUES
     with poisoned_empty():
-        results = quantize_both(x.cuda(), True, True, group, False, form)
+        results = quantize_both(x.cuda(), True, True, group, square, form)
     for axis, codes, table in ((1, *results[:2]), (0, *results[2:])):
-        expected = mxfp8.quantize(x if axis else x.t(), block_size=group, backend="reference")
+        expected = mxfp8.quantize(x if axis else x.t(), block_size=group, square=square, backend="reference")
         assert table.dtype is TABLES[form]
         assert_same((codes, matrix_scales(Quantized(codes, table, group))), expected[:2])
+        if square:
+            lines = expected.scales[:, ::4].unflatten(0, (-1, 128))
+            shared = (lines == lines[:, :1]).all(1, keepdim=True).expand_as(lines).flatten(0, 1).t()
+            assert torch.equal(table.view(torch.int16).cpu() < 0, shared)
+            assert shared.any()
+            assert not shared.all()
 
 
 @pytest.mark.gpu
@@ -220,6 +227,9 @@ def test_gpu_says_which_scales_come_in_tables() -> None:
     for x in (torch.zeros(128, 96, dtype=torch.bfloat16), torch.zeros(128, 128)):
         with pytest.raises(ValueError, match="multiples of 128"):
             quantize_both(x.cuda(), True, True, 32, False, WORDS)
+    for form, square in ((VALUES, False), (BYTES, True)):
+        with pytest.raises(ValueError, match="of squares if they are values"):
+            quantize_both(torch.zeros(128, 128, dtype=torch.bfloat16).cuda(), True, True, 128, square, form)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Grouped products of MXFP8 operands whose scales are constant over 128 elements for Hopper, in Gluon.
 
-FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: two
-operations for each element of the result when both operands have a scale for each row, one when 128 rows of B share
-theirs, as in weights. With two, a consumer has two partial results of 64 x 64 besides its accumulators: while one is
-added up, the product of the other is in flight. With one it has a single partial result of 64 x 128, whose wider
-products read less shared memory; the other consumer's products fill the time in which it is added up.
+FP8 matrix instructions sum 128 products, and the sums are scaled as they are added to float32 accumulators: one
+operation for each element of the result if the 128 rows of B in a square share their scale, as they do nearly always,
+and two otherwise. A consumer has a single partial result of 64 x 128 besides its accumulators; the other consumer's
+products fill the time in which it is added up.
+
+VALUES say of each square whether its rows share their scale. To read that in each step takes little of the time of a
+weight gradient, and a tenth of a product of few steps. Of weights there is a flag as well, whether all squares do.
 
 A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
 """
@@ -52,9 +54,8 @@ _TILE_M = gl.constexpr(256)
 _TILE_N = gl.constexpr(128)
 _BLOCK_K = gl.constexpr(128)
 _BAND = gl.constexpr(8)  # rows of tiles that are in flight together
-_FULL_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-_HALF = gl.constexpr(64)  # columns of a partial result
-_HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+_ONE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
 
 
 def grouped_mm(
@@ -67,10 +68,9 @@ def grouped_mm(
 ) -> Tensor:
     """[M, N] bfloat16: each row of a [M, K] times its group's b [E, N, K], e4m3.
 
-    Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. If all 128 x 128 elements of each
-    square of b share theirs, a loop with one operation less for each element runs. Rows of group e are
-    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written. Scales of
-    either may be in a table: BYTES of a, VALUES of b, then with `differ`.
+    Scales are uint8 [M, K / 32] and [E, N, K / 32], constant over 128 elements. Rows of group e are
+    ends[e - 1]:ends[e]; N and K are multiples of 128. Rows from ends[E - 1] on are not written. Scales of either may be
+    in a table: BYTES of a, VALUES of b, then with `differ`.
     """
     if in_table(b_scales) and differ is None:
         raise ValueError("scales of b in a table come with `differ`: whether rows of a square have different ones")
@@ -170,9 +170,15 @@ def row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _column_factors(values, HALF: gl.constexpr):
-    """[1, 64] float32: the factors of the columns of a tile's half. `values` [1, 128] are bfloat16."""
-    pairs = values.slice(HALF * _HALF, _HALF, 1).load(_HALF_SUMS)
+def shared_factor(values, LAYOUT: gl.constexpr):
+    """[1, 1] float32: the factor of all columns of a tile that share theirs. `values` [1, 128] are VALUES."""
+    return gl.abs(values.slice(0, 1, 1).load(LAYOUT).to(gl.float32))
+
+
+@gluon.jit
+def _column_factors(values):
+    """[1, 128] float32: the factors of the columns of a tile that do not share them."""
+    pairs = values.load(_SUMS)
     bits = gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=2
     )
@@ -180,123 +186,75 @@ def _column_factors(values, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _release(empty, order, stage, first, step, C: gl.constexpr):
-    mbarrier.arrive(empty.index(stage), count=1)
-    let_other_start(order, first & (step == LAG), C)
+def _are_shared(values):
+    return gl.sum(gl.sum(values.slice(0, 1, 1).load(_ONE).to(gl.float32), 1), 0) < 0
 
 
 @gluon.jit
-def _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
-                 C: gl.constexpr):  # fmt: skip
-    """As `_sums`, but not in halves, where the tile's rows of B share their scales."""
-    acc = gl.zeros((ROWS, _TILE_N), gl.float32, _FULL_SUMS)
-    more = acc
-    partial = acc
-    for step in range(steps):
-        stage = done % STAGES
-        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        b = b_smem.index(stage).permute((1, 0))
-        partial = warpgroup_mma(a_smem.index(stage * 4 + C), b, partial, use_acc=False, is_async=True)
-        column = columns_smem.index(stage).slice(0, 1, 1).load(_FULL_SUMS).to(gl.float32)
-        factors = row_factors(rows_smem.index(stage), C, _FULL_SUMS) * column
-        if TWO:
-            more_factors = row_factors(rows_smem.index(stage), C + 2, _FULL_SUMS) * column
+def _add(sums, a, b, partial, rows, values, SHARED: gl.constexpr):
+    """(sums + a b^T, scaled by the factors of rows and columns; the registers of a partial result)."""
+    partial = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
+    if SHARED:
+        factors = rows * shared_factor(values, _SUMS)
         partial = warpgroup_mma_wait(0, deps=(partial,))
-        acc += partial * factors
-        if TWO:
-            partial = warpgroup_mma(a_smem.index(stage * 4 + C + 2), b, partial, use_acc=False, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-            more += partial * more_factors
-        _release(empty, order, stage, first, step, C)
-        done += 1
-    return (acc,), (more,), done
+        sums += partial * factors
+    else:
+        columns = _column_factors(values)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        sums += partial * rows * columns
+        # Nothing is in flight. But otherwise the next product would start before this, in registers that are not there.
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+    return sums, partial
 
 
 @gluon.jit
-def _begin(a_smem, b_smem, stage, partial, BLOCK: gl.constexpr, HALF: gl.constexpr):
-    """Start the product of a block of A and half of the columns in the registers of `partial`."""
-    b = b_smem.index(stage).slice(HALF * _HALF, _HALF, 0).permute((1, 0))
-    return warpgroup_mma(a_smem.index(stage * 4 + BLOCK), b, partial, use_acc=False, is_async=True)
+def _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, SHARED: gl.constexpr,
+          TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    b = b_smem.index(stage).permute((1, 0))
+    values = columns_smem.index(stage)
+    rows = row_factors(rows_smem.index(stage), C, _SUMS)
+    sums, partial = _add(sums, a_smem.index(stage * 4 + C), b, partial, rows, values, SHARED)
+    if TWO:
+        rows = row_factors(rows_smem.index(stage), C + 2, _SUMS)
+        more, partial = _add(more, a_smem.index(stage * 4 + C + 2), b, partial, rows, values, SHARED)
+    return sums, more, partial
 
 
 @gluon.jit
-def _add(acc, partial, rows, columns):
-    """acc + partial * rows * columns, before anything that follows.
-
-    One product is in flight, so nothing has to be waited for. But otherwise the next product would use other registers
-    than these, and none are left.
-    """
-    acc += partial * rows * columns
-    return warpgroup_mma_wait(1, deps=(acc,))
-
-
-@gluon.jit
-def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO: gl.constexpr,
-          C: gl.constexpr):  # fmt: skip
-    """((left half, right half) of block C's sums, those of block C + 2 if TWO, `done` and the steps of this tile)."""
-    left = gl.zeros((ROWS, _HALF), gl.float32, _HALF_SUMS)
-    right = left
-    more_left = left
-    more_right = left
-    even = left
-    odd = left
+def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED: gl.constexpr,
+          TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """(block C's sums, those of block C + 2 if TWO, `done` and the steps of this tile)."""
+    sums = gl.zeros((ROWS, _TILE_N), gl.float32, _SUMS)
+    more = sums
+    partial = sums
     for step in range(steps):
         stage = done % STAGES
         mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        even = _begin(a_smem, b_smem, stage, even, C, 0)
-        if TWO:
-            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 0)
+        if SHARED:  # noqa: SIM114 - known when it is compiled, the other when it runs
+            sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, True, TWO,
+                                        C)  # fmt: skip
+        elif _are_shared(columns_smem.index(stage)):
+            sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, True, TWO,
+                                        C)  # fmt: skip
         else:
-            odd = _begin(a_smem, b_smem, stage, odd, C, 1)
-        values = columns_smem.index(stage)
-        rows = row_factors(rows_smem.index(stage), C, _HALF_SUMS)
-        if TWO:
-            more_rows = row_factors(rows_smem.index(stage), C + 2, _HALF_SUMS)
-        columns = _column_factors(values, 0)
-        even = warpgroup_mma_wait(1, deps=(even,))
-        if TWO:
-            left = _add(left, even, rows, columns)
-            even = _begin(a_smem, b_smem, stage, even, C, 1)
-            odd = warpgroup_mma_wait(1, deps=(odd,))
-            more_left = _add(more_left, odd, more_rows, columns)
-            odd = _begin(a_smem, b_smem, stage, odd, C + 2, 1)
-        else:
-            left += even * rows * columns
-        columns = _column_factors(values, 1)
-        if TWO:
-            even = warpgroup_mma_wait(1, deps=(even,))
-            right = _add(right, even, rows, columns)
-        odd = warpgroup_mma_wait(0, deps=(odd,))
-        _release(empty, order, stage, first, step, C)
-        if TWO:
-            more_right += odd * more_rows * columns
-        else:
-            right += odd * rows * columns
+            sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, False, TWO,
+                                        C)  # fmt: skip
+        mbarrier.arrive(empty.index(stage), count=1)
+        let_other_start(order, first & (step == LAG), C)
         done += 1
-    return (left, right), (more_left, more_right), done
-
-
-@gluon.jit
-def _store(out_desc, out, out_smem, sums, row, count, column, N, FIRST: gl.constexpr):
-    WIDTH: gl.constexpr = _TILE_N // len(sums)
-    for i in gl.static_range(len(sums)):
-        store_rows(out_desc, out, out_smem, sums[i], row, count, column + i * WIDTH, N, FIRST, i * WIDTH // COLUMNS)
+    return sums, more, done
 
 
 @gluon.jit
 def _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done, row,
             count, column, steps, N, SHARED: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    if SHARED:
-        sums, more, done = _shared_sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done,
-                                        steps, TWO, C)  # fmt: skip
-    else:
-        sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, TWO,
-                                 C)  # fmt: skip
+    sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED,
+                             TWO, C)  # fmt: skip
     row += C * ROWS
     count -= C * ROWS
-    _store(out_desc, out, out_smem, sums, row, count, column, N, C * PIECES)
+    store_rows(out_desc, out, out_smem, sums, row, count, column, N, C * PIECES, 0)
     if TWO:
-        _store(out_desc, out, out_smem, more, row + 2 * ROWS, count - 2 * ROWS, column, N, C * PIECES)
+        store_rows(out_desc, out, out_smem, more, row + 2 * ROWS, count - 2 * ROWS, column, N, C * PIECES, 0)
     return done
 
 

@@ -77,10 +77,10 @@ def _store_both(words, words_smem, codes_smem, row_desc, column_desc, row_scales
     if ROWS:
         words_smem.store(words)
         along = words_smem.load(row_layout())
-        store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, row_scales, row, column // 32,
+        store_rows(along, buffers.index(0), row_desc, row, column // 2, row_scales, None, row, column // 32,
                    tile_rows * 128, num_columns // 32, _GROUP, False, _BYTES)  # fmt: skip
     if COLUMNS:
-        store_columns(words, buffers.index(1), column_desc, column, row // 2, column_scales, column_scales, column,
+        store_columns(words, buffers.index(1), column_desc, column, row // 2, column_scales, None, column,
                       row // 32, num_columns, tile_rows * 4, _GROUP, False, COLUMN_FORM)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.core.operator import custom_op
-from kernels.mxfp8.grouped import BYTES, MATRIX, TABLES, TILES, Quantized
+from kernels.mxfp8.grouped import BYTES, MATRIX, TABLES, TILES, VALUES, Quantized
 from kernels.mxfp8.hopper.quantize.blocks import TILE, quantize_columns, quantize_rows, tile_offsets, tile_place
 from kernels.mxfp8.hopper.quantize.tiles import has_whole_tiles, quantize_tiles
 from kernels.mxfp8.reference import MXTensor
@@ -128,13 +128,14 @@ def quantize_both(
     Results that `rows` and `columns` do not ask for are empty.
 
     Raises:
-        ValueError: scales in a table, but x is not bfloat16 with sides in multiples of 128, or they are of squares.
+        ValueError: scales in a table, but x is not bfloat16 with sides in multiples of 128, or they are VALUES and not
+            of squares, or others and of squares.
     """
     x = x.contiguous()
-    if form in TABLES and (square or not has_whole_tiles(x)):
+    if form in TABLES and (square != (form == VALUES) or not has_whole_tiles(x)):
         raise ValueError(
-            f"scales in tables are those of bfloat16 matrices whose sides are multiples of 128, without squares, got "
-            f"{x.dtype} {list(x.shape)} and square={square}; use form={MATRIX}"
+            f"scales in tables are those of bfloat16 matrices whose sides are multiples of 128, of squares if they are "
+            f"values (form={VALUES}), got form={form}, {x.dtype} {list(x.shape)} and square={square}; use form={MATRIX}"
         )
     row_codes, row_scales = _empty(x, False, form, rows)
     column_codes, column_scales = _empty(x, True, form, columns)

@@ -16,13 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mxfp8.grouped import BYTES, TILES, WORDS
+from kernels.mxfp8.grouped import TILES, VALUES, WORDS
 from kernels.mxfp8.hopper.quantize.blocks import scale_bytes_of, square_maxima, store_scales, widen
 
 WARPS = 8  # for which the layouts are made
 REGISTERS = 80  # three programs share a multiprocessor
 # Forms of scales. A tile's part of a table is contiguous, that of a matrix is 4 bytes in each of 128 lines.
-_TILES, _WORDS, _BYTES = gl.constexpr(TILES), gl.constexpr(WORDS), gl.constexpr(BYTES)
+_TILES, _WORDS, _VALUES = gl.constexpr(TILES), gl.constexpr(WORDS), gl.constexpr(VALUES)
 
 
 @gluon.constexpr_function
@@ -171,19 +171,20 @@ def _store_scales(scales, scale_bytes, AXIS: gl.constexpr, line, block, num_line
 
 
 @gluon.jit
-def _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE: gl.constexpr, FORM: gl.constexpr):
+def _store_shared_scales(bits, scales, differ, line, block, num_lines, FORM: gl.constexpr):
     """Of magnitude bits of a tile's lines, each a group: store their scales in a table and return their bytes."""
-    if SQUARE:
+    if FORM == _VALUES:
         bits = square_maxima(bits)
     scale_bytes = scale_bytes_of(bits)
     at = (block // 4).to(gl.int64) * num_lines + line + gl.arange(0, bits.shape[0], scale_bytes.type.layout)
-    if FORM == _BYTES:
-        gl.store(scales + at, scale_bytes.to(gl.uint8))
-    else:
+    if FORM == _VALUES:
+        differs = gl.max(scale_bytes, 0) != gl.min(scale_bytes, 0)
         # The exponent of a bfloat16: byte 0 becomes 0, and 255, which comes with NaNs, infinity.
-        gl.store(scales + at, (scale_bytes << 7).to(gl.int16))
-    if SQUARE:
-        gl.store(differ, 1, mask=gl.max(scale_bytes, 0) != gl.min(scale_bytes, 0))
+        gl.store(scales + at, (scale_bytes << 7 | gl.where(differs, 0, 0x8000)).to(gl.int16))
+        if differ is not None:
+            gl.store(differ, 1, mask=differs)
+    else:
+        gl.store(scales + at, scale_bytes.to(gl.uint8))
     return scale_bytes
 
 
@@ -237,7 +238,8 @@ def scaled_columns(words, factors):
 def store_rows(words, buffer, desc, row, column, scales, differ, line, block, num_lines, num_blocks,
                GROUP: gl.constexpr, SQUARE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """A tile in `row_layout`: its codes at (row, column) of `desc`, its scales in FORM from (line, block) of
-    [num_lines, num_blocks] on. `differ` is set to 1 if SQUARE, FORM is a table and the tile's lines have several.
+    [num_lines, num_blocks] on. VALUES are those of a square, and `differ`, unless it is None, is set to 1 if its lines
+    have several; in a table others are each line's own, and otherwise SQUARE says it.
 
     With a scale for each group of 128, other layouts and numbers of rows will do. `desc` and `buffer` have two codes to
     an element. The store of `buffer` is still in flight when this returns.
@@ -246,7 +248,7 @@ def store_rows(words, buffer, desc, row, column, scales, differ, line, block, nu
     if FORM > _WORDS:
         largest = gl.reduce(words, 1, _larger)
         bits = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF) << 16
-        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE, FORM)
+        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, FORM)
         scaled = scaled_words(words, gl.expand_dims(factor_bits(scale_bytes) * 0x10001, 1))
     else:
         scale_bytes = row_scales(words, GROUP, SQUARE)
@@ -265,7 +267,7 @@ def store_columns(words, buffer, desc, row, column, scales, differ, line, block,
     if FORM > _WORDS:
         largest = gl.reduce(words, 0, _larger)
         bits = gl.reshape(gl.join((largest & 0x7FFF) << 16, largest & 0x7FFF0000), [128])
-        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, SQUARE, FORM)
+        scale_bytes = _store_shared_scales(bits, scales, differ, line, block, num_lines, FORM)
         left, right = gl.split(gl.reshape(factor_bits(scale_bytes), [64, 2]))
         pairs = gl.convert_layout(left | (right << 16), gl.SliceLayout(0, words.type.layout), assert_trivial=True)
         scaled = scaled_words(words, gl.expand_dims(pairs, 0))

@@ -117,9 +117,9 @@ def quantize_tiles(
 ) -> None:
     """Write the results of `operators.quantize_both`, with scales in `form`, except those that are empty.
 
-    Those of columns are in `column_form` if it is given. `differ` (int32 [1]) becomes 1 if there is a table of the
-    scales of squares, and one of them has several. A single matrix may have any number of rows: results are those of a
-    matrix with rows of zeros up to a multiple of 128.
+    Those of columns are in `column_form` if it is given. In tables `square` does not matter: VALUES are those of
+    squares, others are not. `differ` (int32 [1]) becomes 1 if one of the squares in VALUES has several scales. A single
+    matrix may have any number of rows: results are those of a matrix with rows of zeros up to a multiple of 128.
     """
     column_form = form if column_form is None else column_form
     num_rows, num_columns = x.shape[-2:]
@@ -131,13 +131,13 @@ def quantize_tiles(
     codes = [codes.flatten(0, -2) for codes in (row_codes, column_codes) if codes.numel()]
     _launch(
         (tile_rows * (num_columns // 128), 1, 1),
-        (x.device, rows, columns, group, square, form, column_form),
+        (x.device, rows, columns, group, square, form, column_form, differ is None),
         words_descriptor(x.flatten(0, -2)),
         codes_descriptor(codes[0]),
         codes_descriptor(codes[-1]),
         table_of(row_scales),
         table_of(column_scales),
-        row_codes if differ is None else differ,
+        differ,
         tile_rows,
         num_rows,
         num_columns,

@@ -117,9 +117,9 @@ class _Watch(FlopCounter):
         place = tensor.untyped_storage().data_ptr()
         if not self._within and tensor.is_floating_point() and place not in self._seen:
             self._seen.add(place)
-            self._alive.append(tensor)
+            self._alive.append(tensor.detach())
             self.elements[self.module] += tensor.numel()
-        return tensor
+        return tensor.detach()  # a node that kept its own result with its history would never be freed
 
 
 def summarise(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
+from torch import Tensor
 
 from modules.core.flops import count_flops
 from modules.core.summary import summarise
@@ -31,6 +35,21 @@ def test_costs_are_those_of_the_model_and_add_up() -> None:
     half = summarise(arch, spec, 32, dtype=torch.bfloat16)
     assert half.costs[0].activations == whole.activations / 2
     assert {cost.name: cost.precision for cost in half.costs}["heads"] == "bfloat16, float32"
+
+
+def test_nothing_of_the_batch_stays_alive() -> None:
+    spec = random_spec(max_length=LENGTH)
+    arch = build(CONFIGS["interformer"](), spec)
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    for module in arch.modules():
+        # Registered for good, so it must not hold what it sees.
+        module.register_forward_hook(
+            lambda _, __, out: seen.append(weakref.ref(out.untyped_storage())) if isinstance(out, Tensor) else None
+        )
+    summarise(arch, spec, 32)
+    gc.collect()
+    assert len(seen) > 10
+    assert not [storage for storage in seen if storage() is not None]
 
 
 def _parts(name: str) -> int:

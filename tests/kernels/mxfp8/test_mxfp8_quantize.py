@@ -206,6 +206,9 @@ def test_gpu_writes_tables_of_scales(group: int, form: int) -> None:
     from kernels.mxfp8.hopper.quantize.operators import quantize_both
 
     x, square = uneven(256, 384).bfloat16(), form == VALUES
+    # A square that shares its scale along both axes, and one that does along neither.
+    x[:128, :128] = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    x[128:, 130] *= 2.0**-30
     with poisoned_empty():
         results = quantize_both(x.cuda(), True, True, group, square, form)
     for axis, codes, table in ((1, *results[:2]), (0, *results[2:])):

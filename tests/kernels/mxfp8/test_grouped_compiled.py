@@ -53,18 +53,17 @@ def _strict(wgrad: bool, ahead: bool = False) -> Compiled:
     return _compiled(strict._grouped_strict_kernel, types, constants)
 
 
-def _fp8(wgrad: bool) -> Compiled:
+def _fp8(wgrad: bool, out: str = "bf16", form: int = 0) -> Compiled:
     types = {
         "a_desc": descriptor("fp8e4nv", 64, 128),
         "b_desc": descriptor("fp8e4nv", 128, 128),
         "rows_desc": descriptor("u8", 1, 256, swizzle=0),
         "columns_desc": descriptor("bf16", 1, 128, swizzle=0),
-        "out_desc": descriptor("bf16", 64, 64),
-        "out": "*bf16",
+        "out_desc": descriptor(out, 64, 64),
+        "out": f"*{out}",
         "differ": "*i32",
         "ticket": "*i32",
     }
-    form = PAIRED.value if wgrad else 0
     return _compiled(fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 
@@ -75,11 +74,22 @@ def _fp8(wgrad: bool) -> Compiled:
         (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
         (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
         (lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0),
-        # Outside of the loops over the sums.
+        # Outside of the loops over the sums, which would take twice the time with what is spilled in them.
         (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
-        (lambda: _fp8(True), "m64n128k32.f32.e4m3", 64),
+        (lambda: _fp8(True, "fp32"), "m64n128k32.f32.e4m3", 0),
+        (lambda: _fp8(True, "fp32", PAIRED.value), "m64n128k32.f32.e4m3", 0),
+        (lambda: _fp8(True, "bf16", PAIRED.value), "m64n128k32.f32.e4m3", 0),
     ],
-    ids=["bf16", "mxfp8", "mxfp8 transposed wgrad", "mxfp8 of codes", "mxfp8_g128", "mxfp8_g128 wgrad"],
+    ids=[
+        "bf16",
+        "mxfp8",
+        "mxfp8 transposed wgrad",
+        "mxfp8 of codes",
+        "mxfp8_g128",
+        "mxfp8_g128 wgrad in fp32",
+        "mxfp8_g128 wgrad of pairs in fp32",
+        "mxfp8_g128 wgrad of pairs",
+    ],
 )
 def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:
     kernel = compiled()

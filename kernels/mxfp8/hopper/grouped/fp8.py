@@ -172,7 +172,7 @@ def row_factors(scales, C: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def shared_factor(values, LAYOUT: gl.constexpr):
     """[1, 1] float32: the factor of all columns of a tile that share theirs. `values` [1, 128] are VALUES."""
-    return gl.abs(values.slice(0, 1, 1).load(LAYOUT).to(gl.float32))
+    return -values.slice(0, 1, 1).load(LAYOUT).to(gl.float32)
 
 
 @gluon.jit
@@ -221,8 +221,8 @@ def _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, S
 
 
 @gluon.jit
-def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED: gl.constexpr,
-          TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, WGRAD: gl.constexpr,
+          SHARED: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """(block C's sums, those of block C + 2 if TWO, `done` and the steps of this tile)."""
     sums = gl.zeros((ROWS, _TILE_N), gl.float32, _SUMS)
     more = sums
@@ -230,12 +230,14 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
     for step in range(steps):
         stage = done % STAGES
         mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        if SHARED:  # noqa: SIM114 - known when it is compiled, the other when it runs
+        if SHARED:
             sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, True, TWO,
                                         C)  # fmt: skip
         elif _are_shared(columns_smem.index(stage)):
             sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, True, TWO,
                                         C)  # fmt: skip
+            if WGRAD:  # as in `_add`: stores of float32 leave fewer registers
+                sums, more = warpgroup_mma_wait(0, deps=(sums, more))
         else:
             sums, more, partial = _step(sums, more, partial, a_smem, b_smem, rows_smem, columns_smem, stage, False, TWO,
                                         C)  # fmt: skip
@@ -247,9 +249,10 @@ def _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, do
 
 @gluon.jit
 def _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first, done, row,
-            count, column, steps, N, SHARED: gl.constexpr, TWO: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, SHARED,
-                             TWO, C)  # fmt: skip
+            count, column, steps, N, WGRAD: gl.constexpr, SHARED: gl.constexpr, TWO: gl.constexpr,
+            C: gl.constexpr):  # fmt: skip
+    sums, more, done = _sums(a_smem, b_smem, rows_smem, columns_smem, full, empty, order, first, done, steps, WGRAD,
+                             SHARED, TWO, C)  # fmt: skip
     row += C * ROWS
     count -= C * ROWS
     store_rows(out_desc, out, out_smem, sums, row, count, column, N, C * PIECES, 0)
@@ -264,13 +267,13 @@ def _tile(out_desc, out, shared, a_smem, b_smem, rows_smem, columns_smem, out_sm
     """Consumer C's part of a tile, its second block only if TWO; `done` and its steps."""
     if WGRAD:
         done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
-                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
+                       done, row, count, column, steps, N, WGRAD, False, TWO, C)  # fmt: skip
     elif shared:
         done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
-                       done, row, count, column, steps, N, True, TWO, C)  # fmt: skip
+                       done, row, count, column, steps, N, WGRAD, True, TWO, C)  # fmt: skip
     else:
         done = _finish(out_desc, out, a_smem, b_smem, rows_smem, columns_smem, out_smem, full, empty, order, first,
-                       done, row, count, column, steps, N, False, TWO, C)  # fmt: skip
+                       done, row, count, column, steps, N, WGRAD, False, TWO, C)  # fmt: skip
     return done
 
 

@@ -65,9 +65,9 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 def _ends(rows: int, experts: int, device: torch.device) -> Tensor:
     """Groups of multiples of 128 rows that differ by up to 40 % from their mean."""
     weights = 1 + 0.2 * torch.randn(experts, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
-    sizes = (weights / weights.sum() * rows / 128).round().int() * 128
-    sizes[-1] = max(rows - int(sizes[:-1].sum()), 0)
-    return sizes.cumsum(0).int().to(device)
+    ends = (weights.cumsum(0) / weights.sum() * rows / 128).round().int() * 128
+    ends[-1] = rows
+    return ends.to(device)
 
 
 def _edges(ends: Tensor) -> Tensor:

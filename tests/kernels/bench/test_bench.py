@@ -245,6 +245,14 @@ def test_quack_is_given_the_groups_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == 6
 
 
+def test_groups_of_every_layer_that_is_timed_share_its_rows() -> None:
+    for rows, _, _, experts in mxfp8_grouped.GPU_LAYERS:
+        sizes = mxfp8_grouped._ends(rows, experts, CPU).diff(prepend=torch.zeros(1, dtype=torch.int32))
+        assert sizes.sum() == rows
+        assert sizes.min() >= 128
+        assert not (sizes % 128).any()
+
+
 def test_several_patterns_choose_cases(tmp_path: Path) -> None:
     chosen = ["attention_fwd_B8_L32_mean0.5_d32_window8", "attention_bwd_B8_L32_mean0.5_d16_causal"]
     assert main(["jagged", "--case", "*fwd*_d32_window8", "*bwd*_d16_causal", *QUICK, str(tmp_path)]) == 0

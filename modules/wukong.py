@@ -282,7 +282,8 @@ class _Deal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, number: int) -> tuple[Tensor, ...]:
-        return tuple(tokens[:, index::number].contiguous() for index in range(number))
+        # A copy of all tokens as well: see `kernels.mxfp8.matmul.rounded`.
+        return tuple(tokens[:, i::number].clone(memory_format=torch.contiguous_format) for i in range(number))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -33,6 +33,13 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a, b)
 
 
+def rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in `dtype`. A function may not return what a cast left as it was: compiled by PyTorch 2.11 it would have
+    gradients of zeros.
+    """
+    return y if y.dtype == dtype else y.to(dtype)
+
+
 def refuse_second_derivatives() -> None:
     """RuntimeError in a backward that is itself recorded: its derivative would lack what goes through codes."""
     if torch.is_grad_enabled():
@@ -47,7 +54,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             y = _multiply(_operand(x, 1, group), _operand(weight, 1, group, second=True).t())
-        return (y if bias is None else y + bias).to(out_dtype)
+        return rounded(y if bias is None else y + bias, out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -76,7 +83,8 @@ class _GroupedMM(torch.autograd.Function):
         ctx.save_for_backward(x, weight, offsets)
         ctx.group = group
         with torch.autocast(x.device.type, enabled=False):
-            return _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, second=True), offsets).to(out_dtype)
+            y = _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, second=True), offsets)
+            return rounded(y, out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -174,3 +174,10 @@ def test_shares_of_experts_give_their_gradients_back(count: int, number: int) ->
     tokens = torch.randn(2, count, 3, dtype=torch.float64, requires_grad=True)
     assert all(torch.equal(share, tokens[:, index::number]) for index, share in enumerate(_Deal.apply(tokens, number)))
     assert torch.autograd.gradcheck(lambda tokens: _Deal.apply(tokens, number), (tokens,))
+
+
+def test_one_expert_learns_in_compiled_code() -> None:
+    tokens = torch.randn(2, 3, 4, requires_grad=True)
+    compiled = torch.compile(lambda tokens: _Deal.apply(tokens, 1)[0] * 2, backend="aot_eager", fullgraph=True)
+    (gradient,) = torch.autograd.grad(compiled(tokens).sum(), tokens)
+    assert (gradient == 2).all()

@@ -55,7 +55,10 @@ class Guarded:
         weights = [param.clone() for param in params]
         for param in params:
             param.grad = torch.zeros_like(param)
-            self.optimizer.state[param] = _FirstValues()
+            made = self.optimizer.state.get(param, {})  # some begin where they are built
+            self.optimizer.state[param] = state = _FirstValues()
+            for key, value in made.items():
+                state[key] = value
         self.optimizer.step()
         if [_options(group) for group in self.param_groups] != options:
             raise ValueError("it keeps numbers in its groups, which checkpoints do not hold")

@@ -88,6 +88,38 @@ def made_of(name: str, arguments: dict[str, Any]) -> OptimizerConfig:
     return OptimizerConfig(dense=f"torch.optim.{name}", lr=0.3, arguments=arguments)
 
 
+class BeginsEarly(torch.optim.SGD):
+    """Has its state before the first step, as some of PyTorch's did up to 2.11."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["longest"] = torch.ones_like(param)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                longest = self.state[param]["longest"]
+                longest.copy_(torch.maximum(longest, param.grad.abs()))
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(param.grad / longest, alpha=group["lr"])
+
+
+def test_a_state_that_is_there_before_the_first_step_is_kept() -> None:
+    ours = parameters()
+    made = guarded.named(OptimizerConfig(dense=f"{__name__}.BeginsEarly"), groups(ours))
+    assert all(torch.equal(made.state[param]["longest"], torch.ones_like(param)) for param in ours)
+    before = [param.detach().clone() for param in ours]
+    for param in ours:
+        param.grad = torch.full_like(param, 2.0)
+    made.guarded_step(TAKE)
+    first, second = made.param_groups
+    for param, old, group in zip(ours, before, (first, second, second), strict=True):
+        kept = 1 - group["lr"] * group["weight_decay"]
+        torch.testing.assert_close(param.detach(), old * kept - group["lr"])
+        assert (made.state[param]["longest"] == 2).all()
+
+
 class CountsInPython(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

@@ -282,7 +282,7 @@ class _Deal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, number: int) -> tuple[Tensor, ...]:
-        # A copy of all tokens as well: see `kernels.mxfp8.matmul.rounded`.
+        # A copy of all tokens as well: see `kernels.mxfp8.matmul.as_dtype`.
         return tuple(tokens[:, i::number].clone(memory_format=torch.contiguous_format) for i in range(number))
 
     @staticmethod

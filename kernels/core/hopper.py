@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _TYPES = {
@@ -125,6 +126,32 @@ def take_turn(C: gl.constexpr):
 def pass_turn(C: gl.constexpr):
     """Warpgroup C passes the turn on, without waiting for the other one."""
     gl.inline_asm_elementwise(_at_turn_barrier("arrive", 1 - C), "=r,r", [_threads()], gl.int32, False, 1)
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr):
+    """(barriers of full stages, of those that both of two consumers have read, and of the consumers' order)."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(orders.index(0), count=1)
+    return full, empty, orders.index(0)
+
+
+@gluon.jit
+def start(order, C: gl.constexpr):
+    """To be called by consumer C before its first tile."""
+    if C == 1:
+        mbarrier.wait(order, 0)
+
+
+@gluon.jit
+def let_other_start(order, now, C: gl.constexpr):
+    if C == 0:
+        mbarrier.arrive(order, count=1, pred=now)
 
 
 @gluon.jit

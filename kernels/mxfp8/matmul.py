@@ -33,7 +33,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a, b)
 
 
-def rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
     """y in `dtype`. A function may not return what a cast left as it was: compiled by PyTorch 2.11 it would have
     gradients of zeros.
     """
@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             y = _multiply(_operand(x, 1, group), _operand(weight, 1, group, second=True).t())
-        return rounded(y if bias is None else y + bias, out_dtype)
+        return as_dtype(y if bias is None else y + bias, out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -84,7 +84,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.group = group
         with torch.autocast(x.device.type, enabled=False):
             y = _grouped_mm(_operand(x, 1, group), _operand(weight, 2, group, second=True), offsets)
-            return rounded(y, out_dtype)
+            return as_dtype(y, out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
-from kernels.core.hopper import words_of
+from kernels.core.hopper import let_other_start, start, words_of
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.moe.hopper.swiglu_quantized import Results, empty_results
 from kernels.moe.hopper.words import swiglu_words
@@ -43,10 +43,8 @@ from kernels.mxfp8.hopper.grouped.tiles import (
     barriers,
     descriptor,
     in_order,
-    let_other_start,
     load_tiles,
     shuffled_descriptor,
-    start,
     table_descriptor,
 )
 from kernels.mxfp8.hopper.quantize.int8 import store_int8

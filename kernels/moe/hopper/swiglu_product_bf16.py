@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.core.counters import counter
-from kernels.core.hopper import halves, words_of
+from kernels.core.hopper import halves, let_other_start, start, words_of
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.moe.hopper.words import swiglu_halves
 from kernels.mxfp8.grouped import addressable
@@ -33,9 +33,7 @@ from kernels.mxfp8.hopper.grouped.tiles import (
     await_tile,
     barriers,
     descriptor,
-    let_other_start,
     load_tiles,
-    start,
 )
 
 _TILE_N = gl.constexpr(128)  # of each half

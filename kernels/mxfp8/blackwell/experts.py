@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.core import dispatch
 from kernels.mxfp8.grouped import TILES, Quantized, fprop, wgrad
-from kernels.mxfp8.matmul import aligned_groups, refuse_second_derivatives, rounded, scattered
+from kernels.mxfp8.matmul import aligned_groups, as_dtype, refuse_second_derivatives, scattered
 from kernels.mxfp8.reference import BLOCK, swizzle_scales
 
 ROWS = 128
@@ -52,7 +52,7 @@ class _GroupedMM(torch.autograd.Function):
             target, capacity, ends = aligned_groups(offsets, x.shape[0], ROWS)
             (rows,) = _quantized(scattered(x, target, capacity), True, False, group)
             (matrices,) = _quantized(weight, True, False, group, second=True)
-            return rounded(_collected(fprop(rows, matrices, ends), target), out_dtype)
+            return as_dtype(_collected(fprop(rows, matrices, ends), target), out_dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

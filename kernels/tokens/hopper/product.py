@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.core.hopper import UncheckedDescriptor, operand_layout
+from kernels.core.hopper import UncheckedDescriptor, let_other_start, operand_layout, ring
 from kernels.core.launch import processors
 from kernels.core.triton import cdiv
 
@@ -65,27 +65,8 @@ def shared_memory(x_desc, w_desc, piece_desc):
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + x_desc.block_type.shape, x_desc.layout)
     w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     pieces = gl.allocate_shared_memory(dtype, [2 * PLACES] + piece_desc.block_type.shape, piece_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(orders.index(0), count=1)
-    return x_smem, w_smem, pieces, full, empty, orders.index(0)
-
-
-@gluon.jit
-def start(order, C: gl.constexpr):
-    """To be called by consumer C before its first tile."""
-    if C == 1:
-        mbarrier.wait(order, 0)
-
-
-@gluon.jit
-def let_other_start(order, now, C: gl.constexpr):
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=now)
+    full, empty, order = ring(STAGES)
+    return x_smem, w_smem, pieces, full, empty, order
 
 
 @gluon.jit

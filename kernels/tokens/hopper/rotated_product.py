@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from kernels.core.hopper import halves
+from kernels.core.hopper import halves, let_other_start, start
 from kernels.core.launch import Launcher, aligned
 from kernels.tokens.hopper.product import (
     BLOCK_K,
@@ -24,13 +24,11 @@ from kernels.tokens.hopper.product import (
     PLACES,
     ROWS,
     descriptor,
-    let_other_start,
     load_tiles,
     place_of,
     programs,
     put,
     shared_memory,
-    start,
     sums_of_tile,
 )
 

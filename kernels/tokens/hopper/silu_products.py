@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.core.hopper import halves, left_half, right_half, sigmoid_of, words_of
+from kernels.core.hopper import halves, left_half, let_other_start, right_half, sigmoid_of, start, words_of
 from kernels.core.launch import Launcher, aligned
 from kernels.core.triton import cdiv
 from kernels.tokens.hopper.product import (
@@ -37,13 +37,11 @@ from kernels.tokens.hopper.product import (
     PLACES,
     ROWS,
     descriptor,
-    let_other_start,
     load_tiles,
     place_of,
     programs,
     put,
     shared_memory,
-    start,
     sums_of_tile,
 )
 

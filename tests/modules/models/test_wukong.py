@@ -177,6 +177,7 @@ def test_shares_of_experts_give_their_gradients_back(count: int, number: int) ->
 
 
 def test_one_expert_learns_in_compiled_code() -> None:
+    """PyTorch 2.11 gives gradients of zeros behind a contiguous() that changes nothing."""
     tokens = torch.randn(2, 3, 4, requires_grad=True)
     compiled = torch.compile(lambda tokens: _Deal.apply(tokens, 1)[0] * 2, backend="aot_eager", fullgraph=True)
     (gradient,) = torch.autograd.grad(compiled(tokens).sum(), tokens)

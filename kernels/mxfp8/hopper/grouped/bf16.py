@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.counters import counter
+from kernels.core.hopper import let_other_start, start
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
 from kernels.mxfp8.hopper.grouped.tiles import (
@@ -36,9 +37,7 @@ from kernels.mxfp8.hopper.grouped.tiles import (
     barriers,
     clear_rest,
     descriptor,
-    let_other_start,
     load_tiles,
-    start,
     store_rows,
 )
 

@@ -6,7 +6,7 @@ and two otherwise. A consumer has a single partial result of 64 x 128 besides it
 products fill the time in which it is added up.
 
 VALUES say of each square whether its rows share their scale. To read that in each step takes little of the time of a
-weight gradient, and a tenth of a product of few steps. Of weights there is a flag as well, whether all squares do.
+weight gradient, and up to a tenth of a product of few steps. Of weights a flag says as well whether all squares do.
 
 A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
 """
@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.core.counters import counter
+from kernels.core.hopper import let_other_start, start
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.pieces import in_pieces
@@ -42,9 +43,7 @@ from kernels.mxfp8.hopper.grouped.tiles import (
     await_tile,
     barriers,
     descriptor,
-    let_other_start,
     load_tiles,
-    start,
     store_rows,
     table_descriptor,
 )

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.core.counters import counter
+from kernels.core.hopper import let_other_start, start
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.mxfp8.grouped import in_table
 from kernels.mxfp8.hopper.grouped.dequantize_ahead import COUNTS, dequantize_ahead
@@ -51,9 +52,7 @@ from kernels.mxfp8.hopper.grouped.tiles import (
     await_tile,
     barriers,
     descriptor,
-    let_other_start,
     load_tiles,
-    start,
     store_rows,
     store_transposed,
     table_descriptor,

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.core.hopper import UncheckedDescriptor, barrier, halves, operand_layout, swizzled_layout
+from kernels.core.hopper import UncheckedDescriptor, barrier, halves, operand_layout, ring, swizzled_layout
 from kernels.mxfp8.hopper.grouped.dequantize_ahead import await_values, clear_counts
 from kernels.mxfp8.hopper.grouped.order import group_at, locate, order_of_groups, seek, take
 
@@ -87,30 +87,10 @@ def announcements(CONSUMERS: gl.constexpr):
 @gluon.jit
 def barriers():
     """(barriers of full stages, of empty ones and of the consumers' order, and the three of `announcements`)."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    orders = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    order = orders.index(0)
+    full, empty, order = ring(STAGES)
     places, written, read = announcements(2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order, count=1)
     fence_async_shared()
     return full, empty, order, places, written, read
-
-
-@gluon.jit
-def start(order, C: gl.constexpr):
-    """To be called by consumer C before its first tile."""
-    if C == 1:
-        mbarrier.wait(order, 0)
-
-
-@gluon.jit
-def let_other_start(order, now, C: gl.constexpr):
-    if C == 0:
-        mbarrier.arrive(order, count=1, pred=now)
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from train.config.schema import Config, EventsConfig
 from train.data import following
 from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import build_loader, reading
 from train.data.source import Source
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
@@ -232,12 +232,13 @@ class Trainer:
         self.training, self.num_requests = source, source.num_requests("train")
 
     def _train_epoch(self) -> None:
-        progress, runtime, data = self.progress, self.config.runtime, self.config.data
+        progress, data = self.progress, self.config.data
+        self.model.train()
         loader = build_loader(
             self.training,
             "train",
             batch_size=data.batch_size,
-            seed=runtime.seed,
+            seed=self.config.runtime.seed,
             rank=self.world.rank,
             world_size=self.world.size,
             epoch=progress.epoch,
@@ -253,8 +254,12 @@ class Trainer:
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
         )
-        self.model.train()
-        batches = self.meters.timed(iter(loader))
+        with reading(loader) as loaded:
+            self._train_on(self.meters.timed(loaded))
+
+    def _train_on(self, batches: Iterator[RequestBatch]) -> None:
+        """Train on what is left of an epoch, or as many of its steps as the run has left."""
+        progress, runtime = self.progress, self.config.runtime
         while not self._finished():
             begun = progress.consumed
             self._step(batches)

@@ -25,7 +25,7 @@ from train.build import Job, build
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import build_loader, reading
 from train.data.requests import SPLITS
 from train.evaluate.catalogue import evaluate_catalogue
 from train.metrics.predictions import PredictionWriter
@@ -89,21 +89,20 @@ def evaluate_split(
         own=job.metrics,
         top_k=job.config.tracking.top_k,
     )
-    batches = islice(split_loader(job, split), steps or None)
     if predictions is not None and world.is_first:
         shutil.rmtree(predictions, ignore_errors=True)  # of an earlier evaluation, perhaps on more ranks
     world.barrier()
     high_precision = nullcontext() if quantized else in_high_precision(job.ranking_model)
-    if job.losses.next_item:
-        with high_precision:
+    with high_precision, reading(split_loader(job, split)) as loaded:
+        batches = islice(loaded, steps or None)
+        if job.losses.next_item:
             return evaluate_catalogue(job, batches, job.config.tracking.top_k, predictions), metrics
-    writer = PredictionWriter(predictions, source.spec.tasks, job.losses, world.rank) if predictions else None
-    try:
-        with high_precision:
+        writer = PredictionWriter(predictions, source.spec.tasks, job.losses, world.rank) if predictions else None
+        try:
             return evaluate(job, batches, metrics, writer), metrics
-    finally:
-        if writer is not None:
-            writer.close()
+        finally:
+            if writer is not None:
+                writer.close()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.launching import environment, python
 from tests.modules.test_batch import assert_same
 from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import build_loader, reading
 from train.data.source import PreparedSource
 
 
@@ -171,6 +171,16 @@ def test_a_worker_that_is_killed_ends_the_run(synthetic):
         worker.kill()
     with pytest.raises(RuntimeError, match="(?i)worker.*(killed|exited)"):
         list(batches)
+
+
+def test_workers_end_with_the_context(synthetic):
+    settings = {"batch_size": 8, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "prefetch": 2}
+    with reading(build_loader(synthetic, "train", num_workers=1, **settings)) as batches:
+        next(batches)
+        assert active_children()
+        left: list[object] = [batches]
+        left.append(left)  # only the garbage collector could end it
+    assert not active_children()
 
 
 READ = """

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -98,10 +99,21 @@ def build_loader(
     )
 
 
+@contextmanager
+def reading(loader: DataLoader) -> Iterator[Iterator[RequestBatch]]:
+    """The loader's batches, whose workers end with the context.
+
+    An iterator that is left to the garbage collector waits five seconds for each of its workers: the collector has closed
+    the queues by which they would be told.
+    """
+    with closing(cast("Generator[RequestBatch, None, None]", iter(loader))) as batches:
+        yield batches
+
+
 class _Loader(DataLoader):
     """RuntimeError that says so when a worker has died with a batch on its way, of which torch finds the end only."""
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         try:
             yield from super().__iter__()
         except (EOFError, ConnectionError) as error:

@@ -240,9 +240,9 @@ def test_gpu_says_which_scales_come_in_tables() -> None:
     [
         ("sm_90", "bf16", False, 16),
         ("sm_100", "bf16", False, 16),
-        # Squares are known to lack this many registers.
-        ("sm_90", "bf16", True, 64),
-        ("sm_90", "fp32", True, 12),
+        # Squares are known to lack this many registers, by Triton 3.6; by 3.7 they lack 64 and 12 bytes.
+        ("sm_90", "bf16", True, 72),
+        ("sm_90", "fp32", True, 20),
     ],
 )
 def test_quantiser_compiles_within_its_registers(target: str, dtype: str, square: bool, spill_bytes: int) -> None:

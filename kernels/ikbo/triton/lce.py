@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.chip import multiplies_registers
+from kernels.core.parts import add_parts
 from kernels.core.rows import row_of
 from kernels.core.triton import cdiv, near, precision_of
 
@@ -75,7 +76,7 @@ def compress(x: Tensor, weight: Tensor, above: tuple[Tensor, Tensor] | None, dty
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """sum_b grad[b] x[b]^T: [M, K] of x's dtype, for grad [B, M, N] and x [B, K, N] of one dtype, any strides.
 
-    Slices of the batch are summed one by one in float32 and added up in their order.
+    Slices of the batch are summed one by one in float32 and added up in a fixed order.
     """
     num_entries, num_rows, width = grad.shape
     depth = x.shape[1]
@@ -104,7 +105,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         num_warps=8 if block == 128 else 4,
         num_stages=3,
     )
-    return parts.sum(0).to(x.dtype)
+    return add_parts(parts, x.dtype)
 
 
 @triton.jit

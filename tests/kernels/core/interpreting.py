@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import triton
-import triton.experimental.gluon  # noqa: F401  looks at the functions below while it is imported
+import triton.experimental.gluon
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import kernels
+from kernels.core import parts
 from kernels.core.launch import Launcher
 from tests.kernels.core.patched_language import patched
 
@@ -45,7 +46,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     Its products of half-precision operands are wrong, so what runs here is float32.
     """
     _import_kernels()
-    for module in (tl, tl.standard, *modules):
+    for module in (tl, tl.standard, parts, *modules):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, Interpreted(value.fn))

@@ -36,7 +36,7 @@ from train.serving.scorer import Scorer
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    train_ranks(2, run_dir, "runtime.steps=3")
+    train_ranks(2, run_dir, "runtime.steps=3", base=TINY_DLRM)
     return run_dir
 
 
@@ -198,12 +198,12 @@ def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_compare_writes_a_report(tmp_path: Path) -> None:
     options = ["runtime.device=cpu", "--seeds", "0", "1", "--budget", "100", "--out", str(tmp_path / "report")]
-    quantise = ["runtime.steps=3", "model.dim=32", "model.interaction_hidden=[32]", "model.head_hidden=[32]"]
-    run_ranks(compare.main, 2, [*TINY, *quantise, *options])
+    quantise = ["runtime.steps=3", "model.dim=32", "model.top_hidden=[32]"]
+    run_ranks(compare.main, 2, [*TINY_DLRM, *quantise, *options])
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]
     with pytest.raises(ValueError, match="holds another comparison"):
-        compare.main([*TINY, "model.dim=64", *options])
+        compare.main([*TINY_DLRM, "model.dim=64", *options])
     for task in ("click", "like"):
         values = report["tasks"][task]
         assert [row["seed"] for row in values["per_seed"]] == [0, 1]

@@ -103,8 +103,8 @@ def build_loader(
 def reading(loader: DataLoader) -> Iterator[Iterator[RequestBatch]]:
     """The loader's batches, whose workers end with the context.
 
-    An iterator that is left to the garbage collector waits five seconds for each of its workers: the collector has closed
-    the queues by which they would be told.
+    An iterator that is left to the garbage collector waits five seconds for each of its workers: the collector has
+    closed the queues by which they would be told.
     """
     with closing(cast("Generator[RequestBatch, None, None]", iter(loader))) as batches:
         yield batches

@@ -20,7 +20,7 @@ FROM_REGISTERS = {target for target, product in PRODUCTS.items() if product == "
 
 
 def on_chips(cases: Iterable[Any]) -> list[Any]:
-    """Parameters: every case with each of TARGETS. `make test` has sm_90 and one other in turn, `make nightly` the rest.
+    """Parameters, each case with each of TARGETS: `make test` has sm_90 and one other in turn, `make nightly` the rest.
 
     A kernel that does not compile mostly does so for no chip, and a chip that fails mostly fails for many kernels.
     """

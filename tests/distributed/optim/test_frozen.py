@@ -23,7 +23,9 @@ FROZEN = ("*.embeddings.item", "*.embeddings.user.weight", "arch.layers.0", "emb
 FREEZE = f"optimizer.frozen={list(FROZEN)}"
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(1, "table_wise"), (2, "row_wise")])
+@pytest.mark.parametrize(
+    ("ranks", "sharding"), [pytest.param(1, "table_wise", marks=pytest.mark.nightly), (2, "row_wise")]
+)
 def test_frozen_tensors_stay_and_the_others_learn(ranks: int, sharding: str, tmp_path: Path) -> None:
     kind = f"parallel.sharding_types=[{sharding}]"
     train_ranks(ranks, tmp_path / "first", kind, base=FIRST)

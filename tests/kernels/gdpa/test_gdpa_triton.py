@@ -144,7 +144,14 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...],
 
 @pytest.mark.parametrize(
     ("width", "target", "itemsize"),
-    [(32, "sm_90", 2), (64, "sm_90", 2), (256, "sm_90", 2), (64, "sm_86", 4), (64, "sm_80", 2), (128, "sm_89", 2)],
+    [
+        (256, "sm_90", 2),
+        (64, "sm_86", 4),
+        (64, "sm_80", 2),
+        pytest.param(32, "sm_90", 2, marks=pytest.mark.nightly),
+        pytest.param(64, "sm_90", 2, marks=pytest.mark.nightly),
+        pytest.param(128, "sm_89", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
     for kernel in ("forward", "query", "key"):

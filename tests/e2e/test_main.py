@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -193,19 +192,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def experiments() -> list[Any]:
-    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too.
-
-    `make nightly` has those whose model and whose data are among the others, each beside something else.
-    """
+def experiments() -> list[str]:
+    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too."""
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
     others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
-    again = re.compile(r".*_long_h200$|movielens_(gem|kunlun|wukong)$")
-    return [
-        pytest.param(name, marks=pytest.mark.nightly if again.match(name) else ())
-        for name in names
-        if not others.match(name)
-    ]
+    return [name for name in names if not others.match(name)]
 
 
 @pytest.mark.parametrize("experiment", experiments())

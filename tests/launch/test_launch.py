@@ -82,7 +82,7 @@ def stub(folder: Path, name: str, script: str) -> None:
     "somebody on the network looks for the stores of a run of one node, or for gloo",
     "they listen on the loopback interface alone; those of several nodes on `INTERFACE`, where it is set",
 )
-@pytest.mark.parametrize("own_store", [False, True])
+@pytest.mark.parametrize("own_store", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_node_names_the_run_once_and_passes_its_arguments(
     environment: dict[str, str], tmp_path: Path, own_store: bool
 ) -> None:

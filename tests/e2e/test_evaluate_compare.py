@@ -281,6 +281,7 @@ def test_assert_equal_is_a_refactoring_check(tmp_path: Path, capsys: pytest.Capt
     assert "are equal" in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # test_jobs.py has the processes, and the test above the verdict
 def test_arms_train_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

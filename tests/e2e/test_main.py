@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hydra.errors import ConfigCompositionException
 from torch import Tensor
 
 from modules.batch import RequestBatch
-from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
+from tests.launching import ROOT, TINY, TINY_DLRM, python, run, train, train_here, train_ranks
 from tests.train.config.test_experiments import composed
 from train.config.schema import SyntheticConfig
 from train.record.tracking import read_metrics
@@ -21,7 +22,7 @@ from train.trainer import Trainer
 
 def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:
     command = [str(ROOT / "train" / "main.py"), *TINY_DLRM, "runtime.run_dir=by_file", "runtime.steps=2"]
-    run(torchrun(1, *command), cwd=tmp_path)
+    run(python(*command), cwd=tmp_path)
     train_here(tmp_path / "here", "runtime.steps=2", base=TINY_DLRM)
     losses = [
         [record.values["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl") if record.split == "train"]
@@ -192,11 +193,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def experiments() -> list[str]:
-    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too."""
+def experiments() -> list[Any]:
+    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too.
+
+    Of GEM, whose steps take longest, `make nightly` has all but one.
+    """
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
     others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
-    return [name for name in names if not others.match(name)]
+    again = dict.fromkeys(("gem_long_h200", "movielens_gem"), pytest.mark.nightly)
+    return [pytest.param(name, marks=again.get(name, ())) for name in names if not others.match(name)]
 
 
 @pytest.mark.parametrize("experiment", experiments())

@@ -66,8 +66,7 @@ def test_gradients_are_means_over_all_ranks(tmp_path: Path) -> None:
     layout = ("parallel.dense=fsdp", "parallel.expert_ranks=2")
     for name, options in (("replicated", ()), ("sharded", layout)):
         step = ("runtime.steps=1", "runtime.eval_steps=1", "optimizer.clip_norm=0", "data.batch_size=8")
-        step += ("model.num_layers=1",)
-        train_ranks(4, tmp_path / name, *step, *options, base=EXACT)
+        train_ranks(4, tmp_path / name, *step, *options, "model.num_layers=1", base=EXACT)
         tensors = saved(tmp_path / name / "checkpoints" / "step_00000001")
         moments.append({key: tensor for key, tensor in tensors.items() if key.endswith("exp_avg")})
     assert moments[0].keys() == moments[1].keys()
@@ -99,7 +98,7 @@ def test_methods_that_a_model_calls_beside_forward_have_their_weights(tmp_path: 
     kunlun = ["model=kunlun" if override == "model=dlrm" else override for override in TINY_DLRM]
     losses = []
     for dense in ("ddp", "fsdp"):
-        options = ("runtime.steps=3", "precision=fp32", "model.num_layers=1", f"parallel.dense={dense}")
+        options = ("runtime.steps=2", "precision=fp32", f"parallel.dense={dense}")
         train_ranks(2, tmp_path / dense, *options, base=(*kunlun, *CONSTANT))
         losses.append([record.values["loss"] for record in training(tmp_path / dense)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums are taken in another order

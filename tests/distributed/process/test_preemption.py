@@ -31,9 +31,8 @@ OPTIONS = (
     f"runtime.steps={STEPS}",
     "model.dropout=0.1",
 )
-
-
 SLOW = "tests.distributed.process.slow"
+"""As train.main."""
 
 
 def command(ranks: int, run_dir: Path, *overrides: str) -> tuple[list[str], dict[str, str]]:

@@ -19,16 +19,16 @@ PRODUCTS = dict.fromkeys(SHARED_LIMITS, "mma.sync") | {"sm_90": "wgmma.mma_async
 FROM_REGISTERS = {target for target, product in PRODUCTS.items() if product == "mma.sync"}
 
 
-def on_chips(cases: Iterable[Any]) -> list[Any]:
-    """Parameters, each case with each of TARGETS: `make test` has sm_90 and one other in turn, `make nightly` the rest.
+def on_chips(cases: Iterable[Any], always: str = "sm_90") -> list[Any]:
+    """Parameters, each case with each of TARGETS: `make test` has `always` and one in turn, `make nightly` all others.
 
     A kernel that does not compile mostly does so for no chip, and a chip that fails mostly fails for many kernels.
     """
-    others = [target for target in TARGETS if target != "sm_90"]
+    others = [target for target in TARGETS if target != always]
     found = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        for target in ("sm_90", *others):
-            often = target in ("sm_90", others[number % len(others)])
+        for target in TARGETS:
+            often = target in (always, others[number % len(others)])
             found.append(pytest.param(*values, target, marks=() if often else pytest.mark.nightly))
     return found

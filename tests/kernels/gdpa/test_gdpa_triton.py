@@ -147,7 +147,7 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...],
     [
         (256, "sm_90", 2),
         (64, "sm_86", 4),
-        (64, "sm_80", 2),
+        pytest.param(64, "sm_80", 2, marks=pytest.mark.nightly),
         pytest.param(32, "sm_90", 2, marks=pytest.mark.nightly),
         pytest.param(64, "sm_90", 2, marks=pytest.mark.nightly),
         pytest.param(128, "sm_89", 2, marks=pytest.mark.nightly),

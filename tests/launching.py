@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from tests.processes import run_ranks
 from train.config.compose import to_config
@@ -93,8 +95,25 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> list[str]:
 
 def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, trainer: type[Trainer] = Trainer) -> None:
     """The run of these overrides in this process, but for its plots. Raises what ends the command."""
+    _train(_composed(*base, *overrides), run_dir, trainer)
+
+
+def train_ranks(ranks: int, run_dir: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
+    """As train_here, on several ranks; an error of theirs is a ProcessRaisedException that holds its text."""
+    run_ranks(_train, ranks, _composed(*base, *overrides), run_dir)
+
+
+@cache
+def _composed(*overrides: str) -> DictConfig:
+    """Once for all ranks, and for all runs that differ in their folder alone: it takes a third of a short run."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", [*base, "runtime.device=cpu", f"runtime.run_dir='{run_dir}'", *overrides]))
+        return compose("train", ["runtime.device=cpu", *overrides])
+
+
+def _train(composed: DictConfig, run_dir: Path, trainer: type[Trainer] = Trainer) -> None:
+    composed = copy.deepcopy(composed)
+    composed.runtime.run_dir = str(run_dir)
+    config = to_config(composed)
     world = distributed.start(config.runtime)
     try:
         # They take as long as a run of a few steps; the real commands draw them.
@@ -102,8 +121,3 @@ def train_here(run_dir: Path, *overrides: str, base: Sequence[str] = TINY, train
             trainer(config, world).run()
     finally:
         distributed.stop()
-
-
-def train_ranks(ranks: int, run_dir: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
-    """As train_here, on several ranks; an error of theirs is a ProcessRaisedException that holds its text."""
-    run_ranks(partial(train_here, base=base), ranks, run_dir, *overrides)

@@ -13,10 +13,11 @@ from train.record.tracking import read_metrics
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for a CPU needs a C++ compiler")
-def test_compiled_ranks_train_as_others_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])  # each of them compiles
+def test_compiled_ranks_train_as_others_do(ranks: int, tmp_path: Path) -> None:
     options = ("runtime.steps=3", "precision=fp32")
-    train_ranks(2, tmp_path / "compiled", *options, "runtime.compile=true", base=TINY_DLRM)
-    train_ranks(2, tmp_path / "plain", *options, base=TINY_DLRM)
+    train_ranks(ranks, tmp_path / "compiled", *options, "runtime.compile=true", base=TINY_DLRM)
+    train_ranks(ranks, tmp_path / "plain", *options, base=TINY_DLRM)
     compiled, plain = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("compiled", "plain"))
     losses = [record.values["loss"] for record in plain if record.split == "train"]
     assert [record.values["loss"] for record in compiled if record.split == "train"] == pytest.approx(losses, rel=1e-5)

@@ -19,7 +19,7 @@ from sklearn.metrics import ndcg_score
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import select_rows, with_candidates
-from tests.launching import TINY, TINY_DLRM, python, run, train_ranks
+from tests.launching import TINY, TINY_DLRM, train_ranks
 from tests.processes import run_ranks
 from train import evaluate
 from train.build import load_model
@@ -36,7 +36,7 @@ from train.serving.scorer import Scorer
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    train_ranks(2, run_dir, "runtime.steps=3")
+    train_ranks(2, run_dir, "runtime.steps=3", base=TINY_DLRM)
     return run_dir
 
 
@@ -198,12 +198,12 @@ def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_compare_writes_a_report(tmp_path: Path) -> None:
     options = ["runtime.device=cpu", "--seeds", "0", "1", "--budget", "100", "--out", str(tmp_path / "report")]
-    quantise = ["runtime.steps=3", "model.dim=32", "model.interaction_hidden=[32]", "model.head_hidden=[32]"]
-    run_ranks(compare.main, 2, [*TINY, *quantise, *options])
+    quantise = ["runtime.steps=3", "model.dim=32", "model.top_hidden=[32]"]
+    run_ranks(compare.main, 2, [*TINY_DLRM, *quantise, *options])
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]
     with pytest.raises(ValueError, match="holds another comparison"):
-        compare.main([*TINY, "model.dim=64", *options])
+        compare.main([*TINY_DLRM, "model.dim=64", *options])
     for task in ("click", "like"):
         values = report["tasks"][task]
         assert [row["seed"] for row in values["per_seed"]] == [0, 1]
@@ -281,10 +281,12 @@ def test_assert_equal_is_a_refactoring_check(tmp_path: Path, capsys: pytest.Capt
     assert "are equal" in capsys.readouterr().out
 
 
-def test_arms_train_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.nightly  # test_jobs.py has the processes, and the test above the verdict
+def test_arms_train_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # What stands behind the arms is no arm.
     others = ["b:optimizer.lr=0.002", "runtime.threads=1"]
-    command = python("-m", "train.commands.compare", *ASSERT_EQUAL, *others, "--jobs", "2", "--out", "equal")
-    result = run(command, cwd=tmp_path, check=False)
-    assert result.returncode == 1, result.stderr[-3000:]
-    assert "b differs from a: seed 0, step " in result.stdout
+    assert compare.main([*ASSERT_EQUAL, *others, "--jobs", "2", "--out", str(tmp_path / "equal")]) == 1
+    assert "b differs from a: seed 0, step " in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hydra.errors import ConfigCompositionException
 from torch import Tensor
 
 from modules.batch import RequestBatch
-from tests.launching import ROOT, TINY, TINY_DLRM, python, run, torchrun, train, train_here, train_ranks
+from tests.launching import ROOT, TINY, TINY_DLRM, python, run, train, train_here, train_ranks
 from tests.train.config.test_experiments import composed
 from train.config.schema import SyntheticConfig
 from train.record.tracking import read_metrics
@@ -20,9 +21,9 @@ from train.trainer import Trainer
 
 
 def test_the_file_runs_from_any_directory(tmp_path: Path) -> None:
-    command = [str(ROOT / "train" / "main.py"), *TINY, "runtime.run_dir=by_file", "runtime.steps=2"]
-    run(torchrun(1, *command), cwd=tmp_path)
-    train_here(tmp_path / "here", "runtime.steps=2")
+    command = [str(ROOT / "train" / "main.py"), *TINY_DLRM, "runtime.run_dir=by_file", "runtime.steps=2"]
+    run(python(*command), cwd=tmp_path)
+    train_here(tmp_path / "here", "runtime.steps=2", base=TINY_DLRM)
     losses = [
         [record.values["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl") if record.split == "train"]
         for name in ("by_file", "here")
@@ -91,7 +92,7 @@ def test_a_wrong_key_or_value_is_named(override: str, named: str, tmp_path: Path
 
 def test_hydra_s_multirun_is_refused_with_the_sweep(tmp_path: Path) -> None:
     """Under torchrun its second job waited for process groups of the first for ever."""
-    done = run(python("-m", "train.main", "-m", *TINY, "runtime.seed=0,1"), cwd=tmp_path, check=False)
+    done = run(python("-m", "train.main", "-m", *TINY_DLRM, "runtime.seed=0,1"), cwd=tmp_path, check=False)
     assert done.returncode
     assert "python -m launch.sweep +experiment=NAME --over runtime.seed=0,1" in done.stderr
 
@@ -133,11 +134,12 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
 def test_a_bad_batch_is_skipped_and_counted_or_stops_the_run(tmp_path: Path) -> None:
     explode = ("optimizer.lr=1e38", "optimizer.warmup_steps=0", "optimizer.clip_norm=0", "precision=fp32")
     for steps in (3, 5):  # the second goes on where the first ended
-        train_here(tmp_path / "skipping", *explode, "runtime.skip_window=0", f"runtime.steps={steps}")
+        skip = ("runtime.skip_window=0", f"runtime.steps={steps}")
+        train_here(tmp_path / "skipping", *explode, *skip, base=TINY_DLRM)
         results = json.loads((tmp_path / "skipping" / "results.json").read_text())
         assert results["skipped_steps"] == steps - 1  # all but the one that blew the weights up
     with pytest.raises(RuntimeError, match="non-finite loss or gradient"):
-        train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop", "checkpoint.every=1")
+        train_here(tmp_path / "run", *explode, "runtime.bad_batch=stop", "checkpoint.every=1", base=TINY_DLRM)
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").exists()  # was being written when the run was stopped
 
 
@@ -191,17 +193,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def experiments() -> list[str]:
-    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too."""
+def experiments() -> list[Any]:
+    """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too.
+
+    Of GEM, whose steps take longest, `make nightly` has all but one.
+    """
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
     others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
-    return [name for name in names if not others.match(name)]
+    again = dict.fromkeys(("gem_long_h200", "movielens_gem"), pytest.mark.nightly)
+    return [pytest.param(name, marks=again.get(name, ())) for name in names if not others.match(name)]
 
 
 @pytest.mark.parametrize("experiment", experiments())
-def test_every_experiment_takes_three_steps(experiment: str, tmp_path: Path, cache: Path) -> None:
-    small = ["data.batch_size=8", "data.num_workers=0", "runtime.steps=3", "runtime.eval_steps=1", "runtime.threads=1"]
-    small += ["data.eval_batch_size=1024"]  # the test split is evaluated as a whole
+def test_every_experiment_takes_two_steps(experiment: str, tmp_path: Path, cache: Path) -> None:
+    small = ["data.batch_size=8", "data.num_workers=0", "runtime.steps=2", "runtime.eval_steps=1", "runtime.threads=1"]
+    small += ["data.eval_batch_size=1024", "data.split=[0.9,0.09,0.01]"]  # the test split is evaluated as a whole
     if isinstance(composed(experiment).data, SyntheticConfig):
         small += ["data.num_users=100", "data.num_items=400", "data.max_history=8", "data.num_requests=100"]
         small += ["data.eval_requests=20", "data.pad_events=64", "data.candidates=2"]
@@ -209,7 +215,7 @@ def test_every_experiment_takes_three_steps(experiment: str, tmp_path: Path, cac
         small += ["model.dim=32"]  # a step of the width for GPUs takes seconds
     off = ["tracking.wandb=disabled", f"data.cache_dir='{cache}'"]
     train_here(tmp_path / "run", base=[f"+experiment={experiment}", *small, *off, "runtime.log_every=1"])
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 3
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 2
     trained = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record.split == "train"]
     # Routers that have just been initialised are not in perfect balance; models without any report nothing.
     assert all((record.values.get("load_violation", 0) > 0) == ("moe" in experiment) for record in trained)

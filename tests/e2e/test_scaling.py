@@ -49,6 +49,7 @@ def test_a_speed_is_measured_without_checkpoints_and_test(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "profile" / "rank_0" / "trace.json").stat().st_size > 0
 
 
+@pytest.mark.nightly  # the tests around it have the speed of a run, and which runs are started
 def test_scaling_measures_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "out"

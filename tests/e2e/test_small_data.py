@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import ProcessRaisedException
 
-from tests.launching import TINY, train_ranks
+from tests.launching import TINY_DLRM, train_ranks
 
 EVENTS = (
     "defaults: [events_schema, _self_]\nfiles: [events.csv]\nuser: user\ntime: time\nlabels: {click: click}\n"
     "request_categorical: [user]\ncandidate_categorical: [item]\nhistories: {seen: {fields: [item]}}\n"
 )
-SMALL = [override for override in TINY[1:] if not override.startswith("data.") or "batch" in override]
+SMALL = [override for override in TINY_DLRM[1:] if not override.startswith("data.") or "batch" in override]
 
 
 def train_on(rows: list[str], folder: Path, *overrides: str) -> dict[str, dict[str, float | None]]:

@@ -82,7 +82,7 @@ def stub(folder: Path, name: str, script: str) -> None:
     "somebody on the network looks for the stores of a run of one node, or for gloo",
     "they listen on the loopback interface alone; those of several nodes on `INTERFACE`, where it is set",
 )
-@pytest.mark.parametrize("own_store", [False, True])
+@pytest.mark.parametrize("own_store", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_node_names_the_run_once_and_passes_its_arguments(
     environment: dict[str, str], tmp_path: Path, own_store: bool
 ) -> None:
@@ -110,7 +110,11 @@ def test_a_failed_rank_is_restarted_into_the_same_run(environment: dict[str, str
     (error,) = run_dir.glob("logs/*/attempt_0/1/error.json")
     assert "rank 1 broke" in json.dumps(json.loads(error.read_text()))
 
-    done = launch({**settings, "RUN_DIR": str(tmp_path / "other"), "MAX_RESTARTS": "0"}, "fail=once", cwd=tmp_path)
+
+@pytest.mark.nightly  # test_preemption.py has a launcher whose ranks fail
+def test_the_last_failure_of_a_rank_ends_the_run(environment: dict[str, str], tmp_path: Path) -> None:
+    settings = {**environment, "NPROC": "2", "RUN_DIR": str(tmp_path / "run"), "MAX_RESTARTS": "0"}
+    done = launch(settings, "fail=once", cwd=tmp_path)
     assert done.returncode != 0
     assert "rank 1 broke" in done.stderr
 

@@ -120,6 +120,7 @@ def test_what_cannot_be_searched_is_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly  # the others play its runs
 def test_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = [*TINY_DLRM, "runtime.steps=2", "--space", "optimizer.lr=1e-3..1e-2", "--trials", "1", "--nproc", "1"]

@@ -109,6 +109,7 @@ def test_the_logistic_model_says_which_numbers_it_reads() -> None:
         logistic.train(configuration(list(SMALL)))
 
 
+@pytest.mark.nightly  # as the published rows are
 def test_our_din_does_not_lose_to_a_plain_one(tmp_path: Path) -> None:
     ours = train({"overrides": list(SMALL)}, tmp_path)
     plain = plain_din.train(configuration(list(SMALL)))

@@ -26,7 +26,7 @@ def evaluations(run_dir: Path) -> list[Record]:
     return [record for record in read_metrics(run_dir / "metrics.jsonl") if record.split != "train"]
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(1, "mxfp8"), (2, "bf16")])
+@pytest.mark.parametrize(("ranks", "precision"), [pytest.param(1, "mxfp8", marks=pytest.mark.nightly), (2, "bf16")])
 def test_evaluations_see_the_average_and_a_resumed_run_the_same_one(ranks: int, precision: str, tmp_path: Path) -> None:
     plain, whole, resumed = (tmp_path / name for name in ("plain", "whole", "resumed"))
     wide = (f"precision={precision}", "model.dim=32")

@@ -22,7 +22,7 @@ def steps(ranks: int) -> tuple[str, ...]:
     return ("checkpoint.every=3", "checkpoint.keep=5", f"data.batch_size={32 // ranks}")
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("sharding", ["row_wise", pytest.param("table_wise", marks=pytest.mark.nightly)])
 @pytest.mark.reliability("a run with tables of several widths is started again", "it resumes, on one rank as on two")
 def test_two_ranks_learn_what_one_does_and_resume(sharding: str, tmp_path: Path) -> None:
     whole, resumed, alone = (tmp_path / name for name in ("whole", "resumed", "alone"))

@@ -50,8 +50,20 @@ def node(address: str, endpoint: str, run_dir: Path, *, is_host: bool = False) -
     "both launchers start their ranks again from the newest whole checkpoint each time; losses, results, and weights "
     "and optimisers' states at the end are bit for bit those of a run that was not disturbed",
 )
-def test_a_run_survives_a_failure_in_every_part_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("places", "steps"),
+    [
+        # Each failure is another start of all processes.
+        (("backward", "write"), [4, 4]),
+        pytest.param(tuple(PLACES), [2, 2, 4, 4, 4], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_survives_a_failure_in_every_part_of_a_step(
+    places: tuple[str, ...], steps: list[int], tmp_path: Path
+) -> None:
     whole, failing = tmp_path / "whole", tmp_path / "failing"
+    for place in PLACES.keys() - places:  # as if the run had failed there already
+        marker(failing, place).touch()
     train_ranks(2, whole, *OPTIONS, base=TINY_DLRM)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -71,4 +83,4 @@ def test_a_run_survives_a_failure_in_every_part_of_a_step(tmp_path: Path) -> Non
     resumed = [
         line.split("(")[-1] for line in (failing / "train.log").read_text().splitlines() if "resumed from" in line
     ]
-    assert resumed == [f"step {step}, epoch 0)" for step in (2, 2, 4, 4, 4)]
+    assert resumed == [f"step {step}, epoch 0)" for step in steps]

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.agent import main as agent
-from tests.launching import ROOT, TINY, environment, python, train_ranks
+from tests.launching import ROOT, TINY_DLRM, environment, python, train_ranks
 from tests.processes import run_ranks
 from train.config.schema import RuntimeConfig
 from train.process import distributed
@@ -23,7 +23,7 @@ from train.process.preemption import PERIOD, Preemption
 from train.process.signals import STATUS
 from train.record.tracking import read_metrics
 
-STEPS = 80
+STEPS = 60
 OPTIONS = (
     "data.num_requests=8192",
     "data.eval_requests=64",
@@ -31,19 +31,22 @@ OPTIONS = (
     f"runtime.steps={STEPS}",
     "model.dropout=0.1",
 )
+SLOW = "tests.distributed.process.slow"
+"""As train.main."""
 
 
-def command(ranks: int, run_dir: Path) -> tuple[list[str], dict[str, str]]:
+def command(ranks: int, run_dir: Path, *overrides: str) -> tuple[list[str], dict[str, str]]:
     """One process on its own, or several by the launcher."""
-    options = [*TINY, *OPTIONS, f"runtime.run_dir={run_dir}"]
+    options = [*TINY_DLRM, *OPTIONS, f"runtime.run_dir={run_dir}", *overrides]
     if ranks == 1:
-        return python("-m", "train.main", *options), environment()
-    return [str(ROOT / "launch/torchrun.sh"), *options], environment() | {"NPROC": str(ranks), "RUN_DIR": str(run_dir)}
+        return python("-m", SLOW, *options), environment()
+    launch = {"MODULE": SLOW, "NPROC": str(ranks), "RUN_DIR": str(run_dir)}
+    return [str(ROOT / "launch/torchrun.sh"), *options], environment() | launch
 
 
-def start(ranks: int, run_dir: Path) -> subprocess.Popen[str]:
-    line, variables = command(ranks, run_dir)
-    return subprocess.Popen(line, cwd=run_dir.parent, env=variables, stderr=subprocess.PIPE, text=True)
+def start(ranks: int, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    line, variables = command(ranks, run_dir, *overrides)
+    return subprocess.Popen(line, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
 
 
 def logged(run_dir: Path) -> list[int]:
@@ -58,13 +61,14 @@ def family(process: int) -> list[int]:
 
 
 def finish(ranks: int, run_dir: Path) -> dict[str, Any]:
-    train_ranks(ranks, run_dir, *OPTIONS, "data.num_workers=0")  # whose batches are the same, and need no server
+    # Without workers batches are the same, and need no server.
+    train_ranks(ranks, run_dir, *OPTIONS, "data.num_workers=0", base=TINY_DLRM)
     return json.loads((run_dir / "results.json").read_text())
 
 
-def stop(ranks: int, number: signal.Signals, run_dir: Path, *, all_processes: bool) -> None:
+def stop(ranks: int, number: signal.Signals, run_dir: Path, *overrides: str, all_processes: bool) -> None:
     """Start a run and tell it to stop amid its steps: its first process, or all of them, loaders included."""
-    process = start(ranks, run_dir)
+    process = start(ranks, run_dir, *overrides)
     deadline = time.monotonic() + 120
     while len(logged(run_dir)) < 10 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -155,7 +159,7 @@ def test_agreeing_waits_no_longer_than_a_collective() -> None:
 
 @pytest.mark.reliability("SIGUSR1 to the launcher alone", "it reaches all ranks; a checkpoint, status 75")
 def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:
-    stop(2, signal.SIGUSR1, tmp_path / "run", all_processes=False)
+    stop(2, signal.SIGUSR1, tmp_path / "run", "data.num_workers=0", all_processes=False)
 
 
 @pytest.mark.reliability(

@@ -14,7 +14,7 @@ from kernels.attention.pool_tiles import shared_bytes, tile_of
 from kernels.core import dispatch
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty, serving
 from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, outputs
-from tests.kernels.core.devices import SHARED_LIMITS, TARGETS
+from tests.kernels.core.devices import SHARED_LIMITS, on_chips
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 # Queries and values: no queries, no values, neither, one value, odd lengths.
@@ -114,9 +114,12 @@ def test_the_longest_rows_come_first(num_rows: int, monkeypatch: pytest.MonkeyPa
     assert torch.equal(order.long(), lengths.argsort(descending=True, stable=True))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("width", "rows"), [(128, 4), (256, 32), (512, 8), (512, 32), (1024, 16)])
-@pytest.mark.parametrize("name", ["forward", "backward"])
+SIZES = [(128, 4), (256, 32), (512, 8), (512, 32), (1024, 16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "rows", "target"), on_chips((name, *size) for name in ("forward", "backward") for size in SIZES)
+)
 def test_compiles_within_registers_and_shared_memory(name: str, width: int, rows: int, target: str) -> None:
     pytest.importorskip("triton")
     from kernels.attention.triton import pool

@@ -1,5 +1,9 @@
 """What tests ask of the machine that they run on, and know of the chips that they compile for."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 
 BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
@@ -13,3 +17,18 @@ TARGETS = ("sm_86", "sm_90", "sm_100", "sm_120")
 # What products are in PTX.
 PRODUCTS = dict.fromkeys(SHARED_LIMITS, "mma.sync") | {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 FROM_REGISTERS = {target for target, product in PRODUCTS.items() if product == "mma.sync"}
+
+
+def on_chips(cases: Iterable[Any], always: str = "sm_90") -> list[Any]:
+    """Parameters, each case with each of TARGETS: `make test` has `always` and one in turn, `make nightly` all others.
+
+    A kernel that does not compile mostly does so for no chip, and a chip that fails mostly fails for many kernels.
+    """
+    others = [target for target in TARGETS if target != always]
+    found = []
+    for number, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        for target in TARGETS:
+            often = target in (always, others[number % len(others)])
+            found.append(pytest.param(*values, target, marks=() if often else pytest.mark.nightly))
+    return found

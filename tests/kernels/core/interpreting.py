@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import triton
-import triton.experimental.gluon
+import triton.experimental.gluon  # looks at the functions below while it is imported
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction

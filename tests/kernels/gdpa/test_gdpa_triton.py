@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.core.mask import Mask
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, TARGETS
+from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
 from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -129,9 +129,10 @@ def compiled(
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("names", [("gelu",) * 4, MIXED], ids=["one", "mixed"])
-@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+@pytest.mark.parametrize(
+    ("kernel", "names", "target"),
+    on_chips((kernel, names) for kernel in ("forward", "query", "key") for names in (("gelu",) * 4, MIXED)),
+)
 def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...], target: str) -> None:
     result = compiled(kernel, names, 128, target, (-1, -1))
     assert result.shared_bytes <= SHARED_LIMITS[target]
@@ -143,7 +144,14 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, names: tuple[str, ...],
 
 @pytest.mark.parametrize(
     ("width", "target", "itemsize"),
-    [(32, "sm_90", 2), (64, "sm_90", 2), (256, "sm_90", 2), (64, "sm_86", 4), (64, "sm_80", 2), (128, "sm_89", 2)],
+    [
+        (256, "sm_90", 2),
+        (64, "sm_86", 4),
+        pytest.param(64, "sm_80", 2, marks=pytest.mark.nightly),
+        pytest.param(32, "sm_90", 2, marks=pytest.mark.nightly),
+        pytest.param(64, "sm_90", 2, marks=pytest.mark.nightly),
+        pytest.param(128, "sm_89", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
     for kernel in ("forward", "query", "key"):

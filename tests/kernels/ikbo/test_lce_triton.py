@@ -13,7 +13,7 @@ from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_
 pytest.importorskip("triton", minversion="3.7", reason="earlier interpreters fail with current NumPy versions")
 
 from kernels.ikbo.triton import lce
-from tests.kernels.core.devices import PRODUCTS, SHARED_LIMITS, TARGETS
+from tests.kernels.core.devices import PRODUCTS, SHARED_LIMITS, on_chips
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.ikbo.lce_cases import SHAPES, Case, call
 
@@ -42,8 +42,7 @@ def test_interpreted(shape: str) -> None:
         )
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", ["_compress_kernel", "_compress_weight_kernel"])
+@pytest.mark.parametrize(("kernel", "target"), on_chips(["_compress_kernel", "_compress_weight_kernel"]))
 def test_compiles_to_tensor_core_instructions(kernel: str, target: str) -> None:
     function = getattr(lce, kernel)
     blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "HAS_ROWS": True}

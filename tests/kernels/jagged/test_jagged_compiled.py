@@ -17,7 +17,7 @@ from kernels.core.chip import multiplies_registers
 from kernels.jagged.triton import bmm, bmm_narrow, elementwise, gather, low_rank, moves, parts, segment, softmax, square
 from kernels.jagged.triton import linear as triton_linear
 from kernels.testing import Compiled, compile_ahead
-from tests.kernels.core.devices import FROM_REGISTERS, SHARED_LIMITS, TARGETS
+from tests.kernels.core.devices import FROM_REGISTERS, SHARED_LIMITS, on_chips
 
 INDICES = {
     "offsets",
@@ -206,7 +206,7 @@ FIRST_OF_KERNEL = {kernel.__name__: name for name, (kernel, _) in reversed(PLAIN
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [(name, chip) for name in PLAIN for chip in TARGETS if chip == "sm_90" or name in FIRST_OF_KERNEL.values()],
+    [(name, "sm_90") for name in PLAIN if name not in FIRST_OF_KERNEL.values()] + on_chips(FIRST_OF_KERNEL.values()),
 )
 def test_plain(name: str, target: str) -> None:
     kernel, constants = PLAIN[name]
@@ -223,7 +223,11 @@ ALIKE = [
 
 @pytest.mark.parametrize(
     ("name", "dtype", "target"),
-    [(name, kind, chip) for kind in ("bf16", "fp32") for name in products(kind, False) for chip in TARGETS] + ALIKE,
+    [
+        *on_chips((name, "bf16") for name in products("bf16", False)),
+        *on_chips(((name, "fp32") for name in products("fp32", False)), always=""),
+        *ALIKE,
+    ],
 )
 def test_products(name: str, dtype: str, target: str) -> None:
     kernel, constants = products(dtype, target in FROM_REGISTERS, SHARED_LIMITS[target])[name]

@@ -37,15 +37,21 @@ def test_compiles() -> None:
     assert compiled.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("lines", [False, True])
+INNER = [
+    ("bf16", False, False),
+    ("bf16", True, False),
+    ("fp32", True, False),
+    ("fp32", False, False),
+    ("fp32", False, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "gradients", "thrice"),
+    ("lines", "dtype", "gradients", "thrice"),
     [
-        ("bf16", False, False),
-        ("bf16", True, False),
-        ("fp32", False, False),
-        ("fp32", True, False),
-        ("fp32", False, True),
+        pytest.param(lines, *kind, marks=() if lines == bool(number % 2) else pytest.mark.nightly)
+        for number, kind in enumerate(INNER)
+        for lines in (False, True)
     ],
 )
 def test_inner_compiles(lines: bool, dtype: str, gradients: bool, thrice: bool) -> None:

@@ -28,7 +28,7 @@ from kernels.tokens import (
     unbind,
 )
 from kernels.tokens.triton import norm_operator, rotary_operator
-from tests.kernels.core.devices import TARGETS
+from tests.kernels.core.devices import on_chips
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 ROUNDED = Tolerance("sums and statistics in float32, the result rounded", roundings=4, reduction=300)
@@ -290,21 +290,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("tokens", "rms_norm"),
-        ("tokens", "rms_norm_backward"),
-        ("tokens", "rotate"),
-        ("tokens", "copy_heads"),
-        ("residual", "add_rms_norm"),
-        ("residual", "add_rms_norm_backward"),
-        ("residual", "pick_rows"),
-        ("activation", "activate"),
-        ("activation", "activate_backward"),
-        ("bias", "column_sum"),
-    ],
+    ("module", "name", "target"),
+    on_chips(
+        [
+            ("tokens", "rms_norm"),
+            ("tokens", "rms_norm_backward"),
+            ("tokens", "rotate"),
+            ("tokens", "copy_heads"),
+            ("residual", "add_rms_norm"),
+            ("residual", "add_rms_norm_backward"),
+            ("residual", "pick_rows"),
+            ("activation", "activate"),
+            ("activation", "activate_backward"),
+            ("bias", "column_sum"),
+        ]
+    ),
 )
 def test_kernels_compile_without_spills(module: str, name: str, target: str) -> None:
     from kernels.tokens.triton import tokens as triton_tokens

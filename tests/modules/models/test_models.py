@@ -426,9 +426,11 @@ def test_overfits_one_batch(variant):
     for _ in range(60):
         optimizer.zero_grad()
         loss = loss_of(model, batch)
+        if loss.item() < 0.05:  # it starts near log 2 = 0.69
+            break
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.05  # it starts near log 2 = 0.69
+    assert loss.item() < 0.05
 
 
 def test_specs_that_no_model_can_be_built_for_are_named():

@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from modules.batch import RequestBatch
-from tests.launching import TINY_DLRM, python, run, train_here
+from tests.launching import TINY_DLRM, train_here
 from tests.modules.factories import random_batch, random_spec
+from train import evaluate
 from train.checkpoint.load import checkpoints, read_meta
 from train.config.schema import DistillConfig
 from train.evaluate.distill import Distillation, StoredTeacher, StudentAdapter
@@ -111,7 +112,7 @@ def test_a_run_learns_alike_from_a_checkpoint_and_from_its_predictions(
     short = ("runtime.steps=6", "data.num_requests=128", "precision=fp32")
     teacher = tmp_path / "teacher"
     train_here(teacher, *short, base=TINY_DLRM)
-    run(python("-m", "train.evaluate", f"run_dir={teacher}", "split=train", f"out={tmp_path / 'scored'}"), tmp_path)
+    evaluate.main([f"run_dir={teacher}", "split=train", f"out={tmp_path / 'scored'}", "runtime.device=cpu"])
     students = {
         "alone": (),
         "stored": (f"distill.predictions={tmp_path / 'scored' / 'predictions'}", "distill.weight=3"),

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from modules.batch import RequestBatch
+from modules.config import ModelConfig
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
+from modules.models.baselines import DLRM
 from modules.models.interformer import InterFormer
 from tests.train.speedup.test_graphs import DATA, Rerun
 from train.data import SyntheticSource
@@ -37,10 +39,13 @@ def num_compiled() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def model(num_layers: int) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
+def layers(number: int) -> InterFormer.Config:
+    return InterFormer.Config(dim=16, num_layers=number, interaction_hidden=[8], head_hidden=[8])
+
+
+def model(config: ModelConfig) -> tuple[SyntheticSource, FeatureEmbedding, nn.Module]:
     torch.manual_seed(0)
     source = SyntheticSource(DATA)
-    config = InterFormer.Config(dim=16, num_layers=num_layers, interaction_hidden=[8], head_hidden=[8])
     arch = build_arch(config, source.spec)
     return source, FeatureEmbedding(source.spec, 16, device="cpu").to("cpu"), arch
 
@@ -62,7 +67,7 @@ def batches_of(source: SyntheticSource, *sizes: int) -> list[RequestBatch]:
 
 
 def test_layers_and_batches_share_what_was_compiled() -> None:
-    source, embedding, arch = model(num_layers=2)
+    source, embedding, arch = model(layers(2))
     plain, keys = copy.deepcopy(arch), list(arch.state_dict())
     regions.compile_regions(arch)
     assert list(arch.state_dict()) == keys
@@ -74,7 +79,7 @@ def test_layers_and_batches_share_what_was_compiled() -> None:
     for batch in batches[:2]:  # evaluation is not compiled
         with torch.no_grad():
             torch.testing.assert_close(arch(embedding(batch), batch), plain(embedding(batch), batch), atol=1e-4, rtol=0)
-    source, embedding, deeper = model(num_layers=4)
+    source, embedding, deeper = model(layers(3))
     regions.compile_regions(deeper)
     steps(deeper, embedding, batches)
     twin = copy.deepcopy(deeper)
@@ -97,7 +102,7 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs, "_Graphs", Capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    source, embedding, arch = model(num_layers=1)
+    source, embedding, arch = model(DLRM.Config(dim=16, bottom_hidden=[8], top_hidden=[8]))
     regions.compile_regions(arch)
     graphs.use_graphs(arch)
     steps(arch, embedding, batches_of(source, 4, 4, 4, 4))

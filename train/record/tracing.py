@@ -29,7 +29,7 @@ GROUPS = {
         "index|gather|scatter|copy|cat|memcpy|memset|fill|move_kernel|permute|pick_rows|select|slice|rank_kernel|"
         "transpose|move_rows|zero_unless|row_of_place|lengths_kernel|table_kernel|schedule|whole_rows|collect"
     ),
-    "reductions": "reduce|softmax|segment|join|sum_|parts|combine",
+    "reductions": "reduce|softmax|segment|join|sum_|sums_|combine",
     "elementwise": "elementwise|triton|activate|swiglu|quantize|round_tiles",
 }
 """Groups of kernels by parts of their names; the first that matches counts, the rest is "other"."""

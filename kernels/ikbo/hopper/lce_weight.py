@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.core.launch import Launcher, processors
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.ikbo.hopper.lce_forward import batch_descriptor, tiling
 from kernels.ikbo.hopper.lce_tiles import PANELS, SHARED_PANELS
 
@@ -54,7 +54,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         (slices * tiles, 1, 1), (x.device, grad.dtype, x.dtype, *constants),
         batch_descriptor(grad), batch_descriptor(x), parts, num_rows, depth, steps, slices, *constants,
     )  # fmt: skip
-    return add_parts(parts, x.dtype)
+    return add_partial_sums(parts, x.dtype)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.chip import multiplies_registers
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.rows import row_of
 from kernels.core.triton import cdiv, near, precision_of
 
@@ -105,7 +105,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         num_warps=8 if block == 128 else 4,
         num_stages=3,
     )
-    return add_parts(parts, x.dtype)
+    return add_partial_sums(parts, x.dtype)
 
 
 @triton.jit

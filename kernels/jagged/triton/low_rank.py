@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernels.core.chip import shared_limit
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.triton import block_width, cdiv, flat, near, precision_of, steps_of
 from kernels.jagged.triton import bmm, bmm_narrow
 from kernels.jagged.triton.parts import num_parts, part_of
@@ -238,7 +238,7 @@ def _weight_gradient(grad: Tensor, products: Tensor, weight: Tensor) -> tuple[Te
         (grad.device, grad.dtype, *aligned(*inputs), total >> 31, *numbers, warps, stages),
         *inputs, narrow, sums, total, *numbers, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    dweight.copy_(add_parts(sums, dweight.dtype).t())
+    dweight.copy_(add_partial_sums(sums, dweight.dtype).t())
     return narrow, dweight
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.core.hopper import halves, left_half, let_other_start, right_half, sigmoid_of, start, words_of
 from kernels.core.launch import Launcher, aligned
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.triton import cdiv
 from kernels.tokens.hopper.product import (
     BLOCK_K,
@@ -75,7 +75,7 @@ def gradient_of_silu(dy: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Ten
     sums = z.new_empty(lines, width, dtype=torch.float32)
     blocks = descriptor(dy, ROWS.value, BLOCK_K.value), descriptor(weight, BLOCK_K.value, _COLUMNS.value)
     _launch(blocks, z, dz, sums, sums, dy.shape[1], backward=True)
-    return dz, add_parts(sums, torch.float32)
+    return dz, add_partial_sums(sums, torch.float32)
 
 
 def _launch(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.triton import cdiv
 from kernels.tokens.triton.tokens import tiling
 
@@ -101,7 +101,7 @@ def activate_backward(
     sums = z.new_empty(programs, z.shape[-1], dtype=torch.float32)
     tensors = (grad, z, bias, z if factor is None else factor.contiguous(), dz, dfactor, sums)
     _launch(_launch_backward, programs, z, tensors, activation, factor)
-    return dz, add_parts(sums, bias.dtype), dfactor
+    return dz, add_partial_sums(sums, bias.dtype), dfactor
 
 
 @activate_backward.register_fake

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kernels.core.launch import Launcher, aligned, processors
 from kernels.core.operator import custom_op, intercepted
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.triton import cdiv
 from kernels.tokens.triton.activation import tile_of_part, tiles_of_rows, tiling_of_parts
 
@@ -52,7 +52,7 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
         (programs, parts, 1), (x.device, x.dtype, aligned(x), num_rows >> 31, *constants.values()),
         x, sums, num_rows, *constants.values(), num_warps=warps,
     )  # fmt: skip
-    return add_parts(sums, dtype)
+    return add_partial_sums(sums, dtype)
 
 
 @column_sum.register_fake

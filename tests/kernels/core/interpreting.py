@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import kernels
-from kernels.core import parts
+from kernels.core import partial_sums
 from kernels.core.launch import Launcher
 from tests.kernels.core.patched_language import patched
 
@@ -46,7 +46,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     Its products of half-precision operands are wrong, so what runs here is float32.
     """
     _import_kernels()
-    for module in (tl, tl.standard, parts, *modules):
+    for module in (tl, tl.standard, partial_sums, *modules):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, Interpreted(value.fn))

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.core.hopper import left_half, pair, right_half, sigmoid_of
 from kernels.core.launch import Launcher, aligned
-from kernels.core.parts import add_parts
+from kernels.core.partial_sums import add_partial_sums
 from kernels.core.triton import cdiv
 from kernels.mxfp8.grouped import BYTES, VALUES, Quantized
 from kernels.mxfp8.hopper.quantize.blocks import tile_place
@@ -279,7 +279,7 @@ def silu_gradient_quantized(
     """
     operands, sums = empty_operands(z, rows, columns, BYTES), _empty_sums(z)
     _launch(_launch_silu_gradient, [grad, z], bias, operands, sums)
-    return *operands, add_parts(sums, torch.float32)
+    return *operands, add_partial_sums(sums, torch.float32)
 
 
 def factor_gradient_quantized(
@@ -289,4 +289,4 @@ def factor_gradient_quantized(
     the factor, like z."""
     operands, sums, d_factor = empty_operands(z, rows, columns, BYTES), _empty_sums(z), torch.empty_like(z)
     _launch(_launch_factor_gradient, [grad, z, factor, d_factor], bias, operands, sums)
-    return *operands, add_parts(sums, torch.float32), d_factor
+    return *operands, add_partial_sums(sums, torch.float32), d_factor

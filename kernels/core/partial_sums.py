@@ -1,4 +1,4 @@
-"""Sums of all rows, of which each program of a kernel has left those of its own rows, in Triton."""
+"""Adding up partial sums, one from each program of a kernel for its own rows, in Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS = 1024  # in a tile at most, whose rows are whole sectors of 32 bytes the
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_parts_kernel(parts, out, count, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_partial_sums_kernel(parts, out, count, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     for first in range(0, count, PARTS):
@@ -25,10 +25,10 @@ def _add_parts_kernel(parts, out, count, width, PARTS: tl.constexpr, BLOCK: tl.c
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), column < width)
 
 
-_launch = Launcher(_add_parts_kernel, num_warps=8)
+_launch = Launcher(_add_partial_sums_kernel, num_warps=8)
 
 
-def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def add_partial_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """[...] in `dtype`, the sum over P of parts [P, ...] float32, contiguous, in a fixed order.
 
     Of a few hundred parts of a few hundred elements PyTorch's sum makes a few blocks, which add up one part after the

@@ -17,8 +17,16 @@ GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
 GPU_GROUPED, CPU_GROUPED = [(131072, 2048, 7168, 8), (32768, 4096, 2048, 16)], [(256, 64, 96, 4)]
 
 # Rows M, features K, output features N.
-GPU_LINEAR = [(65536, 2048, 4096), (131072, 1024, 3072), (131072, 1024, 2048), (131072, 1024, 1024)]
-GPU_LINEAR += [(131072, 512, 2048), (131072, 512, 1536), (1450, 1024, 1024)]  # too small, or of too few rows
+GPU_LINEAR = [
+    (65536, 2048, 4096),
+    (131072, 1024, 3072),
+    (131072, 1024, 2048),
+    # Too small to be quantised by default, or of too few rows to gain.
+    (131072, 1024, 1024),
+    (131072, 512, 2048),
+    (131072, 512, 1536),
+    (1450, 1024, 1024),
+]
 CPU_LINEAR = [(64, 96, 32)]
 # Rows M, features D before and behind two layers, F between them.
 GPU_MLP, CPU_MLP = [(262144, 1024, 2048), (65536, 2048, 4096)], [(64, 32, 96)]

@@ -20,8 +20,7 @@ class HSTULayer(nn.Module):
 
     A is causal; `length` is the constant `max_length`, so that a row's result does not depend on its neighbours. It is
     GDPA with SiLU. The bias is a learned number for each head and distance, and one for each logarithmic bucket of the
-    seconds between two events (`time_buckets`, 0: none); without either (`position_bias=False`) scores are kept in no
-    memory.
+    seconds between two events (`time_buckets`, 0: none).
     """
 
     def __init__(

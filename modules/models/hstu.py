@@ -44,7 +44,7 @@ class HSTULayer(nn.Module):
         self.time_bias = nn.Parameter(torch.zeros(num_heads, time_buckets)) if time_buckets else None
 
     def forward(self, x: Tensor, offsets: Tensor, times: Tensor, next_times: Tensor) -> Tensor:
-        """[N, dim] of rows `offsets` [R + 1], times [N] int64 seconds of events and of what each predicts -> [N, dim]."""
+        """[N, dim] of rows `offsets` [R + 1]; times [N] int64, of events and of what each predicts -> [N, dim]."""
         check_maximum(offsets, self.max_length, "max_length")
         projected = nn.functional.silu(self.project(layer_norm(x)))
         gate, *parts = projected.chunk(4, dim=1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +29,9 @@ from kernels.gdpa.hopper import backward_consumer as gdpa_consumer
 from kernels.testing import poisoned_empty
 from tests.kernels.core import simulated_gpu as gpu
 from tests.kernels.core.interpreting import interpret
+from tests.kernels.core.simulated_values import Pointer
+from tools.device_sources import Sources
+from tools.gpu_ledger import KERNELS as KERNEL_FAMILIES
 
 KERNELS = {attention: attention._attention_backward_kernel, gdpa: gdpa._gdpa_backward_kernel}
 DIM, SCALE, OUT_SCALE = 64, 0.125, 0.5
@@ -36,16 +39,16 @@ DIM, SCALE, OUT_SCALE = 64, 0.125, 0.5
 MIXED, ALIKE = ("silu", "relu", "silu", "relu", "identity", "silu"), ("silu",) * 6
 
 
-def store_rows(x: Tensor, pointer: gpu.Pointer, rows: int, stride: int) -> None:
+def store_rows(x: Tensor, pointer: Pointer, rows: int, stride: int) -> None:
     row, column = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])
     (pointer + (row * stride + column)).store(x, mask=row < rows)
 
 
-def store_to_stay(place: gpu.Pointer, flat: Tensor) -> None:
+def store_to_stay(place: Pointer, flat: Tensor) -> None:
     (place + torch.arange(flat.shape[0])).store(flat)
 
 
-def forget(scratch: gpu.Pointer, index: int, dim: int) -> None:
+def forget(scratch: Pointer, index: int, dim: int) -> None:
     if index >= 0:
         store_to_stay(scratch + index * 64 * dim, torch.full((64 * dim,), torch.nan))
 
@@ -173,3 +176,14 @@ def test_random_rows(monkeypatch: pytest.MonkeyPatch, family: str, seed: int) ->
     programs = chance.choice([1, 2, 3, 5, 40])
     problem = Problem(q_lengths, [keys for _, keys in rows], heads, group, Mask(False, *window), kinds_of(family))
     check(problem, monkeypatch, programs, seed, chance.random() < 0.5, chance.choice([64, 512, 32768]))
+
+
+def test_all_kernels_that_share_the_order_of_sums_run_here() -> None:
+    """Whoever uses `await_flag` keeps barriers that it waits for, and can hang."""
+    shared, users, sources = (backward_loader.__name__, "await_flag"), set(), Sources()
+    for family in KERNEL_FAMILIES:
+        for path in sources.files(family):
+            module = sources.name_of(path)
+            launched = re.findall(r"= Launcher\((\w+)", path.read_text())
+            users |= {(module, kernel) for kernel in launched if shared in sources.closure([(module, kernel)])}
+    assert users == {(kernel.fn.__module__, kernel.fn.__name__) for kernel in KERNELS.values()}

@@ -9,13 +9,12 @@ Products and sums are of float64. What is not simulated: layouts, fences, the or
 from __future__ import annotations
 
 import math
-import operator
 import random
 import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -28,8 +27,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from kernels.core.hopper import barrier
+from tests.kernels.core.simulated_values import (
+    Int,
+    Pointer,
+    Registers,
+    extreme,
+    held,
+    numbers,
+    registers,
+    sum_of,
+    where,
+)
 
-WIDE = {torch.float16, torch.bfloat16, torch.float32}  # held as float64
 SPEEDS = (1.0, 1.0, 0.02)
 # What inline assembly does with its first operand, by its first instruction; none of these: nothing.
 INSTRUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,96 +46,6 @@ INSTRUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rcp": torch.reciprocal,
     "lg2": torch.log2,
 }
-
-
-class Int(int):
-    """A number of a kernel: its operations are those of C, and comparisons are numbers, too."""
-
-    __hash__ = int.__hash__
-
-    def to(self, dtype: torch.dtype) -> Int:
-        return self
-
-    def __floordiv__(self, other: int) -> Int:
-        return Int(abs(int(self)) // abs(int(other)) * (1 if (self < 0) == (other < 0) else -1))
-
-    def __mod__(self, other: int) -> Int:
-        return Int(math.fmod(self, other))
-
-
-def _numbers_of_c(name: str) -> Callable[[Int, Any], Any]:
-    function = getattr(int, name)
-
-    def method(self: Int, other: Any) -> Any:
-        result = function(self, other)
-        return result if result is NotImplemented else Int(result)
-
-    return method
-
-
-for _name in "add radd sub rsub mul rmul and rand or ror xor rxor lshift rshift eq ne lt le gt ge".split():
-    setattr(Int, f"__{_name}__", _numbers_of_c(f"__{_name}__"))
-
-
-class Registers(Tensor):
-    """A tensor of a kernel. Its values are NaNs until the product that makes it is complete."""
-
-    type = SimpleNamespace(layout=None)
-
-    def split(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return self[..., 0], self[..., 1]
-
-
-def registers(x: Tensor) -> Registers:
-    return x.as_subclass(Registers)
-
-
-class Pointer:
-    """Into the memory behind a tensor."""
-
-    def __init__(self, memory: Tensor, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
-
-    @classmethod
-    def to_tensor(cls, x: Tensor) -> Pointer:
-        size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-        return cls(x.detach().as_strided((size,), (1,)))
-
-    dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.at + offset)
-
-    def load(self, mask: Any = True, other: Any = 0, **options: Any) -> Any:
-        if not torch.is_tensor(self.at):
-            value = self.memory[self._inside(self.at)].item() if mask else other
-            return Int(value) if isinstance(value, int) else value
-        at, mask = torch.broadcast_tensors(self.at, torch.as_tensor(mask).bool())
-        values = torch.full(at.shape, other, dtype=_held(self.memory.dtype))
-        values[mask] = self.memory[self._inside(at[mask])].to(values.dtype)
-        return registers(values)
-
-    def store(self, value: Any, mask: Any = True, **options: Any) -> None:
-        if not torch.is_tensor(self.at):
-            if mask:
-                self.memory[self._inside(self.at)] = value
-            return
-        at, mask, value = torch.broadcast_tensors(self.at, torch.as_tensor(mask).bool(), torch.as_tensor(value))
-        self.memory[self._inside(at[mask])] = value[mask].to(self.memory.dtype)
-
-    def add(self, value: Any) -> Any:
-        before = self.load()
-        self.store(before + value)
-        return before
-
-    def _inside(self, at: Any) -> Any:
-        assert torch.is_tensor(at) or 0 <= at < self.memory.numel(), f"element {at} of {self.memory.numel()}"
-        assert not torch.is_tensor(at) or not at.numel() or at.min() >= 0
-        return at.as_subclass(Tensor).long() if torch.is_tensor(at) else at
-
-
-def _held(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in WIDE else dtype
 
 
 class Barrier:
@@ -394,14 +313,14 @@ class Machine:
             **{name: getattr(torch, name) for name in ("int32", "int64", "uint8", "exp2")},
             **dict.fromkeys(layouts, _Layout()),
             float32=torch.float64, float16="half", bfloat16="bfloat",
-            cdiv=lambda a, b: -(-a // b),
-            minimum=partial(_extreme, torch.minimum, min), maximum=partial(_extreme, torch.maximum, max), where=_where,
+            cdiv=lambda a, b: Int(-(-a // b)),
+            minimum=partial(extreme, torch.minimum, min), maximum=partial(extreme, torch.maximum, max), where=where,
             zeros=lambda shape, dtype, layout: registers(torch.zeros(tuple(shape), dtype=dtype)),
             full=lambda shape, value, dtype, layout: registers(torch.full(tuple(shape), value, dtype=dtype)),
             arange=lambda first, last, layout=None: registers(torch.arange(first, last)),
             expand_dims=lambda x, axis: x.unsqueeze(axis),
             convert_layout=lambda x, layout: x,
-            sum=_sum, max=lambda x, axis: x.amax(axis),
+            sum=sum_of, max=lambda x, axis: x.amax(axis),
             load=self.load, store=self.store, atomic_add=self.atomic_add,
             inline_asm_elementwise=self.assembly,
             to_tensor=Int, static_range=range, static_assert=lambda holds: None,
@@ -449,37 +368,11 @@ class Plain:
         return self.modules[module]
 
 
-def numbers(*bounds: int) -> Iterator[Int]:
-    return map(Int, range(*map(operator.index, bounds)))
-
-
 class _Layout:
     def __call__(self, *arguments: Any, **options: Any) -> None:
         return None
 
     get_default_for = __call__
-
-
-def _where(condition: Any, a: Any, b: Any) -> Any:
-    if torch.is_tensor(condition):
-        return torch.where(condition, *(torch.tensor(x).double() if isinstance(x, float) else x for x in (a, b)))
-    if torch.is_tensor(a) or torch.is_tensor(b):
-        a, b = (x if torch.is_tensor(x) else torch.full_like(y, x) for x, y in ((a, b), (b, a)))
-        return a if condition else b
-    chosen = a if condition else b
-    return Int(chosen) if isinstance(chosen, int) else chosen
-
-
-def _extreme(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Any, b: Any) -> Any:
-    if torch.is_tensor(a) or torch.is_tensor(b):
-        return of_tensors(*(torch.as_tensor(x, dtype=torch.float64) for x in (a, b)))
-    chosen = of_numbers(a, b)
-    return Int(chosen) if isinstance(chosen, int) else chosen
-
-
-def _sum(x: Tensor, axis: int) -> Any:
-    total = x.sum(axis)
-    return total if total.dim() else Int(total.item())
 
 
 def _argument(value: Any) -> Any:
@@ -494,7 +387,7 @@ def _argument(value: Any) -> Any:
         base=base.as_strided(tuple(value.shape), tuple(value.strides)),
         shape=value.shape,
         block_shape=block,
-        dtype=_held(base.dtype),
+        dtype=held(base.dtype),
         layout=value.layout,
         block_type=SimpleNamespace(shape=block, nbytes=math.prod(block) * base.element_size()),
     )

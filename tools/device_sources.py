@@ -87,20 +87,33 @@ class Sources:
 
     def family(self, family: str) -> dict[Definition, list[ast.stmt]]:
         """All definitions that the family's kernels and the code that launches them reach, themselves included."""
-        files = [path for wing in WINGS for path in (self.root / "kernels" / family / wing).rglob("*.py")]
-        return self.reached(files)
+        return self.reached(self.files(family))
+
+    def files(self, family: str) -> list[Path]:
+        """Its files of kernels."""
+        return [path for wing in WINGS for path in sorted((self.root / "kernels" / family / wing).rglob("*.py"))]
+
+    def name_of(self, path: Path) -> str:
+        return ".".join(path.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
 
     def reached(self, files: Iterable[Path]) -> dict[Definition, list[ast.stmt]]:
+        """What files define and all that this reaches, with their statements that define nothing."""
         found: dict[Definition, list[ast.stmt]] = {}
         waiting: list[Definition] = []
         for path in sorted(files):
-            name = ".".join(path.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
+            name = self.name_of(path)
             module = self.module(name)
             assert module is not None
             unnamed = [each for each in module.statements if not any(True for _ in _bound(each))]
             found[name, ""] = unnamed
             waiting += [(name, each) for each in module.definitions]
             waiting += [use for each in unnamed for use in self.uses(name, each)]
+        return found | self.closure(waiting)
+
+    def closure(self, definitions: Iterable[Definition]) -> dict[Definition, list[ast.stmt]]:
+        """The definitions, with all that they reach."""
+        found: dict[Definition, list[ast.stmt]] = {}
+        waiting = [*definitions]
         while waiting:
             use = self.resolve(*waiting.pop())
             if use is None or use in found:

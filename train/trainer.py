@@ -433,7 +433,8 @@ class Trainer:
         def write() -> None:
             from train.record.plots import plot_run  # imports matplotlib, which takes half a second
 
-            plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
+            records = read_metrics(self.run_dir / METRICS_FILE)
+            plot_run(records, histograms, self.run_dir / "plots", progress.best_step, early=early)
             write_json(self.run_dir / "results.json", results)
 
         self.world.by_first(write)

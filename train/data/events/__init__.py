@@ -63,13 +63,15 @@ def prepare(config: EventsConfig, folder: Path) -> None:
     vectors = VectorFiles(config, earlier) if config.table_vectors else None
     chunks = files.chunks(config.rows_at_once)
     first, second = next(chunks), next(chunks, None)
-    logs = [log_files(config, history).count() for history in config.histories.values() if history.files]
-    if second is None and max(logs, default=0) <= config.rows_at_once:
+    logs = [log_files(config, history) for history in config.histories.values() if history.files]
+    mapping.keep_columns(folder, set().union(*(each.columns for each in (files, *logs))))
+    counts = [log.count() for log in logs]
+    if second is None and max(counts, default=0) <= config.rows_at_once:
         _prepare_whole(config, folder, spec, earlier, vectors, first)
         return
     begun = iter([first] if second is None else [first, second])
     del first, second  # which are freed one after the other
-    streamed.prepare(config, folder, spec, earlier, vectors, max(files.count(), *logs, 0), chain(begun, chunks))
+    streamed.prepare(config, folder, spec, earlier, vectors, max(files.count(), *counts, 0), chain(begun, chunks))
 
 
 def _prepare_whole(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from train.process.files import write_json
 FOLDER = "vocabulary"
 """Of a prepared folder and of a run directory: a parquet file an embedding table, none with data.id_map=hash."""
 ABOUT = "mapping.json"
+COLUMNS = "columns.json"
+"""Of a prepared folder: what the columns of its files are called."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Mapping:
     ids: dict[str, pa.StringArray]
     transforms: dict[str, dict[str, Any]]  # how columns were made of others
     vectors: dict[str, str]  # digest of the rows of tables that files gave
+    columns: list[str] | None  # of the files; None in a mapping of an earlier version
 
     @property
     def hashed(self) -> set[int]:
@@ -64,7 +68,14 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
         shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates", "transforms", "vectors")}
+    if (prepared / COLUMNS).exists():
+        about["columns"] = json.loads((prepared / COLUMNS).read_text())
     write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
+
+
+def keep_columns(prepared: Path, columns: Iterable[str]) -> None:
+    """Write the columns of the files to the folder of their prepared form."""
+    write_json(prepared / COLUMNS, sorted(columns))
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -94,6 +105,7 @@ def read(run_dir: Path) -> Mapping:
         ids,
         known.get("transforms", {}),
         known.get("vectors", {}),
+        known.get("columns"),
     )
 
 

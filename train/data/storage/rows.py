@@ -75,6 +75,8 @@ class RowFiles:
         if absent:
             held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
             raise ValueError(f"no column {absent[0]!r}: {held}")
+        self.columns = {name for theirs in known.values() for name in theirs}
+        """Of the files and those joined to them."""
         self._own = sorted({name for name in wanted if name in names} | {join.column for join, _ in self._sides})
         self._notes = Notes(str(files[0]))
 

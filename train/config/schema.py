@@ -136,6 +136,7 @@ class EventsConfig(DataConfig):
     follow: list[str] = field(default_factory=list)  # where they appear, as files; none given: where `files` says
     manifest: str | None = None  # with follow_wait, text file that names complete files, one a line; others wait
     csv_separator: str = ","
+    csv_quotes: bool | None = None  # of CSV files: true: as RFC 4180 | false: quotes are text | null: as the rows tell
     column_names: list[str] = field(default_factory=list)  # of CSV files of labelled rows without a header line
     joins: list[JoinConfig] = field(default_factory=list)
     labels: dict[str, str] = MISSING  # task -> column of 0, 1 or empty, or compared: "rating >= 4", "event == buy"

@@ -19,7 +19,7 @@ from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.events.read import row_files
 from train.data.source import PreparedSource, Source
-from train.data.storage.files import find_files
+from train.data.storage.find import find_files
 from train.data.storage.remote import DataFile, is_remote, random_access, size
 from train.process.distributed import World
 

@@ -22,7 +22,8 @@ from train.data.features import mapping
 from train.data.features.numeric import AS_IT_IS, scaled_vectors
 from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, first_row
 from train.data.storage import store
-from train.data.storage.files import Layout, Table, find_files, locate
+from train.data.storage.files import Layout, Table, locate
+from train.data.storage.find import find_files
 from train.data.storage.rows import RowFiles
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,9 @@ class VectorFiles:
     def _pieces(self, given: TableVectorsConfig) -> Iterator[_Piece]:
         config, total, rows = self._config, 0, None
         files = find_files(given.files, config.root)
-        reader = RowFiles(files, {given.id, given.vector}, Layout(config.csv_separator), config.bad_rows)
+        reader = RowFiles(
+            files, {given.id, given.vector}, Layout(config.csv_separator, quoted=config.csv_quotes), config.bad_rows
+        )
         for rows in reader.chunks(max(1, PIECE // given.width)):
             ids = rows.required_ids(given.id)
             vectors = rows.vectors(given.vector, given.width, config.list_separator)

@@ -31,7 +31,8 @@ from train.data.features import mapping
 from train.data.prepare import Dense, write
 from train.data.requests import Requests, group_requests, vendor_runs
 from train.data.storage import store
-from train.data.storage.files import find_files, locate
+from train.data.storage.files import locate
+from train.data.storage.find import find_files
 from train.data.storage.rows import Rows
 from train.data.vector_tables import VectorFiles
 

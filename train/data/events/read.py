@@ -15,7 +15,8 @@ from train.data.features.numeric import matching
 from train.data.features.transforms import Transforms
 from train.data.histories import History, from_lists, from_log, from_rows
 from train.data.requests import SPLITS, Requests
-from train.data.storage.files import Layout, find_files
+from train.data.storage.files import Layout
+from train.data.storage.find import find_files
 from train.data.storage.remote import DataFile
 from train.data.storage.rows import Join, RowFiles, Rows
 
@@ -82,7 +83,7 @@ def held_out(config: EventsConfig) -> list[int] | None:
 def row_files(config: EventsConfig, columns: set[str]) -> RowFiles:
     """These columns of the labelled rows, numbered as `RequestBatch.row`; those of joined tables, too."""
     files = [file for files in files_by_split(config) for file in files]
-    layout = Layout(config.csv_separator, tuple(config.column_names))
+    layout = Layout(config.csv_separator, tuple(config.column_names), quoted=config.csv_quotes)
     missing = matching(numbers(config), config.missing_nan)
     transforms = Transforms(config.transforms)
     return RowFiles(files, columns, layout, config.bad_rows, _joins(config), missing, transforms)
@@ -93,7 +94,7 @@ def labelled_rows(config: EventsConfig) -> RowFiles:
 
 
 def _joins(config: EventsConfig) -> list[Join]:
-    headed = Layout(config.csv_separator)  # column_names are those of the labelled rows
+    headed = Layout(config.csv_separator, quoted=config.csv_quotes)  # column_names are those of the labelled rows
     return [
         Join(find_files(join.files, config.root), join.key or join.column, join.column, headed) for join in config.joins
     ]
@@ -115,10 +116,12 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
     fields, times = {}, {}
     for name, history in config.histories.items():
         if history.lists:
-            fields[name] = {field: rows.lists(field, config.list_separator) for field in history.fields}
-            read = _times(config, rows, time, history, fields[name])
-            if read:
-                times[name] = read
+            read = {field: rows.lists(field, config.list_separator) for field in history.fields}
+            lengths = np.max([np.diff(each.offsets) for each in read.values()], axis=0)
+            fields[name] = {field: each.padded(lengths) for field, each in read.items()}
+            dated = _times(config, rows, time, history, fields[name])
+            if dated:
+                times[name] = dated
     own = {name: history for name, history in config.histories.items() if not (history.lists or history.files)}
     chosen = {name: _where(rows, history) for name, history in own.items()}
     rows.finish()
@@ -145,7 +148,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
 
 def log_files(config: EventsConfig, history: HistoryConfig) -> RowFiles:
     user, time = _log_columns(config, history)
-    files, layout = find_files(history.files, config.root), Layout(config.csv_separator)
+    files, layout = find_files(history.files, config.root), Layout(config.csv_separator, quoted=config.csv_quotes)
     wanted_there = {*history.fields, *history.where, user, time}
     missing = matching(numbers(config), config.missing_nan)
     transforms = Transforms(config.transforms)

@@ -7,28 +7,27 @@ one id. Null and empty text are missing. True and false are 1 and 0, also as a C
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.data.batch import ranges
-from train.data.features import ids
+from train.data.features import ids, text_lists, times
 
 logger = logging.getLogger(__name__)
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 NAN = r"^[+-]?(?i:nan)$"
-LIST = r"^\s*\[[^\[\]]*\]\s*$"
-"""A list as Python and JSON write it, e.g. in a CSV file of pandas: its brackets belong to no item."""
-QUOTED = r"""^(?:'(.*)'|"(.*)")$"""
-"""An item of such a list, without the quotes around it."""
 TIME_FORMATS = (
     *(f"%Y-%m-%d{between}%H:%M:%S{end}" for end in ("", "Z", ".%f", ".%fZ") for between in (" ", "T")),
     *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d", "s", "ms"),
 )
+MOST_TEXT = 1 << 30
+"""Bytes of text that are split at once: Arrow's arrays of text hold less than twice as many."""
 LATEST = 253_402_300_799_999
 """Milliseconds to the end of the year 9999. Numbers beyond it are milliseconds read as seconds, or nanoseconds."""
 
@@ -62,13 +61,23 @@ class CodedLists:
     codes: np.ndarray
     offsets: np.ndarray  # [N + 1] int64
     values: pa.StringArray
+    spare: np.ndarray | None = None  # [N] int64: missing items that may follow, by separators at the end of a text
 
     def take(self, rows: np.ndarray) -> CodedLists:
         """The given rows; row -1 is an empty list."""
         lengths = np.append(np.diff(self.offsets), 0)[rows]
         starts = self.offsets[rows]
         offsets = np.append(0, np.cumsum(lengths))
-        return CodedLists(self.codes[ranges(starts, lengths)], offsets, self.values)
+        spare = None if self.spare is None else np.append(self.spare, 0)[rows]
+        return CodedLists(self.codes[ranges(starts, lengths)], offsets, self.values, spare)
+
+    def padded(self, lengths: np.ndarray) -> CodedLists:
+        """Lists of these lengths [N], of which missing items are the end, where they are spare; else as they are."""
+        own = np.diff(self.offsets)
+        added = np.maximum(lengths - own, 0)
+        added[added > (0 if self.spare is None else self.spare)] = 0
+        codes = np.insert(self.codes, np.repeat(self.offsets[1:], added), np.int32(-1))
+        return CodedLists(codes, np.append(0, np.cumsum(own + added)), self.values)
 
 
 def coded_integers(numbers: np.ndarray) -> Coded:
@@ -90,45 +99,22 @@ def read_ids(column: pa.ChunkedArray) -> Coded:
 
 
 def read_lists(column: pa.ChunkedArray, separator: str) -> CodedLists:
-    """A list column, or text whose items are joined by `separator`. Null and empty text are empty lists."""
-    items, offsets, rows = _lists(column, separator)
-    coded = read_ids(pa.chunked_array([items]))
-    lists = CodedLists(coded.codes, offsets, coded.values)
-    return lists if rows is None else lists.take(rows)
+    """A list column, or text as `text_lists` reads it. Null and empty text are empty lists."""
+
+    def read(part: pa.ChunkedArray) -> CodedLists:
+        items, offsets, rows, spare = _lists(part, separator)
+        coded = read_ids(items)
+        lists = CodedLists(coded.codes, offsets, coded.values, spare)
+        return lists if rows is None else lists.take(rows)
+
+    return concat_lists([read(part) for part in _portions(column)])
 
 
 def read_time_lists(
     column: pa.ChunkedArray, separator: str, time_format: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(times of all rows one after another, bad, offsets [N + 1]) of a list column of times, as `read_milliseconds`."""
-    items, offsets, rows = _lists(column, separator)
-    times, bad = read_milliseconds(pa.chunked_array([items]), time_format)
-    if rows is None:
-        return times, bad, offsets
-    lengths = np.append(np.diff(offsets), 0)[rows]
-    picked = ranges(offsets[rows], lengths)
-    return times[picked], bad[picked], np.append(0, np.cumsum(lengths))
-
-
-def _lists(column: pa.ChunkedArray, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray | None]:
-    """(items, offsets of lists, list of each row or None when they are one to one): equal texts are split once."""
-    rows = bracketed = None
-    if is_text(column.type):
-        rows, values = _dictionary(column)
-        texts = values.cast(pa.string())
-        bracketed = pc.match_substring_regex(texts, LIST).fill_null(False)
-        texts = pc.if_else(bracketed, pc.replace_substring_regex(texts, r"[\[\]]", ""), texts)
-        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
-        column = pa.chunked_array([pc.split_pattern(texts, separator)])
-    elif not _is_list(column.type):
-        raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
-    items = pc.list_flatten(column).combine_chunks()
-    if bracketed is not None:
-        items = pc.utf8_trim_whitespace(items)
-        quoted = pa.array(np.repeat(bracketed.to_numpy(zero_copy_only=False), lengths))
-        items = pc.if_else(quoted, pc.replace_substring_regex(items, QUOTED, r"\1\2"), items)
-    return items, np.append(0, np.cumsum(lengths)), rows
+    return _read_items(column, separator, lambda items: read_milliseconds(items, time_format))
 
 
 def read_vectors(column: pa.ChunkedArray, separator: str) -> tuple[np.ndarray, np.ndarray]:
@@ -136,19 +122,105 @@ def read_vectors(column: pa.ChunkedArray, separator: str) -> tuple[np.ndarray, n
 
     Text is a list as JSON writes it, [0.5, -1], or numbers joined by `separator`. Null and empty text are of length 0.
     """
+
+    def read(items: pa.ChunkedArray) -> tuple[np.ndarray]:
+        numbers, bad = read_numbers(items)
+        bad |= np.abs(numbers) > np.finfo(np.float32).max
+        return (np.where(bad, np.nan, numbers).astype(np.float32),)
+
+    return _read_items(column, separator, read)
+
+
+def _read_items(column: pa.ChunkedArray, separator: str, read: Callable[[pa.ChunkedArray], Any]) -> Any:
+    """(what `read` returns of the items of all rows, offsets [N + 1])."""
+
+    def of_part(part: pa.ChunkedArray) -> tuple[np.ndarray, ...]:
+        items, offsets, rows, _ = _lists(part, separator)
+        arrays = read(items)
+        if rows is None:
+            return (*arrays, offsets)
+        lengths = np.append(np.diff(offsets), 0)[rows]
+        picked = ranges(offsets[rows], lengths)
+        return (*(array[picked] for array in arrays), np.append(0, np.cumsum(lengths)))
+
+    return concat_ragged([of_part(part) for part in _portions(column)])
+
+
+def _lists(
+    column: pa.ChunkedArray, separator: str
+) -> tuple[pa.ChunkedArray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """(items, offsets of lists, list of each row or None when they are one to one, `CodedLists.spare` of the lists).
+
+    Equal texts are split once.
+    """
     if is_text(column.type):
-        texts = column.cast(pa.string())
-        bracketed = pc.match_substring_regex(texts, LIST).fill_null(False)
-        separated = pc.replace_substring(pc.replace_substring_regex(texts, r"[\[\]]", ""), ",", separator)
-        texts = pc.if_else(bracketed, separated, texts)
-        texts = pc.if_else(pc.equal(pc.utf8_trim_whitespace(texts), ""), pa.scalar(None, pa.string()), texts)
-        column = pc.split_pattern(texts, separator)
-    elif not _is_list(column.type):
-        raise ValueError(f"it is {column.type}, expected a list of numbers, or text such as [0.5, -1]")
+        rows, values = _dictionary(column)
+        made = text_lists.split(values.cast(pa.string()), separator)
+        return (
+            pa.chunked_array([made.items]),
+            np.append(0, np.cumsum(made.lengths)),
+            rows,
+            np.append(made.spare, 1)[rows],
+        )
+    if not _is_list(column.type):
+        raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
-    numbers, bad = read_numbers(pc.list_flatten(column))
-    bad |= np.abs(numbers) > np.finfo(np.float32).max
-    return np.where(bad, np.nan, numbers).astype(np.float32), np.append(0, np.cumsum(lengths))
+    return pc.list_flatten(column), np.append(0, np.cumsum(lengths)), None, None
+
+
+def _portions(column: pa.ChunkedArray) -> list[pa.ChunkedArray]:
+    """A column of text in parts of at most `MOST_TEXT` bytes, where rows allow it."""
+    if not is_text(column.type) or column.nbytes <= MOST_TEXT:
+        return [column]
+    portions, held, size = list[pa.ChunkedArray](), list[pa.Array](), 0
+    pending = list(reversed(column.chunks))
+    while pending:
+        chunk = pending.pop()
+        if chunk.nbytes > MOST_TEXT and len(chunk) > 1 and not pa.types.is_dictionary(chunk.type):
+            half = len(chunk) // 2
+            pending += [chunk.slice(half), chunk.slice(0, half)]
+            continue
+        if held and size + chunk.nbytes > MOST_TEXT:
+            portions.append(pa.chunked_array(held))
+            held, size = [], 0
+        held.append(chunk)
+        size += chunk.nbytes
+    return [*portions, pa.chunked_array(held)]
+
+
+def concat_ids(parts: Sequence[Coded]) -> Coded:
+    """Parts of a column, whose distinct ids may differ."""
+    if len(parts) == 1:
+        return parts[0]
+    chunks = [pa.DictionaryArray.from_arrays(_nullable(part.codes), part.values) for part in parts]
+    codes, values = _dictionary(pa.chunked_array(chunks))
+    return Coded(codes, values)
+
+
+def concat_lists(parts: Sequence[CodedLists]) -> CodedLists:
+    if len(parts) == 1:
+        return parts[0]
+    coded = concat_ids([Coded(part.codes, part.values) for part in parts])
+    counts = [len(part.offsets) - 1 for part in parts]
+    spare = [np.zeros(n, np.int64) if p.spare is None else p.spare for n, p in zip(counts, parts, strict=True)]
+    _, offsets = concat_ragged([(part.codes, part.offsets) for part in parts])
+    return CodedLists(coded.codes, offsets, coded.values, np.concatenate(spare))
+
+
+def concat_ragged(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Of tuples whose last array are offsets [N + 1] in the others."""
+    if len(parts) == 1:
+        return parts[0]
+    *values, lengths = zip(*((*arrays, np.diff(offsets)) for *arrays, offsets in parts), strict=True)
+    return (*map(np.concatenate, values), np.append(0, np.cumsum(np.concatenate(lengths))))
+
+
+def concat_arrays(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    return parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _nullable(codes: np.ndarray) -> pa.Array:
+    return pa.array(codes, pa.int32(), mask=codes < 0)
 
 
 def read_numbers(column: pa.ChunkedArray, nan_is_missing: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -184,26 +256,19 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
         counts = stamps.cast(pa.int64()).fill_null(0).to_numpy()
         per_ms = {"s": 1e-3, "ms": 1.0, "us": 1e3, "ns": 1e6}[stamps.type.unit]
         bad |= np.abs(counts / per_ms) > LATEST  # of floats: in integers a count of seconds would overflow
-        times = stamps.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy()
-        return np.where(bad, 0, times), bad
+        milliseconds = stamps.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy()
+        return np.where(bad, 0, milliseconds), bad
     if "%" in time_format:
         coded = read_ids(column)
-        texts = coded.values
-        if ".%f" in time_format:  # which Arrow does not support
-            texts, time_format = (
-                pc.replace_substring_regex(texts, r"(:\d\d)\.\d+", r"\1"),
-                time_format.replace(".%f", ""),
-            )
-        stamps = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
-        unread = np.append(stamps.is_null().to_numpy(zero_copy_only=False), True)
-        seconds = np.append(stamps.cast(pa.int64()).fill_null(0).to_numpy(), 0)
+        read, bad = times.read(coded.values, time_format)
+        seconds, unread = np.append(read, 0), np.append(bad, True)
         unread |= np.abs(seconds) > LATEST // 1000
         return np.where(unread, 0, seconds)[coded.codes] * 1000, unread[coded.codes]
     numbers, bad = read_numbers(column)
     bad |= np.isnan(numbers)
-    times = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])
-    bad |= np.abs(times) > LATEST
-    return np.where(bad, 0.0, times).astype(np.int64), bad
+    made = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])
+    bad |= np.abs(made) > LATEST
+    return np.where(bad, 0.0, made).astype(np.int64), bad
 
 
 def time_format_of(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,6 +13,9 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 MARKS = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
 """What stores call the thing that changes when a file is written again."""
+
+CODECS = {"gzip": rb"\x1f\x8b", "zstd": rb"\x28\xb5\x2f\xfd", "bz2": rb"BZh[1-9]1AY&SY", "lz4": rb"\x04\x22\x4d\x18"}
+"""Compressions, with patterns of how such files begin."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,24 @@ def is_remote(pattern: str | Path) -> bool:
     return "://" in str(pattern)
 
 
-def find_remote(url: str) -> list[RemoteFile]:
-    """The file, those of the folder (recursively) or those that match the glob of a URL; hidden ones left out."""
+def find_remote(url: str) -> tuple[str, list[RemoteFile]]:
+    """The path of a URL, and what is there: the file, those of the folder (recursively) or of a glob's matches."""
     protocol = url.split("://", 1)[0]
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url}: {error}; fsspec reads {protocol}:// with the package that it names") from None
     filesystem.invalidate_cache()  # files may have come
-    matches = filesystem.find(path) if filesystem.isdir(path) else filesystem.glob(path)
-    shown = [match for match in sorted(matches) if not PurePosixPath(match).name.startswith((".", "_"))]
-    return [RemoteFile(filesystem.unstrip_protocol(match), match, filesystem) for match in shown]
+    if filesystem.exists(path):
+        matches = filesystem.find(path)
+    else:
+        found = filesystem.glob(path, detail=True)
+        matches = [
+            name
+            for match, about in found.items()
+            for name in (filesystem.find(match) if about["type"] == "directory" else [match])
+        ]
+    return path, [RemoteFile(filesystem.unstrip_protocol(name), name, filesystem) for name in sorted(set(matches))]
 
 
 def stamp(file: DataFile) -> tuple[str, int, Any]:
@@ -71,12 +82,22 @@ def size(file: DataFile) -> int:
 
 
 def random_access(file: DataFile) -> pa.NativeFile:
-    """For parquet files, which are read from their end."""
+    """For files that are read from their end."""
     return file.arrow().open_input_file(file.path) if isinstance(file, RemoteFile) else pa.OSFile(str(file))
 
 
+def packed_by(file: DataFile) -> str | None:
+    """The codec of a compressed file, by its first bytes, whatever its name."""
+    with random_access(file) as opened:
+        head = opened.read(10)
+    return next((codec for codec, pattern in CODECS.items() if re.match(pattern, head)), None)
+
+
 def stream(file: DataFile) -> pa.NativeFile:
-    """From the start on, uncompressed if its name ends as that of a compressed file."""
+    """From the start on, uncompressed."""
+    codec = packed_by(file)
     if isinstance(file, RemoteFile):
-        return file.arrow().open_input_stream(file.path)
-    return pa.input_stream(str(file), compression="detect")
+        opened = file.arrow().open_input_stream(file.path, compression=None)
+    else:
+        opened = pa.input_stream(str(file), compression=None)
+    return pa.CompressedInputStream(opened, codec) if codec else opened

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+TOO_MUCH = "with a lower data.rows_at_once, less is read at a time"
 HEAVIEST = 1e30
 """Weight of a row: the sums over a batch and its products with losses stay finite in float32."""
 
@@ -165,7 +166,9 @@ class Rows:
         if name in self.transforms:
             return self.transforms.ids(name, self)
         side = self._side(name)
-        return side[0].once("ids", name).take(side[1]) if side else self._read(name, columns.read_ids)
+        return (
+            side[0].once("ids", name).take(side[1]) if side else self._read(name, columns.read_ids, columns.concat_ids)
+        )
 
     def required_ids(self, name: str) -> Coded:
         """Ids of which none may be missing."""
@@ -182,7 +185,7 @@ class Rows:
         side = self._side(name)
         if side:
             return side[0].once("lists", name, separator).take(side[1])
-        return self._read(name, lambda column: columns.read_lists(column, separator))
+        return self._read(name, lambda column: columns.read_lists(column, separator), columns.concat_lists)
 
     def vectors(self, name: str, width: int, separator: str) -> np.ndarray:
         """[N, width] float32, NaN in all of a missing vector; one of another length or with a gap is malformed."""
@@ -192,7 +195,9 @@ class Rows:
         if side:
             theirs = side[0].once("vectors", name, width, separator)
             return np.append(theirs, np.full((1, width), np.nan, np.float32), 0)[side[1]]
-        values, offsets = self._read(name, lambda column: columns.read_vectors(column, separator))
+        values, offsets = self._read(
+            name, lambda column: columns.read_vectors(column, separator), columns.concat_ragged
+        )
         lengths = np.diff(offsets)
         self.flag((lengths != width) & (lengths != 0), name, f"expected {width} numbers or nothing")
         expected = "expected finite numbers that float32 can hold"
@@ -214,7 +219,9 @@ class Rows:
         if side:
             return np.append(side[0].once("numbers", name, otherwise), np.nan)[side[1]]
         nan_is_missing = name in self.nan_missing
-        numbers, bad = self._read(name, lambda column: columns.read_numbers(column, nan_is_missing))
+        numbers, bad = self._read(
+            name, lambda column: columns.read_numbers(column, nan_is_missing), columns.concat_arrays
+        )
         expected = "expected a finite number or nothing"
         if bad.any() and self._value(name, int(np.flatnonzero(bad)[0])).lower() == "nan":
             expected += f" (with data=events, data.missing_nan=[{name}] takes NaN for nothing)"
@@ -261,14 +268,18 @@ class Rows:
 
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 since 1970; a missing or unreadable time is malformed."""
-        times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
+        times, bad = self._read(
+            name, lambda column: columns.read_milliseconds(column, time_format), columns.concat_arrays
+        )
         example = self._value(name, int(np.flatnonzero(bad)[0])) if bad.any() else ""
         self.flag(bad, name, _expected_time(time_format, example))
         return times
 
     def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds of all rows one after another, offsets [N + 1])."""
-        times, bad, offsets = self._read(name, lambda column: columns.read_time_lists(column, separator, time_format))
+        times, bad, offsets = self._read(
+            name, lambda column: columns.read_time_lists(column, separator, time_format), columns.concat_ragged
+        )
         self.flag(self.owners(bad, offsets), name, _expected_time(time_format))
         return times, offsets
 
@@ -298,7 +309,7 @@ class Rows:
         if not bad.any():
             return
         index = int(np.flatnonzero(bad)[0])
-        mine = name in self.table.columns.column_names
+        mine = name in self.table.names
         value = f" is {self._value(name, index)[:100]}" if mine else ""
         flaw = f"{self.table.locate(index)}: column {name!r}{value}, {expected}"
         if self.bad_rows == "raise":
@@ -326,10 +337,10 @@ class Rows:
 
     def _side(self, name: str) -> tuple[Rows, np.ndarray] | None:
         """The joined table that serves a column, and its row for each row here: -1 where it has none."""
-        if name in self.table.columns.column_names:
+        if name in self.table.names:
             return None
         for index, (join, side) in enumerate(self.sides):
-            if name in side.table.columns.column_names:
+            if name in side.table.names:
                 if index not in self._matches:
                     self._matches[index] = self._match(join, side)
                 return side, self._matches[index]
@@ -352,19 +363,27 @@ class Rows:
         return ids.values, row_of
 
     def _value(self, name: str, index: int) -> str:
-        value = self.table.columns[name][index]
+        value = self.table.value(name, index)
         try:
             return str(value.as_py())
         except (ValueError, OverflowError):  # a time that Python's datetime cannot hold
             return str(value.cast(pa.int64()).as_py())
 
-    def _read(self, name: str, read: Callable[[pa.ChunkedArray], Result]) -> Result:
-        if name not in self.table.columns.column_names:
+    def _read(
+        self, name: str, read: Callable[[pa.ChunkedArray], Result], concat: Callable[[Sequence[Result]], Result]
+    ) -> Result:
+        """What a column is read as, of files that have it in different types each by its own."""
+        if name not in self.table.names:
             raise ValueError(f"column {name!r} must stand in {self.table.files[0]} itself, not in a joined table")
-        try:
-            return read(self.table.columns[name])
-        except ValueError as error:
-            raise ValueError(f"{self.table.files[0]}: column {name!r}: {error}") from None
+        results = []
+        for file, column in self.table.column(name):
+            try:
+                results.append(read(column))
+            except pa.ArrowException as error:
+                raise ValueError(f"{file}: column {name!r}: {error}; {TOO_MUCH}") from None
+            except ValueError as error:
+                raise ValueError(f"{file}: column {name!r}: {error}") from None
+        return concat(results)
 
 
 def comparison(label: str) -> tuple[str, str, str]:

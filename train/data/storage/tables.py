@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from train.process.files import summed
 
 ROW_GROUP = 1 << 17
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)
 
 
 def keep_table(table: Any, folder: Path) -> Path:
@@ -23,7 +24,7 @@ def keep_table(table: Any, folder: Path) -> Path:
     ValueError for anything else, and for a table without rows.
     """
     reader = _batches(table)
-    schema = pa.schema([pa.field(field.name, _plain(field.type)) for field in reader.schema])
+    schema = pa.schema([pa.field(field.name, plain(field.type)) for field in reader.schema])
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{uuid.uuid4().hex}"
     try:
@@ -56,12 +57,14 @@ def _batches(table: Any) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_stream(table)
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type that parquet files and `train.data.features.columns` know in place of Arrow's views."""
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type that parquet files and `train.data.features.columns` know in place of Arrow's views and extensions."""
     if pa.types.is_string_view(kind):
         return pa.large_string()
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(_plain(kind.value_type))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid":
+        return plain(kind.storage_type)
+    if any(is_one(kind) for is_one in LISTS):
+        return pa.large_list(plain(kind.value_type))
     return kind

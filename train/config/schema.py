@@ -37,7 +37,8 @@ class DataConfig:
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
-    max_candidates: int = option(8, least=1)  # of one request
+    # rows of one request; more are several requests. null: with `request` as many as it has, else 8 of the window
+    max_candidates: Optional[int] = option(None, least=1)  # noqa: UP045
     # vocabulary: saved, built on the training split | hash: into hash_rows rows
     id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
     hash_rows: int = option(100_000, most=2**31 - 1)

@@ -29,7 +29,7 @@ from train.data.events.read import (
 from train.data.events.vendors import order_by_vendor
 from train.data.features import mapping
 from train.data.prepare import Dense, write
-from train.data.requests import Requests, group_requests, vendor_runs
+from train.data.requests import Requests, group_requests, rounded, vendor_runs
 from train.data.storage import store
 from train.data.storage.files import locate
 from train.data.storage.find import find_files
@@ -103,6 +103,8 @@ def _prepare_whole(
         held_out=held_out(config),
         train_requests=config.train_requests,
     )
+    if max_candidates(config) is None:
+        spec = replace(spec, max_candidates=rounded(int(np.diff(requests.offsets).max(initial=1))))
     order = order_by_vendor(config, columns, requests.order, requests.offsets, partial(_locate, rows))
     requests, vendors = replace(requests, order=order), None
     if columns.vendor is not None:

@@ -6,12 +6,13 @@ from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
 from train.config.schema import EventsConfig, VectorConfig
 from train.data.features.numeric import numeric_features
 from train.data.features.transforms import Transforms
+from train.data.requests import IN_WINDOW
 from train.data.storage.rows import comparison
 from train.data.vector_tables import vector_tables
 
 
 def feature_spec(config: EventsConfig) -> FeatureSpec:
-    """The features that the configuration names; table sizes are not known yet."""
+    """The features that the configuration names; sizes of tables, and of requests of an id, are not known yet."""
 
     def sparse(names: list[str], is_list: bool = False) -> tuple[SparseFeature, ...]:
         return tuple(SparseFeature(name, table_of(config, name), is_list) for name in names)
@@ -33,7 +34,7 @@ def feature_spec(config: EventsConfig) -> FeatureSpec:
         request_dense=numeric_features(config.request_numeric, config.missing_indicator),
         candidate_dense=numeric_features(config.candidate_numeric, config.missing_indicator),
         tasks=tuple(config.labels),
-        max_candidates=max_candidates(config),
+        max_candidates=max_candidates(config) or 1,
         vendor=vendor,
         vendor_dense=numeric_features(config.vendor_numeric, config.missing_indicator),
         request_vectors=vectors_of(config.request_vectors),
@@ -48,9 +49,11 @@ def table_of(config: EventsConfig, column: str) -> str:
     return config.tables.get(column, column.replace(".", "_"))
 
 
-def max_candidates(config: EventsConfig) -> int:
-    """Rows without a time or a request id cannot be told to belong together."""
-    return config.max_candidates if config.time or config.request else 1
+def max_candidates(config: EventsConfig) -> int | None:
+    """Of a request; None: no limit. Rows without a time or a request id cannot be told to belong together."""
+    if not (config.time or config.request):
+        return 1
+    return config.max_candidates or (None if config.request else IN_WINDOW)
 
 
 def numeric(config: EventsConfig) -> list[str]:

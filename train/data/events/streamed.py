@@ -34,7 +34,7 @@ from train.data.features.columns import Coded
 from train.data.features.vocabulary import Occurrences
 from train.data.histories import History
 from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
-from train.data.requests import Requests, form_requests, split_bounds, vendor_runs, warn_of_long
+from train.data.requests import Requests, form_requests, rounded, split_bounds, vendor_runs, warn_of_long
 from train.data.storage.files import locate
 from train.data.storage.rows import Rows
 from train.data.storage.writer import Block, VendorBlock, Writer
@@ -69,7 +69,9 @@ def prepare(
         name: _deal_log(config, name, fields, number, work) for name, each in config.histories.items() if each.files
     }
     shards = Shards(work / "shards", number, fields, list(config.histories))
-    _form(config, fields, dealt, logs, shards, partial(locate, last.table.files, last.table.first_row))
+    most = _form(config, fields, dealt, logs, shards, partial(locate, last.table.files, last.table.first_row))
+    if max_candidates(config) is None:
+        spec = replace(spec, max_candidates=rounded(most))
     fractions = config.split if config.split_by == "time" else None
     bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
     counts = _Counts(config, spec, fields, logs)
@@ -130,9 +132,9 @@ def _form(
     logs: Mapping[str, tuple[LogFields, PartFiles]],
     shards: Shards,
     locate: Callable[[int], str],
-) -> None:
-    """Requests and histories of each part."""
-    sizes = []
+) -> int:
+    """Requests and histories of each part; returns the candidates of the largest request."""
+    sizes, most = [], 1
     for shard in range(shards.number):
         part = dealt.read(shard)
         dealt.remove(shard)
@@ -149,6 +151,7 @@ def _form(
             train_requests=config.train_requests,
         )
         sizes.append(np.bincount(formed.sizes))
+        most = max(most, int(np.diff(formed.offsets).max(initial=1)))
         formed = replace(formed, order=order_by_vendor(config, columns, formed.order, formed.offsets, locate))
         requests = Requests(formed.order, formed.offsets, {}, formed.earlier)
         entries = {name: log_fields.unpack(files.read(shard)) for name, (log_fields, files) in logs.items()}
@@ -163,6 +166,7 @@ def _form(
             codes[name] = np.stack(each, 1)
         shards.add(shard, part, formed, columns, made, codes)
     warn_of_long(sizes, max_candidates(config))
+    return most
 
 
 class _Counts:

@@ -29,6 +29,7 @@ from train.data.features.transforms import Transforms, texts_as_ids
 from train.data.features.vocabulary import Hashing, first_row, rows_of_unknown
 from train.data.requests import vendor_runs
 from train.data.source import Source
+from train.data.statistics.lookup import Lookup
 from train.data.values import (
     WRONG,
     as_float,
@@ -90,6 +91,8 @@ class RequestReader:
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
         self.numeric = known.numeric
+        self.statistics = Lookup(run_dir, data, known.statistics)
+        self.logarithmic |= self.statistics.logarithmic
         self.oov_rows = known.oov_rows
         self.columns = None if known.columns is None else frozenset(known.columns)
         """Of the run's files: a name beside them is a mistake. None: an earlier version kept none."""
@@ -155,12 +158,21 @@ class RequestReader:
         if spec.num_vendor_tokens:
             vendors = self._vendors(candidates, owners, [len(request["candidates"]) for request in requests])
         candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
+        counted: dict[str, np.ndarray] = {}
+        if self.statistics:
+            moments = np.array(times, np.int64)
+            counted = self.statistics.of("request", _Columns(self, own, "the request"), moments)
+            both = [{**owner, **row} for owner, row in zip(owners, candidates, strict=True)]
+            moments = np.repeat(moments, [len(request["candidates"]) for request in requests])
+            counted |= self.statistics.of("candidate", _Columns(self, both, "a candidate"), moments)
         batch = pack(
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
-            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors),
-            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors),
+            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors, counted),
+            candidate_dense=self._numbers(
+                spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors, counted
+            ),
             histories=[self._events(event, histories) for event in spec.histories],
             request_time=np.array(times, np.int64),
             candidate_counts=np.array([len(request["candidates"]) for request in requests], np.int64),
@@ -215,7 +227,7 @@ class RequestReader:
         )
 
     def _time(self, time: Any) -> int:
-        if time is None and all(event.name in self.undated for event in self.spec.histories):
+        if time is None and not self.statistics and all(event.name in self.undated for event in self.spec.histories):
             return 0  # ages of events count from it, and here they are all the same
         return seconds(time, "the request")
 
@@ -271,11 +283,18 @@ class RequestReader:
         rows: Sequence[Mapping[str, Any]],
         whose: str,
         vectors: Sequence[VectorFeature] = (),
+        counted: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray:
+        """`counted`: numbers that the rows do not have, by feature."""
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
-            values = np.array([self.number(value_of(row, column, whose), column, whose) for row in rows], np.float64)
+            if counted and name in counted:
+                values = counted[name]
+            else:
+                values = np.array(
+                    [self.number(value_of(row, column, whose), column, whose) for row in rows], np.float64
+                )
             if name in self.indicated:
                 columns[:, index] = np.isnan(values)
             else:

@@ -146,7 +146,8 @@ class Trainer:
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
         if self.world.is_first:
-            log.info("%s", results["ended"])
+            if "ended" in results:  # a run of `train.commands.speed` has no end of its own
+                log.info("%s", results["ended"])
             for sentence in results.get("advice", []):
                 log.warning("%s", sentence)
         return results

@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         status = _report(arms, options, out, map) if world.is_first else None
         if status and "RANK" in os.environ:
             print(f"The exit code {status} is this verdict; torchrun tells it as processes that failed.", flush=True)
-        return int(world.broadcast(status))
+        return world.broadcast(status) or 0
     finally:
         distributed.stop()
 

@@ -288,7 +288,7 @@ class Machine:
         return pointer.add(value)
 
     def assembly(self, text: str, constraints: str, arguments: list[Any], *types: Any, **options: Any) -> Any:
-        """Instructions of one operand, and barriers of two warpgroups by their number."""
+        """Instructions of one operand, and barriers of two warpgroups by their number, with powers of two beside them."""
         if turn := re.search(r"bar\.(sync|arrive) (\d+), 256;", text):
             warps = self.now()
             meeting = self.turns[warps.program, turn[2]]
@@ -298,12 +298,11 @@ class Machine:
             meeting.update(1, 0)
             if turn[1] == "sync":
                 warps.until(lambda: meeting.phases > phase)
-        elif instruction := re.match(r"(\w+)\.approx[.\w]* \$0, \$1;$", text):
+            return torch.exp2(arguments[0]) if "ex2" in text else arguments[0]
+        if instruction := re.match(r"(\w+)\.approx[.\w]* \$0, \$1;$", text):
             return INSTRUCTIONS[instruction[1]](arguments[0])
-        else:
-            assert re.search(r"mov\.b32 \$0, (\$1|0);", text), f"needs a stand-in: {text}"
-            return arguments[0] if "$0, $1;" in text else 0
-        return arguments[0]
+        assert re.search(r"mov\.b32 \$0, (\$1|0);", text), f"needs a stand-in: {text}"
+        return arguments[0] if "$0, $1;" in text else 0
 
     def units(self) -> dict[Any, Any]:
         """What kernels call of Gluon, and what it is here."""
@@ -312,12 +311,13 @@ class Machine:
         language = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int32", "int64", "uint8", "exp2")},
             **dict.fromkeys(layouts, _Layout()),
-            float32=torch.float64, float16="half", bfloat16="bfloat",
+            float32=torch.float64, float16=torch.float64, bfloat16="no kernel is told that it computes in this type",
             cdiv=lambda a, b: Int(-(-a // b)),
             minimum=partial(extreme, torch.minimum, min), maximum=partial(extreme, torch.maximum, max), where=where,
             zeros=lambda shape, dtype, layout: registers(torch.zeros(tuple(shape), dtype=dtype)),
             full=lambda shape, value, dtype, layout: registers(torch.full(tuple(shape), value, dtype=dtype)),
             arange=lambda first, last, layout=None: registers(torch.arange(first, last)),
+            join=lambda a, b: torch.stack([a, b], -1),
             expand_dims=lambda x, axis: x.unsqueeze(axis),
             convert_layout=lambda x, layout: x,
             sum=sum_of, max=lambda x, axis: x.amax(axis),
@@ -355,8 +355,8 @@ class Plain:
             return self.units[id(value)][1]
         if isinstance(value, gl.constexpr):
             return value.value
-        if isinstance(value, JITFunction):
-            function = value.fn
+        function = getattr(value, "fn", None)  # of a JITFunction, and of one that others interpret
+        if isinstance(function, FunctionType):
             return FunctionType(function.__code__, self.names(function.__module__), function.__name__,
                                 function.__defaults__, function.__closure__)  # fmt: skip
         return value

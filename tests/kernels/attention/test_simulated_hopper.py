@@ -1,4 +1,4 @@
-"""The Hopper backwards of attention and GDPA on a GPU in Python: results are right, and no order of events deadlocks.
+"""The Hopper kernels of attention and GDPA on a GPU in Python: results are right, and no order of events deadlocks.
 
 A kernel that waits for what never comes hangs the device, so the kernels run here first: their own loaders, keepers of
 order and consumers, on the tables that their own host code makes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from kernels.core.mask import NO_MASK, Mask
 from kernels.core.rows import Rows
 from kernels.gdpa.hopper import backward as gdpa
 from kernels.gdpa.hopper import backward_consumer as gdpa_consumer
+from kernels.gdpa.hopper import backward_loader as gdpa_loader
 from kernels.gdpa.hopper import forward as gdpa_forward
 from kernels.testing import poisoned_empty
 from tests.kernels.core import simulated_gpu as gpu
@@ -130,12 +131,18 @@ def _interpreted() -> Any:
 
 
 def check(
-    problem: Problem, patch: pytest.MonkeyPatch, programs: int, seed: int, uneven: bool = False, in_flight: int = 32768
+    problem: Problem,
+    patch: pytest.MonkeyPatch,
+    programs: int,
+    seed: int,
+    uneven: bool = False,
+    in_flight: int = 32768,
+    changed: Mapping[Any, Any] | None = None,
 ) -> None:
-    """Forward, unless there are several runs of queries, and backward."""
+    """Forward, unless there are several runs of queries, and backward, perhaps with other code of some functions."""
     forward, backward = (gdpa_forward, gdpa) if problem.kinds else (attention_forward, attention)
     for module, name in ((forward, "_launch_forward"), (backward, "_launch_backward")):
-        launcher = gpu.launcher(KERNELS[module], STAND_INS, seed)
+        launcher = gpu.launcher(KERNELS[module], {**STAND_INS, **(changed or {})}, seed)
         patch.setattr(module, name, lambda *arguments, launch=launcher: launch(*arguments))
         patch.setattr(module, "processors", lambda device: programs)
     patch.setattr(backward, "TOKENS_IN_FLIGHT", in_flight)
@@ -195,6 +202,32 @@ def test_random_rows(monkeypatch: pytest.MonkeyPatch, family: str, seed: int) ->
     programs = chance.choice([1, 2, 3, 5, 40])
     problem = Problem(q_lengths, [keys for _, keys in rows], heads, group, Mask(False, *window), kinds_of(family))
     check(problem, monkeypatch, programs, seed, chance.random() < 0.5, chance.choice([64, 512, 32768]))
+
+
+GDPA_TURN = "mbarrier.wait(step_done.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)"
+
+
+@pytest.mark.parametrize(
+    ("family", "function", "old", "new"),
+    [
+        ("gdpa", gdpa_loader.keep_order, "step_done, step, b)", "step_done, step + 1, b)"),
+        ("gdpa", gdpa_loader.keep_order, GDPA_TURN, GDPA_TURN.replace("(step - 2)", "step")),
+        ("gdpa", backward_loader.await_flag, "(step - 1)", "(step - 2)"),
+        ("attention", backward_loader.await_flag, "(step - 1)", "(step - 2)"),
+        ("attention", backward_loader.load_tiles, "mbarrier.wait(done, 0)", "pass"),
+        ("attention", backward_loader.load_tiles, "raise_flag(flags_ptr, c)", "raise_flag(flags_ptr, b)"),
+    ],
+)
+def test_a_wrong_wait_is_seen(monkeypatch: pytest.MonkeyPatch, family: str, function: Any, old: str, new: str) -> None:
+    problem = Problem([[64, 100]], [400, 300], kinds=kinds_of(family))
+    changed = {function: gpu.mutated(function, old, new)}
+
+    def check_all() -> None:
+        for seed in range(8):
+            check(problem, monkeypatch, 3, seed, changed=changed)
+
+    with pytest.raises(AssertionError, match="deadlock|is wrong"):
+        check_all()
 
 
 def test_all_kernels_that_share_the_order_of_sums_run_here() -> None:

@@ -33,6 +33,10 @@ def shown(value: object) -> str:
         text = _shown.repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits
         text = f"<{type(value).__name__}>"
+    return cut(text)
+
+
+def cut(text: str) -> str:
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 3]}..."
 
 

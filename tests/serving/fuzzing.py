@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import resource
 import struct
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tests.serving.http import memory
 from tests.serving.test_asgi import ARROW, call
 from train.serving.asgi import App
 from train.serving.service import Service
@@ -76,10 +76,6 @@ def damaged(body: bytes, chance: random.Random) -> bytes:
             other = chance.randrange(max(1, len(changed)))
             changed[place : place + 8] = changed[other : other + 8]
     return bytes(changed)
-
-
-def memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def main(export: str, requests: str, count: str, seed: str) -> None:

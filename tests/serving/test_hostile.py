@@ -19,6 +19,7 @@ from modules.pretrained import PretrainedModel
 from tests.launching import ROOT, environment
 from tests.serving import fuzzing
 from tests.serving.conftest import Rows
+from tests.serving.http import memory
 from tests.serving.test_asgi import ARROW, CONFIG, call, complete
 from train.serving.asgi import App
 from train.serving.service import MOST_PADDED, Service, alike
@@ -128,12 +129,12 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str, str]] = {
 def test_a_few_bytes_do_not_stand_for_many(bomb: str, app: App) -> None:
     make, kind, expected = BOMBS[bomb]
     app.most_bytes = 1_000_000
-    before = fuzzing.memory()
+    before = memory()
     status, said = answer(app, make(), kind)
     assert status == 400
     assert re.search(expected, said), said
     assert len(said) < 400
-    assert fuzzing.memory() - before < 300 << 20
+    assert memory() - before < 300 << 20
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [  # of request, candidate and event
@@ -156,6 +157,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [  # o
 ]
 
 
+@pytest.mark.reliability(
+    "lists and objects as ids, `true`, `1_0` and 10^400 as numbers, and names that no column has, in requests, candidates "
+    "or events",
+    "400 by the request, the name and the value, which is cut to 100 letters",
+)
 @pytest.mark.parametrize(("own", "candidate", "event", "message"), WRONG)
 def test_wrong_values_and_names_are_refused_by_their_key(
     own: dict[str, Any], candidate: dict[str, Any], event: dict[str, Any], message: str, app: App, ranking: Rows
@@ -176,6 +182,7 @@ def test_wrong_values_and_names_are_refused_by_their_key(
     assert len(said) < 400
 
 
+@pytest.mark.reliability("times in milliseconds, of 1e300, 2^63 or 10^400", "400 that asks for seconds since 1970")
 @pytest.mark.parametrize("time", [1e300, -1e300, 2**63, -(2**63), 10**400, 1_772_409_600_000, True, "5", [5]])
 def test_times_that_training_refuses(time: Any, app: App, ranking: Rows) -> None:
     status, said = answer(app, json.dumps(ranking.request(3) | {"time": time}).encode())
@@ -196,6 +203,9 @@ def test_other_names_and_keys_that_stand_twice(app: App, ranking: Rows) -> None:
     assert "the key 'item' stands twice" in answer(app, body.replace(b'"item": ', b'"item": 3, "item": '))[1]
 
 
+@pytest.mark.reliability(
+    "one wrong request among a thousand", "400 that numbers it, found by halves"
+)
 def test_one_wrong_request_among_many_is_found_by_halves(app: App, ranking: Rows) -> None:
     read, request, batches = app.service.read, ranking.request(3), []
     make = read._batch
@@ -206,6 +216,10 @@ def test_one_wrong_request_among_many_is_found_by_halves(app: App, ranking: Rows
     assert len(batches) <= 12
 
 
+@pytest.mark.reliability(
+    "a call of many short requests and one of the longest",
+    "those of like lengths are scored together, so that memory does not grow with requests x candidates",
+)
 def test_requests_of_unlike_lengths_are_scored_as_alone(
     app: App, ranking: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +250,10 @@ def test_padding_is_bounded() -> None:
     assert len(groups) <= 2 * sum(lengths) / MOST_PADDED + 2
 
 
+@pytest.mark.reliability(
+    "a call too many, a body of 10^11 bytes, one that does not come",
+    "503 and 413 before anything is read, 408 after `body_seconds`",
+)
 def test_a_body_is_not_waited_for(app: App) -> None:
     """A call too many is refused before its body is read, one that is too large by what it says, and a slow one."""
     asked: list[str] = []

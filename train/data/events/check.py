@@ -11,7 +11,7 @@ from pathlib import Path
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
 from train.data.events.names import features, numbers, numeric, table_of, vectors, wanted
-from train.data.features import mapping
+from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
 from train.data.features.numeric import INDICATOR, matching
 from train.data.features.transforms import Transforms
@@ -70,6 +70,13 @@ def check(config: EventsConfig) -> None:
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
             raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+        if time_format and (unknown := times.unknown_directive(time_format)):
+            hint = (
+                "names of time zones are not read, offsets such as +0100 are, by %z"
+                if unknown == "%Z"
+                else "e.g. %Y, %m"
+            )
+            raise ValueError(f"{key}={time_format!r}: {unknown} is not read ({hint}); use e.g. '%Y-%m-%d %H:%M:%S'")
     for task, text in config.labels.items():
         column, sign, value = comparison(text)
         wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)

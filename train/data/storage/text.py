@@ -448,9 +448,11 @@ def _edited(data: bytes, edits: dict[tuple[int, int], bytes], begins: np.ndarray
     """Data with other text at some places, and where its records begin then."""
     if not edits:
         return data, begins
-    parts, end, grown = list[bytes](), 0, np.zeros(len(begins), np.int64)
-    for (begin, stop), text in sorted(edits.items()):
+    ordered = sorted(edits.items())
+    parts, end = list[bytes](), 0
+    for (begin, stop), text in ordered:
         parts += [data[end:begin], text]
         end = stop
-        grown[begins > begin] += len(text) - (stop - begin)
-    return b"".join([*parts, data[end:]]), begins + grown
+    grown = np.cumsum([0, *(len(text) - (stop - begin) for (begin, stop), text in ordered)])
+    before = np.searchsorted([begin for (begin, _), _ in ordered], begins, side="left")
+    return b"".join([*parts, data[end:]]), begins + grown[before]

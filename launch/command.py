@@ -42,6 +42,10 @@ COMMANDS = {
         "train.commands.compare", "compare precisions or other changes over seeds", "+experiment=NAME [options]",
         ranks="asked", has_parser=True,
     ),
+    "baseline": Command(
+        "train.commands.baseline", "gradient-boosted trees on what a training reads", "data=NAME [key=value]",
+        has_parser=True,
+    ),
     "evaluate": Command("train.evaluate", "metrics of a trained model on a split", "run_dir=DIR", ranks="asked"),
     "export": Command("train.commands.export", "write a trained model for scoring", "run_dir=DIR"),
     "score": Command("train.commands.score", "how fast an exported model scores requests", "export=DIR"),

@@ -5,10 +5,11 @@
 A SWEEP is the folder of `launch.sweep` over what changes a model's size, e.g. `--over model.dim=8,32,128
 runtime.seed=0,1,2`. Of each run it takes the NE of its best validation and the FLOPs of training (forward and
 backward, true lengths) of an example, and fits NE = intercept + slope log10(FLOPs) by least squares to the runs of each
-model: the line that scaling laws of recommendation models are drawn as (arXiv 2403.02545, 2602.10016). `slope` is what
-ten times the operations change; its 95 % interval (Student's t) takes runs as independent. Written into --out, by
-default the first folder: `scaling_law.json`, `scaling_law.md` and `scaling_law.png`. A line is no promise beyond the
-sizes and the data that it was fitted to.
+model: the line that scaling laws of recommendation models are drawn as (arXiv 2403.02545, 2602.10016). It is fitted up
+to the size with the least NE, if that is the third or a larger one: larger sizes gain nothing, and no line goes through
+a U. `slope` is what ten times the operations change; its 95 % interval (Student's t) takes runs as independent. Written
+into --out, by default the first folder: `scaling_law.json`, `scaling_law.md` and `scaling_law.png`. A line is no
+promise beyond the sizes and the data that it was fitted to.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class Law:
     intercept: float
     slope: float
     half: float  # of the slope's 95 % interval
-    decades: float  # log10 of the largest over the smallest FLOPs
-    runs: int
+    decades: float  # log10 of the largest over the smallest FLOPs that were fitted
+    runs: int  # that were fitted
+    until: float  # FLOPs of the largest size that was fitted, the one with the least NE
+    beyond: int  # larger sizes, which are no better
 
 
 def read(folders: Iterable[Path]) -> list[Run]:
@@ -71,26 +74,43 @@ def _run(file: Path) -> Run:
     return Run(str(file.parent), record["config"]["model"]["name"], flops, results["best_ne"])
 
 
-def fit(runs: Sequence[Run]) -> Law:
-    """Least squares over the runs of one model. ValueError with fewer than `SIZES` sizes."""
+def fit(runs: Sequence[Run]) -> Law | None:
+    """Least squares over the runs of one model, up to the size with the least NE; None if that is one of the two
+    smallest. ValueError with fewer than `SIZES` sizes."""
     import numpy as np  # with scipy, which takes half a second: not for --help
     from scipy import stats
 
     x, y = np.log10([run.flops for run in runs]), np.array([run.ne for run in runs])
-    sizes = len(np.unique(x.round(3)))
-    if sizes < SIZES:
-        raise ValueError(f"{runs[0].model} has {sizes} sizes; a line needs {SIZES}, e.g. --over model.dim=8,32,128")
+    sizes, size_of = np.unique(x.round(3), return_inverse=True)
+    if len(sizes) < SIZES:
+        raise ValueError(
+            f"{runs[0].model} has {len(sizes)} sizes; a line needs {SIZES}, e.g. --over model.dim=8,32,128"
+        )
+    best = int(np.argmin([y[size_of == size].mean() for size in range(len(sizes))]))
+    if best + 1 < SIZES:
+        return None
+    x, y = x[size_of <= best], y[size_of <= best]
     line = stats.linregress(x, y)
-    half = float(stats.t.ppf(0.975, len(runs) - 2) * line.stderr)
-    return Law(float(line.intercept), float(line.slope), half, float(np.ptp(x)), len(runs))
+    half = float(stats.t.ppf(0.975, len(x) - 2) * line.stderr)
+    until, beyond = float(10 ** x.max()), len(sizes) - 1 - best
+    return Law(float(line.intercept), float(line.slope), half, float(np.ptp(x)), len(x), until, beyond)
 
 
-def table(laws: Mapping[str, Law]) -> str:
+def table(laws: Mapping[str, Law | None]) -> str:
     """Markdown: a row for each model, steepest first."""
-    lines = ["| model | runs | decades of FLOPs | NE for ten times the FLOPs |", "|---|---|---|---|"]
-    for model, law in sorted(laws.items(), key=lambda item: item[1].slope):
-        lines.append(f"| {model} | {law.runs} | {law.decades:.1f} | {law.slope:+.4f} ± {law.half:.4f} |")
+    heads = ("model", "runs", "decades of FLOPs", "NE for ten times the FLOPs", "larger sizes, no better")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for model, law in sorted(laws.items(), key=lambda item: item[1].slope if item[1] else 0):
+        cells = ["", "", "no line: one of the two smallest sizes is best", ""]
+        if law is not None:
+            cells = [f"{law.runs}", f"{law.decades:.1f}", f"{law.slope:+.4f} ± {law.half:.4f}", f"{law.beyond}"]
+        lines.append(f"| {' | '.join([model, *cells])} |")
     return "\n".join(lines) + "\n"
+
+
+def lines_of(laws: Mapping[str, Law | None]) -> dict[str, tuple[float, float, float] | None]:
+    """As `train.record.plots.plot_scaling_law` draws them."""
+    return {name: law and (law.intercept, law.slope, law.until) for name, law in laws.items()}
 
 
 def main(arguments: list[str]) -> int:
@@ -112,10 +132,11 @@ def main(arguments: list[str]) -> int:
     out = options.out or options.sweeps[0]
     out.mkdir(parents=True, exist_ok=True)
     runs = [asdict(run) for each in by_model.values() for run in each]
-    write_json(out / "scaling_law.json", {"laws": {name: asdict(law) for name, law in laws.items()}, "runs": runs})
+    written = {name: law and asdict(law) for name, law in laws.items()}
+    write_json(out / "scaling_law.json", {"laws": written, "runs": runs})
     (out / "scaling_law.md").write_text(table(laws))
     points = {name: [(run.flops, run.ne) for run in each] for name, each in by_model.items()}
-    plot_scaling_law(points, {name: (law.intercept, law.slope) for name, law in laws.items()}, out / "scaling_law.png")
+    plot_scaling_law(points, lines_of(laws), out / "scaling_law.png")
     print(table(laws) + f"\nplot: {out / 'scaling_law.png'}")
     return 0
 

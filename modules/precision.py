@@ -7,6 +7,7 @@ either precision load each other's checkpoints.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,16 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.mxfp8 import QUANTIZED, float32_linear, linear, linear_execution, linear_gains, multiplies_linear_codes
 
 AUTO = "auto"
-"""In place of globs: the layers that a kernel of the device makes faster by multiplying their codes; where there is no
-such layer, all of `EVERY`."""
+"""In place of globs: experts whose codes a kernel of the GPU multiplies, and linear layers that gain by it, maybe
+none; on a CPU, which gains nothing, all of `EVERY`."""
 EVERY = "arch.*"
 ABSORBED = "it is absorbed into the queries: faster than to project keys and values in MXFP8"
 
 BLOCK = 32
 """Elements that share a scale; dgrad and fprop reduce over the two widths of a weight, so both must be multiples."""
+
+_log = logging.getLogger(__name__)
 
 DESCRIPTIONS = {
     "fp32": "float32",
@@ -92,7 +96,13 @@ class MXLinear(Quantizable, nn.Linear):
         return linear_execution(self.weight, QUANTIZED[self.recipe])
 
 
-def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: torch.device | None = None) -> list[Row]:
+def apply_recipe(
+    model: nn.Module,
+    recipe: str,
+    globs: Sequence[str],
+    device: torch.device | None = None,
+    capability: tuple[int, int] | None = None,
+) -> list[Row]:
     """Quantise the nn.Linear layers and MoE experts of `model` whose qualified names match one of `globs`, in place.
 
     Call it once, before the model is wrapped (wrappers prefix names). `*` matches dots too. A glob may cover modules
@@ -100,9 +110,10 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
 
     Args:
         recipe: "fp32" and "bf16" quantise nothing and take no globs; "mxfp8" and "mxfp8_g128" need at least one.
-        globs: over qualified names, or ["auto"]: what `device`, by default that of each layer's weights, multiplies
-            faster as codes, so experts, and linear layers that are large enough; where that is nothing, as on a CPU,
-            all layers of `arch`, so that the numbers can be studied.
+        globs: over qualified names, or ["auto"]: experts whose codes `device`, by default that of each layer's
+            weights, multiplies, and linear layers that are large enough to gain. Where there is none all stay in BF16,
+            and a warning says so. On a CPU it is all layers of `arch`, so that the numbers can be studied.
+        capability: resolve "auto" for a GPU of this compute capability instead, which need not be there.
     Returns:
         One row for every module that holds parameters, in the model's order.
     Raises:
@@ -124,9 +135,16 @@ def apply_recipe(model: nn.Module, recipe: str, globs: Sequence[str], device: to
         raise ValueError(f"quantize={list(globs)}: {AUTO!r} stands alone; use quantize=['{AUTO}'] or globs")
     matched = {name for glob in globs for name in _matches(EVERY if glob == AUTO else glob, obstacles)}
     if AUTO in globs:
-        slower = {name: _slower(holders[name], recipe, device) for name in matched if not obstacles[name]}
-        if not all(slower.values()):
-            obstacles |= slower | {name: ABSORBED for name in _absorbed(model, device) if not slower.get(name, True)}
+        with dispatch.asked_of(capability):
+            slower = _slower(model, {name: holders[name] for name in matched if not obstacles[name]}, recipe, device)
+        obstacles |= slower
+        if all(obstacles[name] for name in matched):
+            _log.warning(
+                "precision %s: no layer of this model gains by it on this GPU, so all stay in BF16; "
+                'precision.quantize=["%s"] quantises them at a loss of speed',
+                recipe,
+                EVERY,
+            )
     rows = []
     for name, module in holders.items():
         kind = type(module).__name__
@@ -157,9 +175,18 @@ def format_execution(model: nn.Module) -> str:
     return "\n".join(f"{recipe}, {count} x {kind}, by {how}" for (recipe, kind, how), count in counts.items())
 
 
-def _slower(module: nn.Module, recipe: str, device: torch.device | None) -> str:
-    """Why a module that can run on MXFP8 operands takes longer than in BF16; empty if it does not."""
-    device = device or next(module.parameters(recurse=False)).device
+def _slower(
+    model: nn.Module, modules: dict[str, nn.Module], recipe: str, device: torch.device | None
+) -> dict[str, str]:
+    """Why modules of `model` that can run on MXFP8 operands take longer so than in BF16; empty for those that do not,
+    and for those on a CPU, where nothing is faster."""
+    devices = {name: device or next(module.parameters(recurse=False)).device for name, module in modules.items()}
+    gpus = [name for name, on in devices.items() if dispatch.chip_of(torch.empty(0, device=on))["device"] == "cuda"]
+    absorbed = dict.fromkeys(_absorbed(model, device), ABSORBED)
+    return {name: _too_slow(modules[name], recipe, devices[name]) or absorbed.get(name, "") for name in gpus}
+
+
+def _too_slow(module: nn.Module, recipe: str, device: torch.device) -> str:
     if isinstance(module, nn.Linear):
         if not multiplies_linear_codes(module.weight, QUANTIZED[recipe], device):
             return "its operands would be dequantised in memory first: BF16 is faster here"

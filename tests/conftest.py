@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType
@@ -33,6 +35,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SLOW_FOLDERS & {*item.path.parts} or (isinstance(item, pytest.Function) and calls_slow(item)):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
+    """A test on a GPU that does not end takes its process with it, and another worker (`-n`) goes on: nothing else ends
+    a kernel that waits for ever.
+    """
+    if not item.get_closest_marker("gpu"):
+        return None
+    timer = threading.Timer(settings.timeout, give_up, (item, settings.timeout))
+    timer.start()
+    # Where a call into the driver does not let other threads run.
+    faulthandler.dump_traceback_later(settings.timeout + 10, exit=True)
+
+    def cancel() -> None:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    item.cancel_timeout = cancel
+    return True
+
+
+def give_up(item: Any, seconds: float) -> None:
+    from kernels.core.launch import launched_last
+    from tools.gpu_ledger import record
+
+    why = f"took more than {seconds:g} s; launched last: {launched_last()}"
+    record(item.nodeid, "hangs", why)
+    item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture(item)
+    sys.stderr.write(f"\n{item.nodeid} {why}\n")
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 def calls_slow(item: pytest.Function) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from train.record.plots import plain_ticks
+
 DIRECTIONS = {"fwd": "forward", "train": "forward and backward"}
 QUANTITIES = {"median_ms": "ms", "mib": "MiB"}
 
@@ -45,6 +47,7 @@ def draw(results: dict[str, Any]) -> Figure:
             ax.set_xticks([], minor=True)
             lengths = sorted({length for values in found[direction, quantity].values() for length in values})
             ax.set_xticks(lengths, [str(length) for length in lengths])
+            plain_ticks(ax.yaxis)
             ax.grid(visible=True, alpha=0.3)
     axes[0][0].legend(fontsize="small")
     figure.suptitle(f"Softmax attention, lengths uniform in 1..L, on {results['environment']['device']}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from tools.tables import Result, contests
+from tools.tables import CONTESTS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 INK, FAINT, CARD = "#1f2933", "#52606d", "#fbfcfd"
@@ -198,23 +198,25 @@ def house() -> Picture:
 
 
 def speed() -> Picture:
-    rows = contests()
-    picture = Picture(900, 84 + 62 * len(rows), "TFLOP/s of our kernels and of each one's nearest rival on one H200")
-    picture.text(24, 34, "TFLOP/s on one H200: ours above, the nearest rival below", bold=True)
-    results = [Result(family, case) for _, family, case, _, _ in rows]
-    width = 270 / max(result.tflops_of(ours) for result, (_, _, _, ours, _) in zip(results, rows, strict=True))
-    for number, (result, (what, _, _, ours, rivals)) in enumerate(zip(results, rows, strict=True)):
-        y, (rival, name) = 54 + 62 * number, next(iter(rivals.items()))
+    picture = Picture(900, 84 + 62 * len(CONTESTS), "TFLOP/s of our kernels and of each one's strongest rival")
+    picture.text(24, 34, "TFLOP/s on one H200: ours above, the strongest other contender below", bold=True)
+    width = 270 / max(contest.result.tflops_of(contest.ours) for contest in CONTESTS)
+    for number, contest in enumerate(CONTESTS):
+        y, what, result = 54 + 62 * number, contest.what, contest.result
         if what.startswith("the same"):
-            what = rows[number - 1][0].partition(",")[0] + what[len("the same attention") :]
+            what = CONTESTS[number - 1].what.partition(",")[0] + "," + what.partition(",")[2]
         head, _, rest = what.replace("`", "").partition(", ")
         picture.text(24, y + 17, head)
         picture.text(24, y + 37, rest, small=True)
-        for line, (label, contender, fill) in enumerate((("ours", ours, EVENT), (name.replace("`", ""), rival, PLAIN))):
+        bars = [("ours", contest.ours, EVENT)]
+        bars += [(contest.named(rival).replace("`", ""), rival, PLAIN) for rival in contest.rivals[:1]]
+        for line, (label, contender, fill) in enumerate(bars):
             length = width * result.tflops_of(contender)
             picture.box(420, y + 23 * line, length, 20, fill)
             picture.text(428 + length, y + 15 + 23 * line, f"{result.tflops(contender)} {label}", small=True)
-    picture.text(24, 70 + 62 * len(rows), "Each row's contenders took turns in one process.", small=True)
+        if not contest.rivals:
+            picture.text(420, y + 38, "no other one in FP8 ran", small=True)
+    picture.text(24, 70 + 62 * len(CONTESTS), "Each row's contenders took turns in one process.", small=True)
     return picture
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kernels.bench.report import number
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "bench" / "results" / "nvidia-h200"
+FA4, TLX = "FlashAttention 4", "FBGEMM TLX"
 VARLEN, CUDNN_FOLDED, BROADCAST = "torch", "cudnn, candidates folded", "cudnn, keys broadcast"
 GROUPED_MM = "torch._grouped_mm bf16"
 DIRECTIONS = {"forward": "fwd", "backward": "bwd"}
@@ -34,8 +36,15 @@ class Result:
         return float((self.rows[name] if name else self.ours)["median_ms"])
 
     def over(self, name: str, ours: str | None = None, digits: int = 2) -> str:
-        """Time of a contender over ours, "cannot" for one that was not timed."""
-        return f"{self.ms(name) / self.ms(ours):.{digits}f}x" if name in self.rows else "cannot"
+        """Time of a contender over ours; "cannot" for one that refused the case, and "not run" for one that was not
+        there."""
+        if name in self.rows:
+            return f"{self.ms(name) / self.ms(ours):.{digits}f}x"
+        row = self.case["contenders"].get(name, {"unavailable": "cannot be imported"})
+        absent = any(
+            words in row.get("unavailable", "") for words in ("cannot be imported", "GEMSMITH_PEER", "install")
+        )
+        return "not run" if absent else "cannot"
 
     def tflops(self, name: str | None = None) -> str:
         return number(self.tflops_of(name))
@@ -49,36 +58,94 @@ def _cases(family: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{family}.json").read_text())["cases"])
 
 
-Contest = tuple[str, str, str, str, dict[str, str]]
+OWN = {"hopper", "triton", "decode", "absorbed", "padded", "reference", "bf16", "mxfp8", "mxfp8_g128"}
+"""Contenders that are ours; so is whatever a contest names as such."""
+RIVALS = {
+    ("jagged", "torch"): "`torch.nn.attention.varlen`",
+    ("jagged", "sdpa on padded"): "padded `scaled_dot_product_attention`",
+    ("jagged", "cudnn, nothing padded"): "cuDNN, nothing padded",
+    ("ikbo", "torch"): "`torch.nn.attention.varlen`",
+    ("ikbo", CUDNN_FOLDED): "cuDNN on one long query a user",
+    ("ikbo", BROADCAST): "cuDNN on copied keys",
+    ("lce", "torch"): "PyTorch's `bmm` on aligned rows",
+    ("lce", "torch, bmm and sum"): "PyTorch's `bmm` and a sum",
+    ("lce", "torch, @ and index"): "PyTorch's `@` and index",
+    ("mxfp8", GROUPED_MM): "`torch._grouped_mm`",
+    ("mxfp8", "quack bf16"): "quack",
+    ("mxfp8", "torch._scaled_grouped_mm fp8"): "`torch._scaled_grouped_mm`, a scale a row",
+    ("moe", "torch bf16"): "PyTorch's parts, compiled",
+}
+"""What a page calls a contender, by family; others by their own names."""
+KNOWN = {
+    "attention": (FA4,),
+    "target_fwd": (FA4, TLX),
+    "target_odd_fwd": (FA4, TLX),
+    "self": ("ads_model_kernel_library",),
+    "grouped_mxfp8": ("torch._scaled_grouped_mm fp8",),
+}
+"""Contenders that cases so named have where they are installed, and that a row must not leave out in silence."""
 
 
-def contests() -> tuple[Contest, ...]:
-    """The README's rows: (what, family, case, ours, its rivals with their names on the page, the faster one first)."""
-    index = {"torch, @ and index": "PyTorch's `@` and index"}
-    return (
-        ("Linear compression, float16, 1,024 candidates, 70 a request, all gradients", "ikbo", "lce_bwd_B1024_ratio70",
-         "hopper", {"torch, bmm and sum": "PyTorch's `bmm` and a sum"} | index),
-        ("Target attention, 2,048 candidates, uneven over 32 users, 1,024 keys, forward", "ikbo",
-         "target_odd_fwd_K1024", "hopper",
-         {VARLEN: "`torch.nn.attention.varlen`", BROADCAST: "cuDNN on copied keys"}),
-        ("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
-         "attention_fwd_B512_L1024_mean0.5_d128", "hopper",
-         {VARLEN: "`torch.nn.attention.varlen`", "sdpa on padded": "padded `scaled_dot_product_attention`"}),
-        ("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "hopper",
-         {VARLEN: "`torch.nn.attention.varlen`", "sdpa on padded": "padded `scaled_dot_product_attention`"}),
-        ("Routed experts, 16,384 x 7,168, 8 of 8, `mxfp8_g128`, forward and backward", "moe",
-         "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "mxfp8_g128",
-         {"torch bf16": "PyTorch's parts, compiled, bf16"}),
-        ("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "hopper",
-         {"ads_model_kernel_library": "ads_model_kernel_library"}),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Contest:
+    """A case of the README: ours, and all others of its precision that were timed, the fastest one first."""
+
+    what: str
+    family: str
+    case: str
+    ours: str
+
+    @property
+    def result(self) -> Result:
+        return Result(self.family, self.case)
+
+    @property
+    def rivals(self) -> list[str]:
+        """FP8 stands against FP8 only, and 16 bits against 16 bits."""
+        rows = self.result.rows
+        alike = [name for name in rows if name not in OWN | {self.ours} and _is_fp8(name) == _is_fp8(self.ours)]
+        return sorted(alike, key=lambda name: float(rows[name]["median_ms"]))
+
+    @property
+    def missing(self) -> list[str]:
+        names = (name for prefix, known in KNOWN.items() if self.case.startswith(prefix) for name in known)
+        return [self.named(name) for name in names if name not in self.result.rows]
+
+    def named(self, rival: str) -> str:
+        return RIVALS.get(("lce" if self.case.startswith("lce") else self.family, rival), rival)
+
+
+def _is_fp8(contender: str) -> bool:
+    return "fp8" in contender
+
+
+CONTESTS = (
+    Contest("Linear compression, float16, 1,024 candidates, 70 a request, all gradients", "ikbo",
+            "lce_bwd_B1024_ratio70", "hopper"),
+    Contest("Target attention, 2,048 candidates, uneven over 32 users, 1,024 keys, forward", "ikbo",
+            "target_odd_fwd_K1024", "hopper"),
+    Contest("Jagged attention, 512 rows uniform in 1 to 1,024, forward", "jagged",
+            "attention_fwd_B512_L1024_mean0.5_d128", "hopper"),
+    Contest("the same attention, backward", "jagged", "attention_bwd_B512_L1024_mean0.5_d128", "hopper"),
+    Contest("Routed experts, 16,384 x 7,168, 8 of 8, forward and backward", "moe",
+            "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "bf16"),
+    Contest("the same experts, `mxfp8_g128`", "moe", "layer_fwd_bwd_N16384_D7168_F2048_E8_k8", "mxfp8_g128"),
+    Contest("Grouped product, 65,536 x 1,024 to 4,096, 32 experts", "mxfp8",
+            "grouped_bf16_up_T65536_D1024_F2048_E32", "grouped_mm bf16"),
+    Contest("GDPA, 1,152 rows of 2,048, forward", "gdpa", "self_dense_fwd_L2048", "hopper"),
+)  # fmt: skip
+"""The README's rows."""
 
 
 def readme() -> Iterator[Row]:
-    for what, family, case, ours, rivals in contests():
-        result = Result(family, case)
-        nearest, *other = [f"{result.over(rival, ours)} {name}" for rival, name in rivals.items()]
-        yield what, [result.tflops(ours), nearest, *(other or [""])]
+    for contest in CONTESTS:
+        result, ours = contest.result, contest.ours
+        cells = [f"{result.over(rival, ours)} {contest.named(rival)}" for rival in contest.rivals[:2]]
+        precision = "FP8" if _is_fp8(ours) else "this precision"
+        nearest, other = [*(cells or [f"no other one in {precision} ran"]), "", ""][:2]
+        if contest.missing:
+            nearest += f"; {' and '.join(contest.missing)} did not run in this case"
+        yield contest.what, [result.tflops(ours), nearest, other]
 
 
 def jagged_attention() -> Iterator[Row]:
@@ -87,7 +154,8 @@ def jagged_attention() -> Iterator[Row]:
             cells = []
             for short in DIRECTIONS.values():
                 result = Result("jagged", f"attention_{short}_B{rows}_L{length}_mean{mean}_d128")
-                cells += [number(result.ms()), result.tflops(), result.over(VARLEN), result.over("sdpa on padded")]
+                others = [result.over(name) for name in (VARLEN, FA4, "sdpa on padded")]
+                cells += [number(result.ms()), result.tflops(), *others]
             yield f"{rows} x {length:,}, {mean}", cells
     for what, case in {
         "2, 2 of 64 features, forward": "pooling_fwd_S2_d64",
@@ -151,7 +219,8 @@ def gdpa() -> Iterator[Row]:
 def target_attention() -> Iterator[Row]:
     def cells(case: str) -> list[str]:
         result = Result("ikbo", case)
-        over = [result.over(name) for name in (VARLEN, "triton", CUDNN_FOLDED)]
+        over = [result.over(name) for name in (VARLEN, FA4, TLX, "triton", CUDNN_FOLDED)]
+        over[2] = "none" if "_bwd_" in case else over[2]
         return [f"{result.ms():.3f}", result.tflops(), *over, result.over(BROADCAST, digits=1)]
 
     yield "forward, 512 keys", cells("target_fwd_K512")
@@ -177,7 +246,8 @@ def lce() -> Iterator[Row]:
     for candidates, ratio in sizes:
         result = Result("ikbo", f"lce_fwd_B{candidates}_ratio{ratio}")
         names = ("hopper", "torch", "triton", "torch, @ and index", "FBGEMM Triton")
-        yield f"{candidates:,}, {ratio:,}", [f"{result.ms(name):.3f}" for name in names]
+        cells = [f"{result.ms(name):.3f}" for name in names]
+        yield f"{candidates:,}, {ratio:,}", [*cells, f"{result.ms(TLX):.3f}" if TLX in result.rows else "not run"]
 
 
 def experts() -> Iterator[Row]:

@@ -24,7 +24,7 @@ from modules.core.summary import summarise as summarise_model
 from modules.embedding import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
-from modules.models.retrieval import RetrievalModel
+from modules.models.retrieval import RetrievalConfig, RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from modules.pretrained import PretrainedModel
 from train.checkpoint import load as checkpoint
@@ -94,6 +94,9 @@ def build(config: Config, world: World) -> Job:
     precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
+    data = config.data
+    if isinstance(config.model, RetrievalConfig) and isinstance(data, EventsConfig) and data.statistics == "auto":
+        data.statistics = "none"  # an item's vector is the same for all requests
     source = build_source(config.data, world.by_first)
     length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, world.size)
     if world.is_first:

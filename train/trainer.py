@@ -46,7 +46,7 @@ from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
 from train.process.stall import StallWatch
 from train.record import versions
-from train.record.advice import advice
+from train.record.advice import advice, ending
 from train.record.meters import Meters
 from train.record.tracing import StepTracer
 from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
@@ -146,6 +146,7 @@ class Trainer:
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
         if self.world.is_first:
+            log.info("%s", results["ended"])
             for sentence in results.get("advice", []):
                 log.warning("%s", sentence)
         return results
@@ -414,7 +415,11 @@ class Trainer:
             "peak_memory_bytes": self.meters.peak_memory(),
             **self.meters.whole_run(),
         }
-        results["advice"] = advice(self.config, self.progress.validations, self.progress.step)
+        progress, early = self.progress, self._stopped_early()
+        stale = progress.stale_validations
+        results["ended"] = ending(progress.step, self.total_steps, progress.best_step, stale, early=early)
+        measure = self.meters.metrics.measure
+        results["advice"] = advice(self.config, progress.validations, progress.step, measure, early=early)
         histograms: dict[str, ScoreHistogram] = {}
         if self.progress.best_values:
             results["valid"], results["best_ne"] = self.progress.best_values, self.progress.best_ne
@@ -428,7 +433,8 @@ class Trainer:
         def write() -> None:
             from train.record.plots import plot_run  # imports matplotlib, which takes half a second
 
-            plot_run(read_metrics(self.run_dir / METRICS_FILE), histograms, self.run_dir / "plots")
+            records = read_metrics(self.run_dir / METRICS_FILE)
+            plot_run(records, histograms, self.run_dir / "plots", progress.best_step, early=early)
             write_json(self.run_dir / "results.json", results)
 
         self.world.by_first(write)

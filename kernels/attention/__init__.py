@@ -40,6 +40,7 @@ MAX_FEW_ROWS = 32
 VARLEN_CHIPS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 # Wider heads have no backward on some of the chips above.
 MAX_VARLEN_HEAD = 192
+POSITIVE_SCALE = "needs a positive scale: it masks scores before they are scaled"
 
 
 def jagged_attention(
@@ -144,7 +145,7 @@ def _hopper(
     if block_local or biased:
         return "has no block-local attention and no biases"
     if not positive_scale:
-        return "needs a positive scale: it masks scores before they are scaled"
+        return POSITIVE_SCALE
     if few_queries:
         return "needs max_q of at least 64: it pads rows of queries to tiles of 64, in memory for their gradients too"
     return None
@@ -161,6 +162,7 @@ def _varlen(
     same_offsets: bool,
     block_local: bool,
     biased: bool,
+    positive_scale: bool,
     **_: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, *VARLEN_CHIPS) or dispatch.needs_dtype(
@@ -173,6 +175,8 @@ def _varlen(
         return f"needs a head dimension that is a multiple of 8 and at most {MAX_VARLEN_HEAD}, got {head_dim}"
     if block_local or biased:
         return "has neither block-local attention nor biases"
+    if not positive_scale:
+        return POSITIVE_SCALE
     if masked and not same_offsets:
         return "aligns causal and window masks to the end of each row, which is the same only if q_offsets is k_offsets"
     return None

@@ -62,9 +62,9 @@ def pools(like: Tensor, width: int, rows: int) -> bool:
     and heads of a row: a kernel serves it, or the tensors are where the specification serves everything."""
     if rows > MAX_POOL_ROWS:
         return False
-    if like.device.type != "cuda":
+    if (chip := dispatch.chip_of(like))["device"] != "cuda":
         return True
-    facts = dispatch.facts_of(like) | {"dtype": dispatch.autocast_dtype(like)} | _facts(width, rows)
+    facts = chip | {"dtype": dispatch.autocast_dtype(like)} | _facts(width, rows)
     return dispatch.selection("attention_pool", **facts)[0] != "reference"
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention.bias import Bias, padded_bias
 from kernels.core import dispatch
 from kernels.core.mask import Mask
-from kernels.core.rows import Rows, jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.rows import Rows, jagged_to_padded, padded_length, padded_to_jagged, repeat_heads
 
 
 def jagged_attention(
@@ -24,7 +24,7 @@ def jagged_attention(
     bias: Bias | None = None,
 ) -> Tensor:
     """As the public function."""
-    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
+    (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     # A softmax over no keys is 0 / 0. A query that sees none attends to an additional key after all others, which is
     # zero like its value: the result is exactly zero, and so are its gradients.
@@ -49,7 +49,8 @@ def jagged_attention(
 
 def attention_pool(q: Tensor, values: Tensor, queries: Rows, keys: Rows, scale: float) -> Tensor:
     """As the public function; queries and heads of a row are the rows of one product."""
-    (q_offsets, max_q), (k_offsets, max_k), num_heads = queries, keys, q.shape[1]
+    (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
+    num_heads = q.shape[1]
     offsets = q_offsets * num_heads
     q_padded = jagged_to_padded(q.flatten(0, 1), offsets, max_q * num_heads, 0.0, "first")[:, None]
     length = max(max_k, 1)

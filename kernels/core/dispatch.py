@@ -86,6 +86,7 @@ _chosen: dict[tuple[Hashable, ...], Backend] = {}
 _reported: set[tuple[str, str, str]] = set()
 _formulas: dict[str, Formula] = {}
 _observer: Observer | None = None
+_absent: dict[str, Hashable] = {}
 
 
 def _import(implementation: str) -> bool:
@@ -203,8 +204,27 @@ def choose_in_eager(op: str, backend: str | None, like: Tensor, **facts: Hashabl
 
 
 def serving(op: str, like: Tensor, **facts: Hashable) -> str:
-    """The name of the backend that `choose` takes for calls on tensors like `like`."""
-    return _select(op, None, facts_of(like) | facts)[0].name
+    """The name of the backend that `choose` takes for calls on tensors like `like`, or would on the chip `asked_of`."""
+    return _select(op, None, chip_of(like) | facts)[0].name
+
+
+@contextmanager
+def asked_of(capability: tuple[int, int] | None) -> Iterator[None]:
+    """A context in which `serving` and `chip_of` answer for a GPU of this capability, which need not be there; None
+    changes nothing. What is called in it is still served for the tensors' own device."""
+    before = dict(_absent)
+    if capability is not None:
+        _absent.update(device="cuda", capability=capability)
+    try:
+        yield
+    finally:
+        _absent.clear()
+        _absent.update(before)
+
+
+def chip_of(like: Tensor) -> dict[str, Hashable]:
+    """`facts_of` a tensor, with the chip `asked_of`."""
+    return facts_of(like) | _absent
 
 
 def selection(op: str, **facts: Hashable) -> tuple[str, dict[str, str]]:

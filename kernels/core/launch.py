@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _thread = threading.local()
+_last: Launcher | None = None
 
 
 class Launcher:
@@ -35,6 +36,8 @@ class Launcher:
 
         `options` of this launch, such as num_warps, must be implied by the key, too.
         """
+        global _last
+        _last = self
         if not hasattr(_thread, "bound"):
             _bind()
         device, compiled = self._compiled.get(key, (None, None))
@@ -53,6 +56,11 @@ class Launcher:
             # No metadata of the launch, and no hooks: empty chains would be called, too.
             nothing = (None, None, None)
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *nothing, *arguments)
+
+
+def launched_last() -> str:
+    """The kernel that a `Launcher` of this process launched last, for reports of a hang; of all threads and devices."""
+    return "no kernel" if _last is None else _last.kernel.__name__
 
 
 def _bind() -> None:

@@ -10,12 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.core.checks import readable
+
 
 class Rows(NamedTuple):
     """Where rows lie, [B + 1] int32 or int64, and a configured number of values that none exceeds."""
 
     offsets: Tensor
     max_length: int
+
+
+def padded_length(offsets: Tensor, max_length: int) -> int:
+    """What rows are padded to: the longest one that is there, if the host can see it, else the bound `max_length`.
+
+    A bound of thousands is for rare rows, and most batches of a CPU would consist of padding.
+    """
+    if not readable(offsets) or offsets.shape[0] < 2:
+        return max_length
+    return min(max(int(offsets.diff().max()), 1), max_length)
 
 
 def row_of(offsets: Tensor, total: int) -> Tensor:

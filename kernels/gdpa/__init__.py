@@ -71,8 +71,8 @@ def gdpa(
       are then computed as one row, and max_q bounds their number. A window is refused with it, because positions would
       count from the start of that longer row.
     - `position_bias` [H, 2 P + 1], and `time_bias` [H, T] with `q_times` [Nq] and `k_times` [Nk], are added to scaled
-      scores before the activation, as in `kernels.attention.jagged_attention`, and have gradients. With them only the
-      reference serves, which holds padded scores in memory; dense keys, shared queries and kv_index are refused.
+      scores before the activation, as in `kernels.attention.jagged_attention`, and have gradients; dense keys, shared
+      queries and kv_index are refused with them.
 
     A row without keys gives zeros. ValueError for shapes, dtypes or names that do not fit and, on the CPU, for offsets,
     lengths and indices out of bounds; on a GPU, where checking would be a sync, those are device assertions.
@@ -210,11 +210,8 @@ def _triton(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
-    biased: Hashable = False,
     **_: Hashable,
 ) -> str | None:
-    if biased:
-        return "has no biases"
     if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
     if max(head_dim, value_dim) > MAX_HEAD_DIM:

@@ -8,7 +8,9 @@ A backend plugs in through `gdpa_operator(name, forward, backward)`, which makes
 
 q [Nq, H, d], k [Nk, Hkv, d] and v [Nk, Hkv, dv] have one dtype and any strides, grad_out [Nq, H, dv] too; `queries` and
 `keys` are equally many `Rows`. `activations` names one activation per query head, `mask` is a `Mask` of a window alone.
-Results are contiguous and written everywhere: queries without keys and keys without queries get zeros.
+Results are contiguous and written everywhere: queries without keys and keys without queries get zeros. A backend that
+serves biases takes a `Bias` after the mask, None for none. If there is one, its backward returns the gradients of the
+two tables after dv, an empty tensor for a table that is None.
 """
 
 from __future__ import annotations
@@ -18,45 +20,60 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels.attention.bias import Bias
 from kernels.core.activations import ACTIVATIONS
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
 from kernels.core.rows import Rows
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "
-    "int[] activations, float score_scale, float out_scale, SymInt left, SymInt right"
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
+_TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
+_SIZES = "SymInt max_q, SymInt max_k, int[] activations, float score_scale, float out_scale, SymInt left, SymInt right"
 
 
 def gdpa_operator(
-    name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    name: str,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., tuple[Tensor, ...]],
+    *,
+    biases: bool = False,
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above."""
+    call_schema = _TENSORS + _TABLES * biases + _SIZES
+    results = ", ".join(["Tensor"] * (5 if biases else 3))
+    saved = 9 if biases else 5  # tensors
+    arguments = _with_bias if biases else _arguments
 
-    @custom_op(f"gemsmith::gdpa_{name}", schema=f"({_CALL}) -> Tensor")
+    @custom_op(f"gemsmith::gdpa_{name}", schema=f"({call_schema}) -> Tensor")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        return forward(q, k, v, *_arguments(*rest))
+        return forward(q, k, v, *arguments(*rest))
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return q.new_empty(*q.shape[:2], v.shape[2])
 
-    @custom_op(f"gemsmith::gdpa_{name}_backward", schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor)")
-    def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(grad, q, k, v, *_arguments(*rest))
+    @custom_op(f"gemsmith::gdpa_{name}_backward", schema=f"(Tensor grad, {call_schema}) -> ({results})")
+    def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        own = backward(grad, q, k, v, *arguments(*rest))
+        return (*own, *(q.new_empty(0) for _ in range(2 * biases))) if len(own) == 3 else own
 
     @attend_backward.register_fake
     def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+        tables = (
+            q.new_empty(0) if table is None else table.new_empty(table.shape) for table in rest[2 : 2 + 2 * biases]
+        )
+        return *(x.new_empty(x.shape) for x in (q, k, v)), *tables
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.constants = inputs[5:]
+        ctx.save_for_backward(*inputs[:saved])
+        ctx.constants = inputs[saved:]
 
     def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = attend_backward(grad, *ctx.saved_tensors, *ctx.constants)
-        return *gradients, None, None, *(None for _ in ctx.constants)
+        inputs = ctx.saved_tensors
+        dq, dk, dv, *tables = attend_backward(grad, *inputs, *ctx.constants)
+        of_tables = [table if inputs[place] is not None else None for place, table in enumerate(tables, 5)]
+        others = saved + len(ctx.constants) - 5 - len(tables)
+        return dq, dk, dv, None, None, *of_tables, *(None,) * others
 
     attend.register_autograd(differentiate, setup_context=save)
 
@@ -70,11 +87,12 @@ def gdpa_operator(
         score_scale: float,
         out_scale: float,
         mask: Mask,
+        bias: Bias | None = None,
     ) -> Tensor:
         (q_offsets, max_q), (k_offsets, max_k) = queries, keys
         identifiers = [ACTIVATIONS.index(activation) for activation in activations]
-        scales = score_scale, out_scale
-        return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, identifiers, *scales, mask.left, mask.right)
+        sizes = max_q, max_k, identifiers, score_scale, out_scale, mask.left, mask.right
+        return attend(q, k, v, q_offsets, k_offsets, *((bias or Bias()) if biases else ()), *sizes)
 
     return call
 
@@ -95,3 +113,10 @@ def _arguments(
     # Kernels read consecutive offsets, but an argument may be a view of every k-th one.
     rows = Rows(q_offsets.contiguous(), max_q), Rows(k_offsets.contiguous(), max_k)
     return *rows, activations, score_scale, out_scale, Mask(False, left, right)
+
+
+def _with_bias(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """As `_arguments`, and the bias, None if it has no table."""
+    bias = Bias(*rest[:5])
+    given = bias.position is not None or bias.time is not None
+    return *_arguments(q_offsets, k_offsets, *rest[5:]), bias if given else None

@@ -10,7 +10,7 @@ from kernels.attention import Bias, padded_bias
 from kernels.core.activations import activate
 from kernels.core.constants import EPSILON
 from kernels.core.mask import Mask
-from kernels.core.rows import Rows, jagged_to_padded, padded_to_jagged, repeat_heads
+from kernels.core.rows import Rows, jagged_to_padded, padded_length, padded_to_jagged, repeat_heads
 
 
 def gdpa(
@@ -26,7 +26,7 @@ def gdpa(
     bias: Bias | None = None,
 ) -> Tensor:
     """`activations` has a name per query head; the rest as in the public function."""
-    (q_offsets, max_q), (k_offsets, max_k) = queries, keys
+    (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     q_padded, k_padded, v_padded = (
         jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]

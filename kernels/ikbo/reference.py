@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.attention import jagged_attention
 from kernels.core.checks import check_lengths
-from kernels.core.rows import jagged_to_padded, padded_to_jagged, repeat_heads, row_of
+from kernels.core.rows import jagged_to_padded, padded_length, padded_to_jagged, repeat_heads, row_of
 
 
 def linear_compression(
@@ -91,6 +91,8 @@ def tree_attention(
     for query_rows, key_rows, most, length in zip(q_offsets, k_offsets, max_q, max_k, strict=True):
         check_lengths(query_rows, most, "max_candidates times S")
         check_lengths(key_rows, length, "max_k")
+    max_q = [padded_length(*rows) for rows in zip(q_offsets, max_q, strict=True)]
+    max_k = [padded_length(*rows) for rows in zip(k_offsets, max_k, strict=True)]
 
     def padded(values: Tensor, offsets: Tensor, maximum: int) -> Tensor:
         return jagged_to_padded(values, offsets, maximum, 0.0, "first").transpose(1, 2)  # [R, H, L, d]

@@ -2,8 +2,8 @@
 
 A jagged tensor is (values [N, ...], offsets [B + 1]): row b is values[offsets[b]:offsets[b + 1]], offsets[0] is 0 and
 offsets[B] is N. Every function runs on the CPU and on a GPU, in any floating dtype, is differentiable, and never waits
-for the device: sizes come from shapes and from constants of the caller. The price is padded scratch memory in
-`jagged_dense_bmm`, which other backends avoid.
+for the device: sizes come from shapes and from constants of the caller, on a CPU from the longest row. The price is
+padded scratch memory in `jagged_dense_bmm`, which other backends avoid.
 
 Shapes: B rows, N = sum of lengths, L a maximum length, H heads, d and v widths of a head.
 """
@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.core.checks import check_lengths, check_offsets
-from kernels.core.rows import jagged_to_padded, padded_to_jagged, place_in_row, row_of, scatter_rows, widened
+from kernels.core.rows import (
+    jagged_to_padded,
+    padded_length,
+    padded_to_jagged,
+    place_in_row,
+    row_of,
+    scatter_rows,
+    widened,
+)
 
 ACTIVATIONS = {
     "none": lambda z: z,
@@ -92,8 +100,7 @@ def jagged_last(values: Tensor, offsets: Tensor, count: int) -> Tensor:
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, max_length: int) -> Tensor:
-    check_lengths(offsets, max_length, "max_length")
-    padded = jagged_to_padded(x, offsets, max_length, 0.0, "first")
+    padded = _pad(x, offsets, max_length)
     return padded_to_jagged(torch.bmm(padded, y), offsets, x.shape[0])
 
 
@@ -103,6 +110,7 @@ def jagged_low_rank(x: Tensor, offsets: Tensor, left: Tensor, weight: Tensor, ma
 
 def _pad(values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     check_lengths(offsets, max_length, "max_length")
+    max_length = padded_length(offsets, max_length)
     return jagged_to_padded(values, offsets, max_length, 0.0, "first")
 
 
@@ -120,6 +128,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int) ->
 def jagged_jagged_bmm_jagged_out(
     x: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, total: int, max_length: int
 ) -> Tensor:
+    check_lengths(offsets, max_length, "max_length")
+    max_length = padded_length(offsets, max_length)
     scores = padded_to_jagged(_pad(x, offsets, max_length) @ _pad(y, offsets, max_length).mT, offsets, x.shape[0])
     place, column = _square_places(offsets, squares, total)
     return scores.flatten().index_select(0, place * max_length + column)
@@ -135,6 +145,8 @@ def _to_matrix_rows(a: Tensor, offsets: Tensor, squares: Tensor, num_values: int
 def array_jagged_bmm_jagged_out(
     a: Tensor, y: Tensor, offsets: Tensor, squares: Tensor, max_length: int, transpose: bool
 ) -> Tensor:
+    check_lengths(offsets, max_length, "max_length")
+    max_length = padded_length(offsets, max_length)
     matrices = _pad(_to_matrix_rows(a, offsets, squares, y.shape[0], max_length), offsets, max_length)
     out = (matrices.mT if transpose else matrices) @ _pad(y, offsets, max_length)
     return padded_to_jagged(out, offsets, y.shape[0])

@@ -49,12 +49,11 @@ def _serving_linear(weight: Tensor, group: int, device: torch.device) -> str:
     return dispatch.serving("mxfp8_linear", like, **facts, group=group, out_dtype=torch.bfloat16)
 
 
-def multiplies_expert_codes(gate_up: Tensor, recipe: str, device: torch.device) -> bool:
-    """As `multiplies_linear_codes`, for `kernels.moe.experts` with gate_up [E, 2F, D]."""
-    num_experts, double, dim = gate_up.shape
+def multiplies_expert_codes(gate_up: Tensor, recipe: str, group: int, device: torch.device) -> bool:
+    """As `multiplies_linear_codes`, for `kernels.moe.experts` with gate_up [E, 2F, D]: all its products, so narrow
+    experts that are one operator around products of dequantised operands do not count."""
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
-    facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
-    return dispatch.serving("moe_experts", like, operands=recipe, out_dtype=torch.bfloat16, **facts) != "reference"
+    return "reference" not in _serving_experts(like, gate_up, recipe, group)[1]
 
 
 def linear_execution(weight: Tensor, group: int) -> str:
@@ -65,18 +64,23 @@ def linear_execution(weight: Tensor, group: int) -> str:
 
 def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:
     """How `kernels.moe.experts` under autocast to bfloat16 multiplies; gate_up [E, 2F, D], `group` the recipe's."""
+    layer, paths = _serving_experts(gate_up.new_empty(0, dtype=torch.bfloat16), gate_up, recipe, group)
+    return f"{layer}: " + "; ".join(_GROUPED.get(path, _dequantised(gate_up.device)) for path in sorted(paths))
+
+
+def _serving_experts(like: Tensor, gate_up: Tensor, recipe: str, group: int) -> tuple[str, set[str]]:
+    """(what serves the layer, what serves its products)."""
     num_experts, double, dim = gate_up.shape
     facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
-    layer = dispatch.serving("moe_experts", gate_up, operands=recipe, out_dtype=torch.bfloat16, **facts)
+    layer = dispatch.serving("moe_experts", like, operands=recipe, out_dtype=torch.bfloat16, **facts)
     widths = [(dim, double), (double // 2, dim)]
     if layer == "reference":
-        names = {dispatch.serving("mxfp8_grouped_mm", gate_up, in_features=k, out_features=n) for k, n in widths}
+        names = {dispatch.serving("mxfp8_grouped_mm", like, in_features=k, out_features=n) for k, n in widths}
         if names == {"reference"}:
-            return f"{layer}: {_dequantised(gate_up.device)}"
+            return layer, names
         layer = ", ".join(sorted(names))
-    paths = {
-        dispatch.serving(f"mxfp8_grouped_{kind}", gate_up, group=group, in_features=k, out_features=n)
+    return layer, {
+        dispatch.serving(f"mxfp8_grouped_{kind}", like, group=group, in_features=k, out_features=n)
         for kind in ("fprop", "wgrad")
         for k, n in widths
     }
-    return f"{layer}: " + "; ".join(_GROUPED.get(path, _dequantised(gate_up.device)) for path in sorted(paths))

@@ -20,8 +20,8 @@ class HSTULayer(nn.Module):
 
     A is causal; `length` is the constant `max_length`, so that a row's result does not depend on its neighbours. It is
     GDPA with SiLU. The bias is a learned number for each head and distance, and one for each logarithmic bucket of the
-    seconds between two events (`time_buckets`, 0: none); without either (`position_bias=False`) scores are kept in no
-    memory.
+    seconds from a key's event to what the query predicts (`time_buckets`, 0: none). The norm of A V has an epsilon of
+    1e-5, which its division by `length` makes count; published code has 1e-6.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class HSTULayer(nn.Module):
         self.position_bias = nn.Parameter(torch.zeros(num_heads, 2 * max_length - 1)) if position_bias else None
         self.time_bias = nn.Parameter(torch.zeros(num_heads, time_buckets)) if time_buckets else None
 
-    def forward(self, x: Tensor, offsets: Tensor, times: Tensor) -> Tensor:
-        """[N, dim] of rows `offsets` [R + 1], times [N] int64 seconds -> [N, dim]."""
+    def forward(self, x: Tensor, offsets: Tensor, times: Tensor, next_times: Tensor) -> Tensor:
+        """[N, dim] of rows `offsets` [R + 1]; times [N] int64, of events and of what each predicts -> [N, dim]."""
         check_maximum(offsets, self.max_length, "max_length")
         projected = nn.functional.silu(self.project(layer_norm(x)))
         gate, *parts = projected.chunk(4, dim=1)
         value, query, key = (part.unflatten(1, (self.num_heads, self.head_dim)) for part in parts)
-        dated = times if self.time_bias is not None else None
+        dated = self.time_bias is not None
         attended = gdpa(
             query,
             key,
@@ -64,8 +64,8 @@ class HSTULayer(nn.Module):
             window=(None, 0),
             position_bias=self.position_bias,
             time_bias=self.time_bias,
-            q_times=dated,
-            k_times=dated,
+            q_times=next_times if dated else None,
+            k_times=times if dated else None,
         )
         return x + self.output(self.dropout(layer_norm(attended.flatten(1)) * gate))
 
@@ -79,7 +79,7 @@ class HSTU(SequentialModel):
         score: str = option("cosine", choices=["dot", "cosine"])
         temperature: float = 0.05
         position_bias: bool = True  # a learned number for each head and distance is added to scores
-        time_buckets: int = 0  # the same for so many logarithmic buckets of the seconds between events; 0: none
+        time_buckets: int = 0  # the same for so many log buckets of the seconds from an event to the one to predict
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__(spec, config)
@@ -98,5 +98,5 @@ class HSTU(SequentialModel):
 
     def encode(self, values: Tensor, sequences: Sequences) -> Tensor:
         for layer in self.layers:
-            values = layer(values, sequences.offsets, sequences.times)
+            values = layer(values, sequences.offsets, sequences.times, sequences.next_times)
         return values

@@ -28,7 +28,8 @@ class Sequences(NamedTuple):
     values: Tensor  # [R + N, dim]
     offsets: Tensor  # [R + 1] int64
     places: Tensor  # [R + N] int64, from 0 at each request's token
-    times: Tensor  # [R + N] int64 seconds; a request's token has that of its first event
+    times: Tensor  # [R + N] int64 seconds, 0 at the request; a request's token has that of its first event
+    next_times: Tensor  # [R + N] int64 seconds: when what a place predicts happens, the next event or the request
     rows: Tensor  # [R + N] int64: where each token lies among R request tokens and then N events
 
 
@@ -86,11 +87,15 @@ class SequentialModel(RetrievalModel):
         starts = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=num_requests + num_events)
         # The first event of a request without one is some other request's: nothing but its own token reads that time.
         first = torch.cat([history.times, history.times.new_zeros(1)])[history.offsets[:-1]]
+        times = torch.cat([first, history.times])[rows]
+        next_times = times.roll(-1)
+        next_times[offsets[1:] - 1] = 0
         return Sequences(
             place_rows([start, events.to(start.dtype)], torch.cat([offsets[:-1], event_places])),
             offsets,
             places - starts,
-            torch.cat([first, history.times])[rows],
+            times,
+            next_times,
             rows,
         )
 

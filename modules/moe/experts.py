@@ -66,7 +66,7 @@ class Experts(Quantizable):
         return experts(x, selected_experts, weights, self.w_gate_up, self.w_down, recipe=self.recipe)
 
     def multiplies_codes(self, recipe: str, device: torch.device) -> bool:
-        return multiplies_expert_codes(self.w_gate_up, recipe, device)
+        return multiplies_expert_codes(self.w_gate_up, recipe, QUANTIZED[recipe], device)
 
     def execution(self) -> str:
         return experts_execution(self.w_gate_up, self.recipe, QUANTIZED[self.recipe])

@@ -44,6 +44,21 @@ def test_the_line_of_each_model_with_its_interval(tmp_path: Path, capsys: pytest
     assert "scaling_law.png" in capsys.readouterr().out
 
 
+def test_no_line_goes_through_a_u(tmp_path: Path) -> None:
+    flops = (1e6, 1e7, 1e8, 1e9, 1e10)
+    folder = write(tmp_path / "u", "kunlun", -0.02, flops)
+    for size, seed in ((3, 0), (4, 0)):
+        file = folder / f"{size}-{seed}" / "results.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"best_ne": 1.2}))
+    law = fit(read([folder]))
+    assert law is not None
+    assert (law.slope, law.until, law.beyond, law.runs) == (pytest.approx(-0.02), pytest.approx(1e8), 2, 9)
+    rising = write(tmp_path / "rising", "din", 0.02, flops)
+    assert fit(read([rising])) is None
+    assert main([str(folder), str(rising)]) == 0
+    assert "| din |  |  | no line: one of the two smallest" in (folder / "scaling_law.md").read_text()
+
+
 def test_what_no_line_can_be_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no finished runs.*runs/sweep-sizes"):

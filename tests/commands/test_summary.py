@@ -20,6 +20,18 @@ def test_it_answers_for_a_chip_that_is_absent() -> None:
     assert not list(here.slow())
 
 
+def test_auto_is_that_of_the_chip() -> None:
+    pytest.importorskip("triton")
+    model = ["model=interformer_moe", "model.dim=128", "model.moe.expert_dim=128", "precision=mxfp8_g128"]
+    precision = {cost.name: cost.precision for cost in summary.main(["chip=90", *model, *TINY]).costs}
+    assert precision["whole"] == "bfloat16, float32, mxfp8_g128"
+    assert precision["history"] == "bfloat16"
+    narrow = summary.main(["chip=90", *model, "model.moe.expert_dim=64", *TINY]).costs
+    assert narrow[0].precision == "bfloat16, float32"
+    here = {cost.name: cost.precision for cost in summary.main([*model, *TINY]).costs}
+    assert here["history"] == "mxfp8_g128"  # on a CPU everything is, to study the numbers
+
+
 def test_a_chip_is_a_capability() -> None:
     with pytest.raises(ValueError, match=r"chip=h200 must be a compute capability without its dot, e\.g\. chip=90"):
         summary.main(["chip=h200", *TINY])

@@ -18,7 +18,7 @@ def events_config(folder: Path, **settings: Any) -> EventsConfig:
     usual: dict[str, Any] = {
         "root": str(folder), "cache_dir": str(folder / "cache"), "files": ["rows.parquet"], "user": "user",
         "time": "time", "labels": {"click": "click"}, "request_categorical": ["user"],
-        "candidate_categorical": ["item"],
+        "candidate_categorical": ["item"], "statistics": "none",
     }  # fmt: skip
     return EventsConfig(**usual | settings)
 

@@ -104,6 +104,20 @@ def test_later_rows_see_what_they_would_see_in_one_preparation(tmp_path: Path, c
     assert not follower.take(parts, 3, nothing)
 
 
+def test_later_requests_fit_the_model_that_was_built(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    write(tmp_path / "log", 0)
+    follower = follower_of(tmp_path, "data.request=user")
+    parts, most = follower.begin(), follower.first.spec.max_candidates
+    assert most < ROWS
+    table = table_of(1)
+    one_user = table.set_column(table.column_names.index("user"), "user", pa.array([1] * ROWS))
+    pq.write_table(one_user, tmp_path / "log" / "day1.parquet")
+    assert follower.take(parts, 1, nothing)
+    assert (parts[1]["rows"], parts[1]["requests"]) == (ROWS, -(-ROWS // most))
+    assert follower.source.spec.max_candidates == most
+
+
 @pytest.mark.parametrize(("oov", "rows"), [((), {0}), (("data.min_count=2", "data.oov_rows=3"), {1, 2, 3})])
 def test_new_ids_follow_the_rule_of_unseen_ones(tmp_path: Path, oov: tuple[str, ...], rows: set[int]) -> None:
     config_of(tmp_path)

@@ -43,7 +43,7 @@ def prepared(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Prepa
         labels={"click": "click"}, request_categorical=["user"], candidate_categorical=["item", "new"],
         candidate_list=["tags"], candidate_numeric=["price"], log_numeric=["price"], max_history=4,
         histories={"seen": HistoryConfig(["item", "new"]), "clicked": HistoryConfig(["item"], {"click": 1})},
-        **settings,
+        **{"statistics": "none"} | settings,
     )  # fmt: skip
     source = build_source(config)
     assert isinstance(source, PreparedSource)

@@ -74,6 +74,12 @@ def test_request_column_groups_and_long_requests_are_cut(caplog):
     assert "1 of 2 requests have more than data.max_candidates=3 rows, up to 5" in caplog.text
 
 
+def test_requests_of_a_column_have_no_limit_of_their_own():
+    user, request = np.zeros(40, int), np.arange(40) % 2
+    requests = group(user, np.arange(40) * 10**6, request=request, max_candidates=None)
+    assert members(requests) == [list(range(0, 40, 2)), list(range(1, 40, 2))]
+
+
 def test_equal_request_ids_of_two_users_are_two_requests():
     assert members(group([0, 1], [0, 0], request=np.array([7, 7]))) == [[0], [1]]
 

@@ -27,6 +27,7 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
             time="time",
             labels={"click": "click"},
             candidate_categorical=["item", "brand"],
+            statistics="none",
             candidate_numeric=["price"],
             histories={"seen": HistoryConfig(["item"]), "search": HistoryConfig(["query"], files=["log.parquet"])},
         )

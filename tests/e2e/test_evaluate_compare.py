@@ -18,6 +18,7 @@ import torch
 from sklearn.metrics import ndcg_score
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from kernels.core import dispatch
 from modules.batch import select_rows, with_candidates
 from tests.launching import TINY, TINY_DLRM, train_ranks
 from tests.processes import run_ranks
@@ -236,6 +237,17 @@ def test_arms_without_common_weights_are_refused_before_they_train(override: str
     arms = [compare.Arm("a", ()), compare.Arm("b", (override,))]
     with pytest.raises(ValueError, match=rf"arms a and b cannot start from the same weights: .*e\.g\. {unlike}"):
         compare._check_arms(arms, list(TINY))
+
+
+def test_an_arm_that_would_run_as_the_baseline_is_refused() -> None:
+    pytest.importorskip("triton")
+    register_schema()
+    arms = [compare.Arm.parse(text) for text in ("bf16", "mxfp8_g128")]
+    with dispatch.asked_of((9, 0)), pytest.raises(ValueError, match=r"arm mxfp8_g128: no layer of this model gains"):
+        compare._check_arms(arms, list(TINY))
+    named = compare.Arm.parse("mxfp8_g128:precision=mxfp8_g128,precision.quantize=[arch.*]")
+    with dispatch.asked_of((9, 0)):
+        compare._check_arms([arms[0], named], list(TINY))
 
 
 def test_arms_need_a_test_split(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
         torch.use_deterministic_algorithms(False)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["step"], results["best_step"]) == (6, 3)
+    assert re.match(r"stopped early at step 6 of \d+: none of the last 1 validations was better", results["ended"])
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record.step for record in records if record.split == "train"] == [4, 6]  # the stop is no multiple of four
     assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size > 0

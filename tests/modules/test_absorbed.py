@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import modules.absorbed
-from kernels.core import dispatch
 from modules.absorbed import AbsorbingAttention
 from modules.core.flops import FlopCounter
 from modules.pooling import PMA
@@ -154,7 +153,7 @@ def test_compiles_into_one_graph_and_exports() -> None:
     torch.testing.assert_close(exported(*arguments), expected)
 
 
-def test_auto_does_not_quantise_what_is_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_does_not_quantise_what_is_absorbed() -> None:
     pytest.importorskip("triton")
     options = {"max_candidates": 1, "max_length": 1000}
 
@@ -167,9 +166,7 @@ def test_auto_does_not_quantise_what_is_absorbed(monkeypatch: pytest.MonkeyPatch
     assert type(by_name["arch"]["few"].key_value) is MXLinear
     assert not by_name["arch"]["few"].absorbs(torch.empty(0))
 
-    chip = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
-    monkeypatch.setattr(dispatch, "facts_of", lambda tensor: chip)
-    rows = {row.name: row for row in apply_recipe(model(), "mxfp8_g128", ["auto"])}
+    rows = {row.name: row for row in apply_recipe(model(), "mxfp8_g128", ["auto"], capability=(9, 0))}
     assert rows["arch.many.key_value"].recipe == "mxfp8_g128"
     assert rows["arch.few.key_value"].recipe == "bf16 autocast"
     assert rows["arch.few.key_value"].note == ABSORBED

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import mxfp8
-from kernels.core import dispatch
 from modules.mlp import MLP, activated
 from modules.moe import MoE, update_router_biases
 from modules.moe.experts import Experts
@@ -99,37 +98,49 @@ def test_a_wide_glob_leaves_router_logits_and_odd_widths_alone_and_says_why():
     assert rows["layers.0.norm"].recipe == "bf16 autocast"
 
 
-def test_auto_quantises_what_the_device_multiplies_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_quantises_everything_on_a_cpu() -> None:
     on_cpu = nn.ModuleDict({"arch": Model()})
     everything = {row.name: row.recipe for row in apply_recipe(on_cpu, "mxfp8", ["auto"])}
     named = apply_recipe(nn.ModuleDict({"arch": Model()}), "mxfp8", ["arch.*"])
-    assert everything == {row.name: row.recipe for row in named}  # no kernel takes codes here
-
-    monkeypatch.setattr(Experts, "multiplies_codes", lambda *_: True)
-    rows = {row.name: row for row in apply_recipe(nn.ModuleDict({"arch": Model()}), "mxfp8", ["auto"])}
-    assert rows["arch.layers.0.feed_forward.experts"].recipe == "mxfp8"
-    assert rows["arch.layers.1.project"].recipe == "bf16 autocast"
-    assert "BF16 is faster here" in rows["arch.layers.1.project"].note
+    assert everything == {row.name: row.recipe for row in named}  # numbers can be studied here, speed cannot
     with pytest.raises(ValueError, match="'auto' stands alone"):
         apply_recipe(Model(), "mxfp8", ["auto", "*.experts"])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_g128", "mxfp8"])
-def test_auto_quantises_linear_layers_that_gain_by_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("experts", [None, (128, 128), (96, 128), (128, 96), (80, 128)])
+@pytest.mark.parametrize("large", [False, True])
+def test_auto_on_hopper_quantises_what_a_kernel_serves_and_gains(
+    recipe: str, experts: tuple[int, int] | None, large: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("triton")
-    chip = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
-    monkeypatch.setattr(dispatch, "facts_of", lambda tensor: chip)
-    arch = nn.ModuleDict({"large": nn.Linear(1024, 3072), "small": nn.Linear(512, 512), "odd": nn.Linear(96, 4096)})
-    arch["experts"] = Experts(128, 128, 4)
-    model = nn.ModuleDict({"arch": arch})
-    rows = {row.name: row for row in apply_recipe(model, recipe, ["auto"])}
-    assert rows["arch.experts"].recipe == recipe
-    assert rows["arch.large"].recipe == (recipe if recipe == "mxfp8_g128" else "bf16 autocast")
-    assert rows["arch.small"].recipe == rows["arch.odd"].recipe == "bf16 autocast"
-    assert "dequantised in memory" in rows["arch.odd"].note
-    if recipe == "mxfp8_g128":
-        assert "too small to gain" in rows["arch.small"].note
-        assert "1 x MXLinear, by hopper: FP8 products of codes" in format_execution(model)
+    layers: dict[str, nn.Module] = {"small": nn.Linear(512, 512), "odd": nn.Linear(96, 4096)}
+    if large:
+        layers["large"] = nn.Linear(1024, 3072)
+    if experts is not None:
+        layers["experts"] = Experts(*experts, 4)
+    arch = nn.ModuleDict(layers)
+    rows = apply_recipe(nn.ModuleDict({"arch": arch}), recipe, ["auto"], capability=(9, 0))
+    expected = {"arch.experts"} if experts == (128, 128) else set()
+    expected |= {"arch.large"} if large and recipe == "mxfp8_g128" else set()
+    assert {row.name for row in rows if row.recipe != "bf16 autocast"} == expected
+    assert all(row.note for row in rows if row.name not in expected)
+    notes = {row.name: row.note for row in rows}
+    assert "dequantised in memory" in notes["arch.odd"]
+    assert "too small to gain" in notes["arch.small"] or recipe == "mxfp8"
+    if experts == (80, 128):
+        assert notes["arch.experts"] == "width 80 is not a multiple of 32"
+    assert ("no layer of this model gains" in caplog.text) == (not expected)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_auto_quantises_nothing_on_a_gpu_without_kernels_that_take_codes(
+    capability: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    arch = nn.ModuleDict({"arch": nn.ModuleDict({"large": nn.Linear(1024, 3072), "experts": Experts(128, 128, 4)})})
+    rows = apply_recipe(arch, "mxfp8_g128", ["auto"], capability=capability)
+    assert {row.recipe for row in rows} == {"bf16 autocast"}
+    assert 'precision.quantize=["arch.*"]' in caplog.text
 
 
 @pytest.mark.parametrize(

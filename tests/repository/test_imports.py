@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tools.device_sources import Sources
 from train.commands.doctor import ROOT
 
 # What the files of a package must not import; `kernels/` itself imports Triton, in its own files only.
@@ -43,7 +45,7 @@ def files(package: str) -> list[Path]:
 def test_what_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["train"], *extras["cuda"]]
+    declared = [*project["dependencies"], *extras["train"], *extras["cuda"], *extras["baseline"]]
     names = {Requirement(text).name.removesuffix("-core").replace("-", "_") for text in declared}
     found = {name.split(".")[0] for package in FORBIDDEN for path in files(package) for name in imported(path)}
     assert found - names - set(FORBIDDEN) - sys.stdlib_module_names == set()
@@ -95,6 +97,28 @@ def test_kernel_families_enter_each_other_through_their_package() -> None:
             if elsewhere and module and not shared:
                 wrong.add(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def test_device_code_that_other_families_use_says_so() -> None:
+    """Its module, by the words "Shared with `family`": a change of it is one of theirs."""
+    sources = Sources()
+    families = [path.parent.name for path in sorted((ROOT / "kernels").glob("*/reference.py"))]
+    users: dict[str, set[str]] = {}
+    for family in families:
+        for path in sources.files(family):
+            for target in sources.module(sources.name_of(path)).imports.values():
+                module, name = sources.resolve(*target) or ("", "")
+                owner = (*module.split("."), "")[1]
+                statements = sources.module(module).definitions[name] if owner in families else []
+                decorated = [ast.unparse(each) for node in statements for each in getattr(node, "decorator_list", [])]
+                if owner != family and any("jit" in text for text in decorated):
+                    users.setdefault(module, set()).add(family)
+    assert {"kernels.attention.hopper.backward_loader", "kernels.mxfp8.hopper.grouped.tiles"} <= set(users)
+    for module, sharing in users.items():
+        text = ast.get_docstring(ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text()))
+        said = re.search(r"^Shared with (.*)\.$", text, re.MULTILINE)
+        assert said, f"{module} is used by {sorted(sharing)}"
+        assert set(re.findall(r"`(\w+)`", said[1])) == sharing, module
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

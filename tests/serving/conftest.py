@@ -75,7 +75,7 @@ def _prepared(folder: Path, **settings: Any) -> Rows:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     config = EventsConfig(
         root=str(folder), cache_dir=str(folder / "cache"), files=["rows.parquet"], user="user", time="time",
-        request_window=1, max_history=6, **settings,
+        request_window=1, max_history=6, statistics="none", **settings,
     )  # fmt: skip
     return Rows(rows, config, build_source(config))
 

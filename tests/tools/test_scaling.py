@@ -44,7 +44,7 @@ def test_what_is_written_of_finished_trainings(tmp_path: Path, monkeypatch: pyte
     }
     monkeypatch.setattr(scaling, "floor", lambda overrides: 0.75)
     tables = scaling.write(results)
-    assert "| kunlun | 12 | 5.0 | -0.0100 ± 0.0000 |" in tables
+    assert "| kunlun | 12 | 5.0 | -0.0100 ± 0.0000 | 0 |" in tables
     assert "| M | 10 | 0.8800 | 10 | 0.8800 |" in tables
     written = json.loads((tmp_path / "scaling_law.json").read_text())
     assert written["laws"]["wukong"]["slope"] == pytest.approx(-0.01)

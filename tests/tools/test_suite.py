@@ -156,4 +156,4 @@ def test_data_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: set[tuple[str, ...]] = set()
     for seed in (0, 1):
         run.prepare(suite.job("ml1m", "din", SECTIONS["ml1m"].settings[seed], seed, []), done)
-    assert [data.max_candidates for data in built] == [8, 256]
+    assert [data.request for data in built] == [None, "request"]

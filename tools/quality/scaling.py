@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from launch.scaling_law import Run, fit, table
+from launch.scaling_law import Run, fit, lines_of, table
 from modules.core.flops import count_flops
 from modules.models import build as build_arch
 from tools.quality import run
@@ -211,13 +211,12 @@ def write(results: run.Results) -> str:
         "about": {key: sorted({result[key] for result in results.values()}) for key in ("device", "commit")},
         "overrides": list(COMMON),
         "floor": floor(first["overrides"]),
-        "laws": {model: asdict(law) for model, law in laws.items()},
+        "laws": {model: law and asdict(law) for model, law in laws.items()},
         "runs": [asdict(each) for runs in by_model.values() for each in runs],
     }
     write_json(STORED / "scaling_law.json", content)
     points = {model: [(each.flops, each.ne) for each in runs] for model, runs in by_model.items()}
-    lines = {model: (law.intercept, law.slope) for model, law in laws.items()}
-    plot_scaling_law(points, lines, STORED / "scaling_law.png")
+    plot_scaling_law(points, lines_of(laws), STORED / "scaling_law.png")
     return table(laws) + "\n" + sizes_table([each for runs in by_model.values() for each in runs])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-ONE_REQUEST = ("data.request=request", "data.max_candidates=256")
+ONE_REQUEST = ("data.request=request",)
 """Of MovieLens-1M: what a user has held out as one request, whose history is what was before the first rating of it."""
 
 

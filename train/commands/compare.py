@@ -5,8 +5,8 @@ arms and seeds at a time in processes of their own, shared out over the GPUs. Fo
 same initial checkpoint and see the same batches; the report (report.md, report.json, PNG curves; one named after each
 further arm if there are several) holds loss curves and their gap, NE, AUC and GAUC on the test split with paired
 bootstrap intervals, the spread of the first arm over seeds, speed, peak memory and a verdict. `--assert-equal` demands
-bitwise equal losses and predictions instead: a check for changes that should not alter numbers. Exit code 0: within
-budget (or equal), 1: not.
+bitwise equal losses and predictions instead: a check for changes that should not alter numbers. Exit status: 0 within
+budget (or equal), 1 not, 3 unresolved, 4 no verdict, because the baseline has learnt nothing (`verdict.judge`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ with lasting():
     from hydra import compose, initialize_config_dir
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from kernels.mxfp8 import QUANTIZED
     from modules.embedding import FeatureEmbedding
     from modules.models import build as build_arch
     from modules.models.ranking import RankingModel
+    from modules.precision import apply_recipe
     from train.build import build
     from train.checkpoint import save as checkpoint
     from train.commands import compare_report
+    from train.commands.verdict import STATUS, worst
     from train.config.compose import to_config
     from train.config.environment import to_saved
     from train.config.overrides import split_values
@@ -89,10 +92,10 @@ def main(arguments: list[str]) -> int:
         for seed in (*options.seeds, *options.baseline_seeds):
             chosen = arms if seed in options.seeds else arms[:1]
             _train_arms(chosen, arms[0], seed, overrides, out, world)
-        passed = _report(arms, options, out, map) if world.is_first else None
-        if passed is False and "RANK" in os.environ:
-            print("The exit code 1 is this verdict; torchrun tells it as processes that failed.", flush=True)
-        return 0 if world.broadcast(passed) else 1
+        status = _report(arms, options, out, map) if world.is_first else None
+        if status and "RANK" in os.environ:
+            print(f"The exit code {status} is this verdict; torchrun tells it as processes that failed.", flush=True)
+        return int(world.broadcast(status))
     finally:
         distributed.stop()
 
@@ -126,7 +129,7 @@ def _in_processes(arguments: list[str], arms: list[Arm], options: argparse.Names
     ]
     jobs.run(jobs.unfinished(waiting), launch, slots, ended)
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        return 0 if _report(arms, options, out, pool.map) else 1
+        return _report(arms, options, out, pool.map)
 
 
 def _out(options: argparse.Namespace) -> Path:
@@ -216,6 +219,7 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
             model = RankingModel(embedding, arch)
         weights[arm.name] = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights[arm.name]["data_fingerprint"] = source.fingerprint
+        _check_precision(arm, config, model)
     first = weights[arms[0].name]
     for name, held in weights.items():
         unlike = sorted(key for key in first.keys() | held.keys() if first.get(key) != held.get(key))
@@ -224,6 +228,21 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
                 f"arms {arms[0].name} and {name} cannot start from the same weights: {len(unlike)} differ, e.g. "
                 f"{unlike[0]}; compare other models over seeds: launch.sweep --over model=din,dlrm runtime.seed=0,1,2"
             )
+
+
+def _check_precision(arm: Arm, config: Config, model: RankingModel) -> None:
+    """ValueError for an arm that would run in BF16 and show nothing, because no layer gains by its precision."""
+    name = config.precision.name
+    if name not in QUANTIZED:
+        return
+    rows = apply_recipe(
+        model, name, config.precision.quantize, torch.device(distributed.device_type_of(config.runtime))
+    )
+    if name not in {row.recipe for row in rows}:
+        raise ValueError(
+            f"arm {arm.name}: no layer of this model gains by precision={name} on this GPU, so it would run in BF16; "
+            f'name what to quantise, e.g. "{arm.name}:precision={name},precision.quantize=[arch.*]"'
+        )
 
 
 def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], out: Path, world: World) -> None:
@@ -272,8 +291,9 @@ def _wait_for(file: Path, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Callable[..., Iterable[Any]]) -> bool:
-    baseline, passed = arms[0].name, True
+def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Callable[..., Iterable[Any]]) -> int:
+    """The exit status."""
+    baseline, equal = arms[0].name, True
     seeds = {arm.name: options.seeds for arm in arms} | {baseline: [*options.seeds, *options.baseline_seeds]}
     runs = {arm: [compare_report.read_run(out / f"seed-{seed}" / arm, seed) for seed in seeds[arm]] for arm in seeds}
     others = [arm.name for arm in arms[1:]]
@@ -283,8 +303,8 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
             print(
                 f"{other} differs from {baseline}: {difference}" if difference else f"{baseline} and {other} are equal"
             )
-            passed &= not difference
-        return passed
+            equal &= not difference
+        return 0 if equal else 1
     pairs = [{name: runs[name] for name in (baseline, other)} for other in others]
     judge = partial(compare_report.compare, budget=options.budget, resamples=options.resamples, mapped=mapped)
     with ThreadPoolExecutor() as threads:  # the slow part runs in the processes of `mapped`, if there are any
@@ -295,8 +315,7 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
         print(compare_report.write(out, stem, result, pair))
         compare_report.track(out, stem, result, pair)
         print(f"report: {out / stem}.md")
-        passed &= result["passed"]
-    return passed
+    return STATUS[worst([result["verdict"] for result in results])]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from train.commands.verdict import headline, judge, worst
 from train.config.schema import TrackingConfig
 from train.metrics.bootstrap import metric_intervals, paired_gaps
 from train.metrics.predictions import read_predictions
@@ -77,12 +78,11 @@ def compare(
     resamples: int = 1000,
     mapped: Callable[..., Iterable[Any]] = map,
 ) -> dict[str, Any]:
-    """Per task the gap of `other` to `baseline`, and the verdict.
+    """Per task the gap of `other` to `baseline`, and the verdict of `verdict.judge`.
 
-    A gap is 100 (NE_other - NE_baseline) / NE_baseline on the test split, positive when `other` is worse; the verdict
-    takes its mean over the seeds of `other`, which must be at most `budget` per cent and no larger in size than the
-    spread of the baseline against itself (largest minus smallest NE over its seeds, which may be more, in per cent of
-    their mean). `mapped` may be the map of a pool of processes: intervals take `resamples` passes over the predictions.
+    A gap is 100 (NE_other - NE_baseline) / NE_baseline on the test split, positive when `other` is worse; the spread of
+    the baseline against itself is its largest minus its smallest NE over its seeds, which may be more, in per cent of
+    their mean. `mapped` may be the map of a pool of processes: intervals take `resamples` passes over the predictions.
     """
     by_seed = {run.seed: run for run in runs[baseline]}
     pairs = [(by_seed[run.seed], run) for run in runs[other]]
@@ -103,6 +103,7 @@ def compare(
         "budget_percent": budget,
         "tasks": tasks,
         "arms": {name: _resources(arm) for name, arm in runs.items()},
+        "verdict": worst([task["verdict"] for task in tasks.values()]),
         "passed": all(task["passed"] for task in tasks.values()),
         "versions": first["versions"],
         "model": first["config"]["model"]["name"],
@@ -150,15 +151,8 @@ def _compare_task(
         side: {name: _summary(metric(arm, name)) for name in ("ne", "auc", "gauc")}
         for side, arm in (("baseline", paired), ("other", b_runs))
     }
-    return {
-        **arms,
-        "ne_gap_percent": gap,
-        "baseline_spread_percent": spread,
-        "per_seed": per_seed,
-        "within_budget": gap <= budget,
-        "within_spread": abs(gap) <= spread,
-        "passed": gap <= budget and abs(gap) <= spread,
-    }
+    task_result = {**arms, "ne_gap_percent": gap, "baseline_spread_percent": spread, "per_seed": per_seed}
+    return task_result | judge(task_result, budget)
 
 
 def _summary(values: np.ndarray) -> dict[str, float | None]:
@@ -180,16 +174,13 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
     lines = [
         f"# {other} against {baseline}",
         "",
+        headline(result),
+        "",
         (
             f"Model `{result['model']}`, data `{result['data']}`, {result['steps']:,} steps, "
             f"{'seed' if len(result['seeds']) == 1 else 'seeds'} {_listed(result['seeds'])}{further}. "
             f"Same initial checkpoint and same batches for both arms of a seed; test split; "
             f"gap = 100 (NE {other} - NE {baseline}) / NE {baseline}, positive is worse."
-        ),
-        "",
-        (
-            f"**Verdict: {'within' if result['passed'] else 'NOT within'} budget** "
-            f"(mean NE gap at most {result['budget_percent']} % and inside the spread of {baseline} over seeds)."
         ),
         "",
         (
@@ -203,8 +194,7 @@ def write(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
         ne, auc, gauc = (
             [_mean_std(values[side][name]) for side in ("baseline", "other")] for name in ("ne", "auc", "gauc")
         )
-        verdict = "pass" if values["passed"] else "fail"
-        lines.append(f"| {' | '.join([task, *ne, *cells, *auc, *gauc, verdict])} |")
+        lines.append(f"| {' | '.join([task, *ne, *cells, *auc, *gauc, values['verdict']])} |")
     lines += ["", "By seed, with 95 % bootstrap intervals over users:", ""]
     lines += ["| task | seed | arm | NE | AUC | GAUC |", "|---|---|---|---|---|---|"]
     for task, values in result["tasks"].items():

@@ -127,7 +127,8 @@ def _model(config: Config, source: Source) -> RankingModel:
     embedding = FeatureEmbedding(source.spec, own.dim, "meta", own.table_dims, managed_tables=own.managed_tables)
     spec = output_spec(source.spec, TaskLosses(config.tasks, source.spec.tasks))
     model = RankingModel(embedding, build_arch(config.model, spec))
-    apply_recipe(model, config.precision.name, config.precision.quantize)
+    # What is quantised matters to memory, and Hopper is where `auto` quantises anything.
+    apply_recipe(model, config.precision.name, config.precision.quantize, capability=(9, 0))
     freeze(model, config.optimizer.frozen)
     return model
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> Summary:
     if name == "auto":
         name = "bf16" if capability else "fp32"
     holder = torch.nn.ModuleDict({"arch": arch})  # names that the globs of a precision mean
-    apply_recipe(holder, name, [glob for glob in config.precision.quantize if name.startswith("mxfp8")])
+    apply_recipe(holder, name, config.precision.quantize, capability=capability)
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
     layers = config.model.describe_layers()
     return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers)

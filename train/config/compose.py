@@ -15,7 +15,7 @@ from modules.config import check_options
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
-from train.config.schema import SOURCES, Config, SyntheticConfig
+from train.config.schema import SOURCES, Config, EventsConfig, SyntheticConfig
 from train.loss import task_loss
 
 
@@ -30,6 +30,7 @@ def to_config(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     refuse_unknown(config)
+    _say_labels(config)
     validate(config)
     environment.refuse_passwords(config)
     environment.note(config, composed)
@@ -54,7 +55,18 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
         raise ValueError(f"the saved configuration is none of this version: {error.full_key}: {error.msg}") from error
     composed = OmegaConf.merge(known, OmegaConf.from_dotlist(overrides))
     assert isinstance(composed, DictConfig)
+    for chosen in composed.tasks.values():
+        if "of" not in chosen and "." in str(chosen.get("loss")):
+            chosen["of"] = "real"  # as it was before runs wrote it down
     return to_config(composed)
+
+
+def _say_labels(config: Config) -> None:
+    """Of losses of one's own: of 0 and 1, unless the data say that the task's labels are real numbers."""
+    for task, chosen in config.tasks.items():
+        if isinstance(chosen, dict) and "." in str(chosen.get("loss")):
+            real = isinstance(config.data, EventsConfig) and task in config.data.real_labels
+            chosen.setdefault("of", "real" if real else "binary")
 
 
 def validate(config: Config) -> None:

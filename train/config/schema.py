@@ -37,7 +37,8 @@ class DataConfig:
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
-    max_candidates: int = option(8, least=1)  # of one request
+    # rows of one request; more are several requests. null: with `request` as many as it has, else 8 of the window
+    max_candidates: Optional[int] = option(None, least=1)  # noqa: UP045
     # vocabulary: saved, built on the training split | hash: into hash_rows rows
     id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
     hash_rows: int = option(100_000, most=2**31 - 1)
@@ -81,6 +82,8 @@ class HistoryConfig:
     time_format: str | None = None  # of its times; default: that of the labelled rows
     lists: bool = False  # read list columns of the row, oldest event first
     times: str | None = None  # with lists: list column of the events' times; absent: only their order is known
+    # of rows: column of the time from which the event is known; default: that of a label whose column `where` names
+    known_at: str | None = None
 
 
 @dataclass
@@ -121,6 +124,19 @@ class TableVectorsConfig:
     scale: str = option("standard", choices=["standard", "none"])  # by mean and deviation of the files' vectors
     dtype: str = option("fp32", choices=["fp32", "fp16"])  # of the rows in memory and in checkpoints
     frozen: bool = True  # rows do not learn; false: they are where the table begins
+
+
+@dataclass
+class StatisticConfig:
+    """Numbers of the rows, or of a log's entries, that agree in some columns and are strictly before a request."""
+
+    by: list[str] = MISSING  # columns of ids that must be equal
+    of: list[str] | None = None  # tasks whose labels are counted; default: all with labels of 0 and 1
+    kinds: list[str] = field(default_factory=lambda: ["count", "rate"])  # count, rate, recency (seconds since the last)
+    distinct: list[str] = field(default_factory=list)  # columns of which different ids are counted
+    log: str | None = None  # event type of data.histories whose files are counted; absent: the labelled rows
+    half_life: float = 0.0  # seconds after which a row counts half, in steps of an eighth of it; 0: rows always count 1
+    smoothing: float = 20.0  # rows at the rate of all earlier rows that a rate begins with
 
 
 @dataclass
@@ -176,6 +192,11 @@ class EventsConfig(DataConfig):
     vocabulary_of: str | None = None  # run directory whose ids keep their rows and numbers their scale; new ids follow
     new_ids: bool = True  # false, with vocabulary_of: ids that it lacks are unknown; its label rates are kept, too
     histories: dict[str, HistoryConfig] = field(default_factory=dict)  # event type -> where its events come from
+    # numbers of the rows before a request. auto: counts and rates by user, by the first columns of candidates, and by
+    # both, with time and split_by=time | none | name -> a mapping as StatisticConfig
+    statistics: Any = "auto"
+    known_at: dict[str, str] = field(default_factory=dict)  # task -> column of the time from which its label is known
+    display: dict[str, Any] = field(default_factory=dict)  # feature that no request has -> its value in scoring
 
 
 @dataclass

@@ -187,6 +187,7 @@ class Follower:
             valid_files=[],
             test_files=[],
             split=[1.0, 0.0, 0.0],
+            max_candidates=self.first.spec.max_candidates,  # of the model, which is built
             histories=histories,
             table_vectors=vectors,
             vocabulary_of=str(self._run_dir),

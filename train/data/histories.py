@@ -33,15 +33,18 @@ class History:
         return np.cumsum(entered - left)[:-1] > 0
 
 
-def from_rows(events: np.ndarray, user: np.ndarray, time: np.ndarray, requests: Requests) -> History:
-    """The user's earlier rows among `events`: those strictly before the request's second.
+def from_rows(
+    events: np.ndarray, user: np.ndarray, time: np.ndarray, requests: Requests, known: np.ndarray | None = None
+) -> History:
+    """The user's rows among `events` that are known strictly before the request's second, dated by when they were.
 
-    events [E]: row numbers; user, time [N]: codes and milliseconds of all rows.
+    events [E]: row numbers; user, time, known [N]: codes and milliseconds of all rows (None: known when they are).
     """
-    events = events[np.lexsort((time[events], user[events]))]
-    seconds, first = time // 1000, requests.first
-    starts, ends = earlier_events(user[events], seconds[events], user[first], seconds[first])
-    return History(seconds[events], starts, ends, rows=events)
+    known = time if known is None else np.maximum(known, time)
+    events = events[np.lexsort((time[events], known[events], user[events]))]
+    seconds, first = known[events] // 1000, requests.first
+    starts, ends = earlier_events(user[events], seconds, user[first], time[first] // 1000)
+    return History(seconds, starts, ends, rows=events)
 
 
 def from_log(

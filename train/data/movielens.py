@@ -23,7 +23,7 @@ from train.config.schema import MovieLensConfig
 from train.data.features.columns import Coded, CodedLists, coded_integers, relabel
 from train.data.histories import from_rows
 from train.data.prepare import Dense, standardise, write
-from train.data.requests import Requests, earlier_events, group_requests
+from train.data.requests import IN_WINDOW, Requests, earlier_events, group_requests
 from train.data.storage import store
 from train.data.storage.files import Layout
 from train.data.storage.rows import Join, RowFiles, Rows
@@ -72,7 +72,7 @@ def prepare(config: MovieLensConfig, folder: Path) -> None:
         request=None,
         part=np.full(len(rows), -1),
         window=config.request_window,
-        max_candidates=config.max_candidates,
+        max_candidates=config.max_candidates or IN_WINDOW,
         split=config.split,
     )
     with np.errstate(invalid="ignore"):
@@ -145,7 +145,7 @@ def _feature_spec(config: MovieLensConfig, attributes: tuple[str, ...]) -> Featu
         request_dense=("user_ratings", "user_mean"),
         candidate_dense=("movie_ratings", "movie_mean"),
         tasks=("like", "love"),
-        max_candidates=config.max_candidates,
+        max_candidates=config.max_candidates or IN_WINDOW,
     )
 
 

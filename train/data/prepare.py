@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from modules.batch import FeatureSpec, SparseFeature
-from train.config.schema import DataConfig
+from train.config.schema import DataConfig, EventsConfig
 from train.data.features import mapping
 from train.data.features.columns import Coded, CodedLists
 from train.data.features.exact import ExactSum, Moments
@@ -222,6 +222,7 @@ def save_meta(
         "fingerprint": _fingerprint(spec, ids, statistics, transforms, digests),
         "transforms": transforms,
         "vectors": digests,
+        "statistics": config.statistics if isinstance(config, EventsConfig) else {},
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +29,19 @@ from train.data.features.transforms import Transforms, texts_as_ids
 from train.data.features.vocabulary import Hashing, first_row, rows_of_unknown
 from train.data.requests import vendor_runs
 from train.data.source import Source
+from train.data.statistics.lookup import Lookup
+from train.data.values import (
+    WRONG,
+    as_float,
+    equal,
+    first_wrong,
+    refuse_unknown,
+    seconds,
+    several,
+    shown,
+    value_of,
+    vector_of,
+)
 from train.process.files import write_json
 
 DESCRIPTION = "reader.json"
@@ -72,13 +84,18 @@ class RequestReader:
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
         self.transforms = Transforms(data.get("transforms", {}))
         self.vendor: str = data.get("vendor") or ""
+        self.event_types = frozenset(event.name for event in spec.histories)
         columns = [*data["request_numeric"], *data["candidate_numeric"], *data.get("vendor_numeric", [])]
         columns += self.transforms.number_inputs()
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
         self.numeric = known.numeric
+        self.statistics = Lookup(run_dir, data, known.statistics)
+        self.logarithmic |= self.statistics.logarithmic
         self.oov_rows = known.oov_rows
+        self.columns = None if known.columns is None else frozenset(known.columns)
+        """Of the run's files: a name beside them is a mistake. None: an earlier version kept none."""
         self._rows = {
             table: {text: row for row, text in enumerate(texts.to_pylist(), first_row(self.oov_rows))}
             for table, texts in known.ids.items()
@@ -118,14 +135,15 @@ class RequestReader:
 
         ValueError as above, and for other keys, with the number of the request.
         """
+
+        def read(some: Sequence[Mapping[str, Any]]) -> RequestBatch:
+            return self._batch([_parts(request) for request in some])
+
         try:
-            return self._batch([_parts(request) for request in requests])
-        except (ValueError, TypeError, AttributeError) as error:
-            for number, request in enumerate(requests):
-                try:
-                    self._batch([_parts(request)])
-                except (ValueError, TypeError, AttributeError) as own:
-                    raise ValueError(f"request {number}: {own}") from own
+            return read(requests)
+        except WRONG as error:
+            if found := first_wrong(requests, read):
+                raise ValueError(f"request {found[0]}: {found[1]}") from found[1]
             raise ValueError(str(error)) from error
 
     def _batch(self, requests: Sequence[Mapping[str, Any]]) -> RequestBatch:
@@ -140,12 +158,21 @@ class RequestReader:
         if spec.num_vendor_tokens:
             vendors = self._vendors(candidates, owners, [len(request["candidates"]) for request in requests])
         candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
-        return pack(
+        counted: dict[str, np.ndarray] = {}
+        if self.statistics:
+            moments = np.array(times, np.int64)
+            counted = self.statistics.of("request", _Columns(self, own, "the request"), moments)
+            both = [{**owner, **row} for owner, row in zip(owners, candidates, strict=True)]
+            moments = np.repeat(moments, [len(request["candidates"]) for request in requests])
+            counted |= self.statistics.of("candidate", _Columns(self, both, "a candidate"), moments)
+        batch = pack(
             spec,
             request=[self._ids(feature, own, "the request") for feature in spec.request],
             candidate=[self._ids(feature, candidates, "a candidate") for feature in spec.candidate],
-            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors),
-            candidate_dense=self._numbers(spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors),
+            request_dense=self._numbers(spec.request_dense, own, "the request", spec.request_vectors, counted),
+            candidate_dense=self._numbers(
+                spec.candidate_dense, candidates, "a candidate", spec.candidate_vectors, counted
+            ),
             histories=[self._events(event, histories) for event in spec.histories],
             request_time=np.array(times, np.int64),
             candidate_counts=np.array([len(request["candidates"]) for request in requests], np.int64),
@@ -155,13 +182,26 @@ class RequestReader:
             vendor=vendors,
             torchrec=False,
         )
+        self._refuse_unknown(requests)
+        return batch
+
+    def _refuse_unknown(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        refuse_unknown((request["histories"] for request in requests), self.event_types, "histories", "event type")
+        if self.columns is None:
+            return
+        refuse_unknown((request["request"] for request in requests), self.columns, "the request")
+        refuse_unknown((row for request in requests for row in request["candidates"]), self.columns, "a candidate")
+        with_time = self.columns | {"time"}
+        for name in self.event_types:
+            events = (event for request in requests for event in request["histories"].get(name) or ())
+            refuse_unknown(events, with_time, f"an event of type {name!r}")
 
     def _vendors(
         self, candidates: list[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], counts: Sequence[int]
     ) -> VendorColumns:
         """Neighbours among a request's candidates that have the same vendor; they must agree in its features."""
         spec, whose = self.spec, "a candidate"
-        ids = texts_as_ids([_column(row, self.vendor, whose) for row in candidates])
+        ids = self.coded([value_of(row, self.vendor, whose) for row in candidates], self.vendor, whose)
         if (ids.codes < 0).any():
             raise ValueError(f"{whose} has {self.vendor}=None; it must have a vendor")
         each, sizes = vendor_runs(ids.codes, np.array(counts, np.int64))
@@ -170,13 +210,13 @@ class RequestReader:
         numbers = dict.fromkeys(self.indicated.get(name, name) for name in spec.vendor_dense)
         vectors = [vector.name for vector in spec.vendor_vectors]
         for name in (*(feature.name for feature in spec.vendor), *numbers, *vectors):
-            values = [_column(row, name, whose) for row in derived]
+            values = [value_of(row, name, whose) for row in derived]
             for place, value in enumerate(values):
-                if not _equal(value, values[first[place]]):
+                if not equal(value, values[first[place]]):
                     raise ValueError(
-                        f"{whose} has {name}={value!r}, and another of the same {self.vendor}="
-                        f"{candidates[place][self.vendor]!r} has {values[first[place]]!r}; features of a vendor must "
-                        "be equal"
+                        f"{whose} has {name}={shown(value)}, and another of the same {self.vendor}="
+                        f"{shown(candidates[place][self.vendor])} has {shown(values[first[place]])}; features of a "
+                        "vendor must be equal"
                     )
         firsts = [derived[place] for place in dict.fromkeys(first)]
         return VendorColumns(
@@ -187,9 +227,9 @@ class RequestReader:
         )
 
     def _time(self, time: Any) -> int:
-        if time is None and all(event.name in self.undated for event in self.spec.histories):
+        if time is None and not self.statistics and all(event.name in self.undated for event in self.spec.histories):
             return 0  # ages of events count from it, and here they are all the same
-        return _seconds(time, "the request")
+        return seconds(time, "the request")
 
     def _derived(
         self,
@@ -208,26 +248,34 @@ class RequestReader:
         return list(self.transforms.derive(rows, dict.fromkeys(names), _Columns(self, rows, whose)))
 
     def _ids(self, feature: SparseFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> Ids:
-        values = [_column(row, feature.name, whose) for row in rows]
-        for value in values:
-            if value is not None and feature.is_list != (isinstance(value, Iterable) and not isinstance(value, str)):
-                wanted = f"a list of ids, such as [{value!r}]" if feature.is_list else "one id, not several"
-                raise ValueError(f"{whose} has {feature.name}={value!r}; it must be {wanted}")
+        values = [value_of(row, feature.name, whose) for row in rows]
         if not feature.is_list:
-            return Ids(self._known(feature.table, values))
+            return Ids(self._known(feature, values, whose))
+        for value in values:
+            if value is not None and not several(value):
+                wanted = f"a list of ids, such as [{shown(value)}]"
+                raise ValueError(f"{whose} has {feature.name}={shown(value)}; it must be {wanted}")
         lists = [[] if value is None else list(value) for value in values]
         return Ids(
-            self._known(feature.table, [item for items in lists for item in items]),
+            self._known(feature, [item for items in lists for item in items], whose),
             np.array([len(items) for items in lists], np.int64),
         )
 
-    def _known(self, table: str, values: Sequence[Any]) -> np.ndarray:
-        ids = texts_as_ids(values)
+    def _known(self, feature: SparseFeature, values: Sequence[Any], whose: str) -> np.ndarray:
+        ids, table = self.coded(values, feature.name, whose), feature.table
         if table not in self._rows:
             return Hashing(self.spec.tables[table]).ids(table, ids)
         unknown = rows_of_unknown(ids.values, self.oov_rows).tolist()
         rows = [self._rows[table].get(text, row) for text, row in zip(ids.values.to_pylist(), unknown, strict=True)]
         return np.array([*rows, UNKNOWN_ID], np.int32)[ids.codes]
+
+    def coded(self, values: Sequence[Any], name: str, whose: str) -> Coded:
+        """Values as ids. ValueError for a list or another object among them."""
+        try:
+            return texts_as_ids(values)
+        except WRONG:
+            place, _ = first_wrong(values, texts_as_ids) or (0, None)
+            raise ValueError(f"{whose} has {name}={shown(values[place])}; it must be one id, not several") from None
 
     def _numbers(
         self,
@@ -235,11 +283,18 @@ class RequestReader:
         rows: Sequence[Mapping[str, Any]],
         whose: str,
         vectors: Sequence[VectorFeature] = (),
+        counted: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray:
+        """`counted`: numbers that the rows do not have, by feature."""
         columns = np.zeros((len(rows), len(names)), np.float32)
         for index, name in enumerate(names):
             column = self.indicated.get(name, name)
-            values = np.array([self.number(_column(row, column, whose), column, whose) for row in rows], np.float64)
+            if counted and name in counted:
+                values = counted[name]
+            else:
+                values = np.array(
+                    [self.number(value_of(row, column, whose), column, whose) for row in rows], np.float64
+                )
             if name in self.indicated:
                 columns[:, index] = np.isnan(values)
             else:
@@ -249,20 +304,18 @@ class RequestReader:
         of_vectors = [scaled_vectors(self._vectors_of(each, rows, whose), each, self.numeric) for each in vectors]
         return np.concatenate([columns, *of_vectors], 1)
 
-    def _vectors_of(self, vector: VectorFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
+    def _vectors_of(self, feature: VectorFeature, rows: Sequence[Mapping[str, Any]], whose: str) -> np.ndarray:
         """[N, width] float64, NaN in all of a missing one, which is None."""
-        values = np.full((len(rows), vector.width), np.nan)
+        values = np.full((len(rows), feature.width), np.nan)
         for index, row in enumerate(rows):
-            given = _column(row, vector.name, whose)
+            given = value_of(row, feature.name, whose)
             if given is None:
                 continue
-            wanted = f"{whose} has {vector.name}={str(given)[:100]}; it must be {vector.width} finite numbers"
-            try:
-                numbers = np.asarray(given, np.float64)
-            except (TypeError, ValueError):
-                raise ValueError(wanted) from None
-            if numbers.shape != (vector.width,) or not np.isfinite(numbers).all() or np.abs(numbers).max() > LARGEST:
-                raise ValueError(wanted)
+            numbers = vector_of(given, feature.width)
+            if numbers is None:
+                raise ValueError(
+                    f"{whose} has {feature.name}={shown(given)}; it must be {feature.width} finite numbers"
+                )
             values[index] = numbers
         return values
 
@@ -270,14 +323,12 @@ class RequestReader:
         """As files have it: nothing is a missing number, and so is NaN in a column of `data.missing_nan`."""
         if value is None:
             return np.nan
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.inf
+        number = as_float(value)
         if math.isinf(number) or (math.isnan(number) and name not in self.nan_missing):
-            raise ValueError(f"{whose} has {name}={value!r}; it must be a finite number, or None where it is missing")
+            wanted = "a finite number, or None where it is missing"
+            raise ValueError(f"{whose} has {name}={shown(value)}; it must be {wanted}")
         if abs(number) > LARGEST and name not in self.logarithmic:
-            raise ValueError(f"{whose} has {name}={value!r}, {TOO_LARGE}")
+            raise ValueError(f"{whose} has {name}={shown(value)}, {TOO_LARGE}")
         return number
 
     def _events(self, event: EventType, requests: Sequence[tuple[Mapping[str, Any], int]]) -> Events:
@@ -286,11 +337,13 @@ class RequestReader:
         newest: list[Mapping[str, Any]] = []
         times, lengths = [], []
         for histories, now in requests:
-            events = _column(histories, event.name, "histories") or []
+            events = value_of(histories, event.name, "histories") or []
+            if not several(events):
+                raise ValueError(f"histories has {event.name}={shown(events)}; it must be a list of events")
             if event.name in self.undated:
                 dated = [(now - 1, each) for each in events]
             else:
-                all_dated = [(_seconds(_column(each, "time", whose), whose), each) for each in events]
+                all_dated = [(seconds(value_of(each, "time", whose), whose), each) for each in events]
                 dated = sorted((pair for pair in all_dated if pair[0] < now), key=lambda pair: pair[0])
             kept = dated[-event.max_length :]
             newest += [each for _, each in kept]
@@ -298,7 +351,7 @@ class RequestReader:
             lengths.append(len(kept))
         newest = self._derived(newest, event.fields, (), whose)
         return Events(
-            [self._known(field.table, [_column(each, field.name, whose) for each in newest]) for field in event.fields],
+            [self._known(each, [value_of(row, each.name, whose) for row in newest], whose) for each in event.fields],
             np.array(times, np.int64),
             np.array(lengths, np.int64),
         )
@@ -315,16 +368,16 @@ class _Columns:
     def ids(self, name: str) -> Coded:
         if name in self.reader.transforms:
             return self.reader.transforms.ids(name, self)
-        return texts_as_ids(self.given(name))
+        return self.reader.coded(self.given(name), name, self.whose)
 
     def given(self, name: str) -> list[Any]:
-        return [_column(row, name, self.whose) for row in self.rows]
+        return [value_of(row, name, self.whose) for row in self.rows]
 
     def numbers(self, name: str) -> np.ndarray:
         if name in self.reader.transforms:
             return self.reader.transforms.numbers(name, self)
         return np.array(
-            [self.reader.number(_column(row, name, self.whose), name, self.whose) for row in self.rows], np.float64
+            [self.reader.number(value_of(row, name, self.whose), name, self.whose) for row in self.rows], np.float64
         )
 
 
@@ -349,33 +402,10 @@ def _parts(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """ValueError for a request that is no mapping, has other keys or lacks its candidates."""
     if not isinstance(request, Mapping):
         raise ValueError(f"a request is a mapping with {', '.join(PARTS)}, got {type(request).__name__}")
-    if unknown := sorted(set(request) - set(PARTS)):
-        raise ValueError(f"{unknown[0]!r} is no part of a request, which has {', '.join(PARTS)}")
+    if unknown := [name for name in request if name not in PARTS]:
+        raise ValueError(f"{shown(unknown[0])} is no part of a request, which has {', '.join(PARTS)}")
     parts: dict[str, Any] = {"request": {}, "histories": {}, "time": None} | dict(request)
     candidates = parts.get("candidates")
     if isinstance(candidates, str | Mapping) or not isinstance(candidates, Sequence):
-        raise ValueError(f"candidates={candidates!r} must be a list with a mapping of columns for each candidate")
+        raise ValueError(f"candidates={shown(candidates)} must be a list with a mapping of columns for each candidate")
     return parts
-
-
-def _seconds(value: Any, whose: str) -> int:
-    """Seconds since 1970 of a number or a datetime; one without a time zone is of UTC."""
-    if isinstance(value, datetime):
-        value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{whose} has time={value!r}; it must be in seconds since 1970, e.g. 1700000000")
-    return math.floor(value)
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Iterable) and isinstance(other, Iterable) and not isinstance(value, str):
-        return list(value) == list(other)
-    return value == other or (value != value and other != other)  # of missing numbers, too
-
-
-def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{whose} is {row!r}; it must be a mapping of columns")
-    if name not in row:
-        raise ValueError(f"{whose} has no {name!r}, it has {sorted(row)}; None is a missing value, [] no event")
-    return row[name]

@@ -13,6 +13,8 @@ from train.data.batch import ranges
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
+IN_WINDOW = 8
+"""Rows that a request of a window has at most, where the configuration does not say."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def group_requests(
     request: np.ndarray | None,
     part: np.ndarray,
     window: int,
-    max_candidates: int,
+    max_candidates: int | None,
     split: Sequence[float],
     held_out: Sequence[int] | None = None,
     train_requests: str = "all",
@@ -54,8 +56,8 @@ def group_requests(
     rows [M]: those to use; user, time, request, part [N]: codes, milliseconds, codes or None, and the index in `SPLITS`
     of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one request;
     without request ids, those that start within `window` seconds of its first row. More than `max_candidates` rows
-    are several requests. Splits without files of their own share the rest, oldest first, in the ratio of `split`;
-    a request is never divided between splits.
+    are several requests (None: no limit). Splits without files of their own share the rest, oldest first, in the ratio
+    of `split`; a request is never divided between splits.
 
     `held_out`: indices in `SPLITS` of what a user's last request is of, the one before it, and so on; all others train,
     or the last of them with `train_requests` "last", whose history holds the rest. Of a file that decides the split a
@@ -100,7 +102,7 @@ def form_requests(
     request: np.ndarray | None,
     part: np.ndarray,
     window: int,
-    max_candidates: int,
+    max_candidates: int | None,
     held_out: Sequence[int] | None,
     train_requests: str,
 ) -> Formed:
@@ -113,7 +115,9 @@ def form_requests(
     run = np.append(0, np.cumsum(~same))[: len(order)]
     run_ends = np.append(np.flatnonzero(~same) + 1, len(order))[: len(order)]
     sizes = np.diff(run_ends, prepend=0)
-    limit = np.minimum(run_ends[run], np.arange(len(order)) + max_candidates)
+    limit = run_ends[run]
+    if max_candidates is not None:
+        limit = np.minimum(limit, np.arange(len(order)) + max_candidates)
     if request is None:
         second = time[order] // 1000
         in_window = earlier_events(run, second, run, second + window + 1)[1]
@@ -156,11 +160,17 @@ def vendor_runs(vendor: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
     return np.bincount(request[begins], minlength=len(counts)), candidates
 
 
-def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int) -> None:
+def rounded(most: int) -> int:
+    """A power of two that is at least `most`: the model's constant where no bound is given. Neighbouring days, and
+    thus what is compiled for them, then mostly have the same."""
+    return 1 << max(most - 1, 0).bit_length()
+
+
+def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int | None) -> None:
     """sizes: for each n how many request ids have n rows, in any number of parts."""
     parts = list(sizes)
     most = max((len(part) for part in parts), default=0) - 1
-    if most > max_candidates:
+    if max_candidates is not None and most > max_candidates:
         logger.warning(
             "%d of %d requests have more than data.max_candidates=%d rows, up to %d, and count as several requests",
             sum(part[max_candidates + 1 :].sum() for part in parts),

@@ -133,8 +133,8 @@ class Classes(_OfCandidates):
 
 
 @dataclass(frozen=True)
-class Own(_Real):
-    """A function of your own: (logits [C], labels [C]) -> losses [C]. Its logit is taken for its prediction."""
+class _Own(_OfCandidates):
+    """A function of your own: (logits [C], labels [C]) -> losses [C]."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     name: str
@@ -145,3 +145,17 @@ class Own(_Real):
             given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"the loss {self.name} must give a loss for each candidate, {list(labels.shape)}: {given}")
         return values
+
+
+@dataclass(frozen=True)
+class OwnReal(_Own, _Real):
+    """Of real numbers: its logit is its prediction."""
+
+
+@dataclass(frozen=True)
+class OwnBinary(_Own, _Probability):
+    """Of labels of 0 and 1: its logit's sigmoid is a probability."""
+
+
+OWN: dict[str, type[_Own]] = {"real": OwnReal, "binary": OwnBinary}
+"""By what `of` says."""

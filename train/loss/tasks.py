@@ -13,7 +13,7 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.core.import_object import import_object
 from modules.models.retrieval import NextItems
 from train.loss.base import Requests, TaskLoss
-from train.loss.candidates import BinaryCrossEntropy, Classes, Focal, Huber, Log, Own, Squared
+from train.loss.candidates import OWN, BinaryCrossEntropy, Classes, Focal, Huber, Log, Squared
 from train.loss.means import global_mean, ranking_loss
 from train.loss.next_item import BPR, GBCE, ItemShares, NextItemLoss, SampledSoftmax
 from train.loss.within_requests import Listwise, Pairwise
@@ -34,15 +34,18 @@ Loss = TaskLoss | NextItemLoss
 
 def task_loss(task: str, chosen: Any) -> Loss:
     """The loss of `chosen`, {loss: name, argument: value, ...}; the name is one of those below, or that of a function
-    of your own, `module.function`. ValueError with the names that there are, of losses and of their arguments."""
+    of your own, `module.function`, whose labels `of` tells. ValueError with the names that there are, of losses and of
+    their arguments."""
     key = f"tasks.{task}"
     if not isinstance(chosen, Mapping) or not isinstance(chosen.get("loss"), str):
         raise ValueError(f"{key}={chosen} must name a loss, e.g. +{key}.loss=squared")
     name, arguments = chosen["loss"], {argument: value for argument, value in chosen.items() if argument != "loss"}
     if "." in name:
-        if arguments:
-            raise ValueError(f"{key}.{next(iter(arguments))}: a loss of your own, {name}, takes no arguments")
-        return Own(import_object(name, f"{key}.loss"), name)
+        of = arguments.pop("of", "real")
+        if arguments or of not in OWN:
+            wrong = f"{next(iter(arguments))}" if arguments else f"of={of}"
+            raise ValueError(f"{key}.{wrong}: a loss of your own, {name}, takes `of` alone: {' or '.join(OWN)}")
+        return OWN[of](import_object(name, f"{key}.loss"), name)
     known = {**LOSSES, **NEXT_ITEM}
     if name not in known:
         raise ValueError(

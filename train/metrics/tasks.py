@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,13 @@ class TaskMetrics:
             return dict.fromkeys(self.losses.by_task, (f"ndcg@{k}", True))
         return {task: sums.best for task, sums in self._sums.items()}
 
+    @property
+    def measure(self) -> str:
+        """What `Progress.judge` calls NE, in words."""
+        names = [f"1 - {name}" if larger else name for name, larger in self.best.values()]
+        names = list(dict.fromkeys(["NE"] * bool(self._binary) + ["NE" if name == "ne" else name for name in names]))
+        return names[0] if len(names) == 1 else f"the mean of {' and '.join(names)}"
+
     def reset(self) -> None:
         if self.set is not None:
             self.set.reset()
@@ -105,9 +112,16 @@ class TaskMetrics:
         return self.set.histograms() if self.set is not None else {}
 
 
+SUMS: dict[str, Callable[[TaskLoss, torch.device, Sequence[int]], TaskSums]] = {
+    "real": lambda loss, device, top_k: RealSums(loss, device),
+    "classes": lambda loss, device, top_k: ClassSums(loss, device),
+    "order": OrderSums,
+}
+"""By `TaskLoss.metrics`, of tasks that are not binary."""
+
+
 def _sums(loss: TaskLoss, device: torch.device, top_k: Sequence[int]) -> TaskSums:
-    if loss.metrics == "real":
-        return RealSums(loss, device)
-    if loss.metrics == "classes":
-        return ClassSums(loss, device)
-    return OrderSums(loss, device, top_k)
+    if loss.metrics not in SUMS:
+        known = ", ".join(["binary", *SUMS])
+        raise ValueError(f"{type(loss).__name__}.metrics={loss.metrics!r} is no kind of metrics; use one of {known}")
+    return SUMS[loss.metrics](loss, device, top_k)

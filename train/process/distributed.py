@@ -77,11 +77,17 @@ class World:
         dist.barrier(group=self.host_group)
 
 
-def start(runtime: RuntimeConfig) -> World:
-    """Join the process group that torchrun described, or make one of a single process; pick the device."""
+def device_type_of(runtime: RuntimeConfig) -> str:
+    """cuda or cpu; ValueError for a GPU that is not there."""
     device_type = runtime.device if runtime.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("runtime.device=cuda, but this process sees no GPU; use runtime.device=cpu or auto")
+    return device_type
+
+
+def start(runtime: RuntimeConfig) -> World:
+    """Join the process group that torchrun described, or make one of a single process; pick the device."""
+    device_type = device_type_of(runtime)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device_type == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,36 +34,74 @@ def series(records: Sequence[Record], split: str, name: str) -> tuple[list[int],
     return [step for step, _ in found], [value for _, value in found]
 
 
-def plot_training(records: Sequence[Record], path: Path) -> None:
-    """Training loss, and NE of every task in training and validation, over steps."""
-    figure, (loss, ne) = _panels(2)
+def plot_training(records: Sequence[Record], path: Path, best_step: int = 0, *, early: bool = False) -> None:
+    """Training loss, and in a panel for each task its NE (nmse of real numbers) in training and validation, over steps.
+
+    `best_step` (0: none) is marked as the checkpoint that is tested, and the last step of a run that stopped `early`.
+    """
+    names = {name for record in records for name in record.values if name.endswith(("/ne", "/nmse"))}
+    figure, (loss, *panels) = _panels(1 + len(names))
     steps, values = series(records, "train", "loss")
     loss.plot(steps, values, color=COLORS[0], alpha=0.35, linewidth=1, label="train")
     loss.plot(steps, smooth(values), color=COLORS[0], linewidth=2, label="train, smoothed")
+    for axes, name in zip(panels, sorted(names), strict=True):
+        task, _, metric = name.rpartition("/")
+        steps, values = series(records, "train", name)
+        axes.plot(steps, smooth(values), color=COLORS[0], alpha=0.6, linewidth=1.5, label="train, smoothed")
+        axes.plot(*series(records, "valid", name), color=COLORS[1], marker="o", label="validation")
+        metric = metric.upper() if metric == "ne" else metric
+        _focus(axes, whole=axes.lines[-1])
+        if axes.get_ylim()[1] > 0.97:
+            axes.axhline(1, color="grey", linestyle=":", linewidth=1, label="constant predictor")
+        _label(axes, task, "step", f"{metric} (lower is better)")
     _focus(loss)
     _label(loss, "Training loss", "step", "loss (nats)")
-    tasks = sorted({name.removesuffix("/ne") for record in records for name in record.values if name.endswith("/ne")})
-    for task, color in zip(tasks, _cycle(len(tasks)), strict=True):
-        steps, values = series(records, "train", f"{task}/ne")
-        ne.plot(steps, smooth(values), color=color, alpha=0.5, linewidth=1, label=f"{task}, train, smoothed")
-        ne.plot(*series(records, "valid", f"{task}/ne"), color=color, marker="o", label=f"{task}, validation")
-    ne.axhline(1, color="grey", linestyle=":", linewidth=1)
-    _focus(ne)
-    _label(ne, "Normalised entropy (1 = constant predictor)", "step", "NE")
+    last = max((record.step for record in records), default=0)
+    for axes in (loss, *panels):
+        if best_step:
+            axes.axvline(best_step, color=COLORS[2], linestyle="--", linewidth=1, label=f"best, step {best_step:,}")
+        if early:
+            axes.axvline(last, color="grey", linestyle="-.", linewidth=1, label=f"stopped early, step {last:,}")
+        _legend(axes)
     _save(figure, path)
 
 
 def plot_calibration(histograms: Mapping[str, ScoreHistogram], path: Path) -> None:
-    """Observed rate over mean prediction of score ranges of equal weight, by task."""
-    figure, (axes,) = _panels(1, height=5)
-    top = 0.0
-    for (task, histogram), color in zip(histograms.items(), _cycle(len(histograms)), strict=True):
+    """Observed rate over mean prediction of score ranges of equal weight, one panel a task, on logarithmic axes.
+
+    Bars are 95 % intervals (Wilson) of ranges that have as many rows as weight. A range without a positive is drawn at
+    half a positive, hollow.
+    """
+    figure, panels = _panels(len(histograms), height=4.5)
+    for axes, (task, histogram) in zip(panels, histograms.items(), strict=True):
         curve = calibration_curve(histogram)
-        axes.plot(curve.predicted, curve.observed, marker="o", markersize=4, color=color, label=task)
-        top = max([top, *curve.predicted.tolist(), *curve.observed.tolist()])
-    axes.plot([0, top], [0, top], color="grey", linestyle=":", linewidth=1, label="calibrated")
-    _label(axes, "Calibration", "mean prediction", "observed rate")
+        predicted, observed, weight = (part.numpy() for part in (curve.predicted, curve.observed, curve.weight))
+        low, high = wilson(observed, weight)
+        shown = np.maximum(observed, 0.5 / np.maximum(weight, 1))
+        axes.vlines(predicted, np.minimum(np.maximum(low, 0.2 * shown), shown), high, color=COLORS[0], alpha=0.5)
+        axes.plot(predicted, shown, color=COLORS[0], alpha=0.3, linewidth=1)
+        some = observed > 0
+        axes.plot(predicted[some], shown[some], "o", markersize=4, color=COLORS[0], label="observed, 95 %")
+        if not some.all():
+            axes.plot(predicted[~some], shown[~some], "o", markersize=4, mfc="none", color=COLORS[0], label="none seen")
+        if predicted.size:
+            ends = np.array([predicted.min(), predicted.max()])
+            axes.plot(ends, ends, color="grey", linestyle=":", linewidth=1, label="calibrated")
+            axes.set(xscale="log", yscale="log")
+            plain_ticks(axes.xaxis, axes.yaxis)
+        rows, positives = (float(part.sum()) for part in (histogram.positive + histogram.negative, histogram.positive))
+        title = f"{task}: {rows:,.0f} rows, {positives:,.0f} positive"
+        _label(axes, title, "mean prediction", "observed rate")
     _save(figure, path)
+
+
+def wilson(rate: Floats, count: Floats, z: float = 1.96) -> tuple[Floats, Floats]:
+    """The 95 % interval of a rate that was seen in `count` rows (Wilson 1927)."""
+    count = np.maximum(count, 1e-9)
+    middle = rate + z**2 / (2 * count)
+    half = z * np.sqrt(np.maximum(rate * (1 - rate), 0) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    return np.maximum((middle - half) / scale, 0), (middle + half) / scale
 
 
 def plot_scores(histograms: Mapping[str, ScoreHistogram], path: Path) -> None:
@@ -118,11 +158,18 @@ def plot_arms(arms: Mapping[str, Sequence[Curve]], baseline: str, path: Path) ->
     _save(figure, path)
 
 
-def plot_run(records: Sequence[Record], histograms: Mapping[str, ScoreHistogram], folder: Path) -> list[Path]:
+def plot_run(
+    records: Sequence[Record],
+    histograms: Mapping[str, ScoreHistogram],
+    folder: Path,
+    best_step: int = 0,
+    *,
+    early: bool = False,
+) -> list[Path]:
     """Plots of a finished run: `training.png` and, with histograms, `calibration.png` and `scores.png` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "training.png"]
-    plot_training(records, paths[0])
+    plot_training(records, paths[0], best_step, early=early)
     if histograms:
         paths += [folder / "calibration.png", folder / "scores.png"]
         plot_calibration(histograms, paths[1])
@@ -149,23 +196,30 @@ def _cumulative_share(weight: Tensor) -> Floats:
     return np.concatenate([[0.0], weight.cumsum(0).numpy() / (total or 1.0)])
 
 
+ARMS = {"operators": "one request", "copies": "a copy for each candidate"}
+"""What readers call the arms of `train.commands.ratio`."""
+
+
 def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Time and, where it was measured, memory of `train.commands.ratio` over candidates a request, by arm."""
-    kinds = [("ms", "ms")] + [("peak_mib", "peak MiB")] * (rows[0]["step"]["peak_mib"] is not None)
-    figure, panels = _panels(2 * len(kinds))
-    panel = iter(panels)
-    for part, title in (("forward", "Forward"), ("step", "Forward and backward")):
-        for field, unit in kinds:
+    kinds = [("ms", "time", "ms")] + [("peak_mib", "peak memory", "MiB")] * (rows[0]["step"]["peak_mib"] is not None)
+    figure, panels = _panels(2 * len(kinds), columns=2)
+    panel, ticks = iter(panels), sorted({row["ratio"] for row in rows})
+    for field, what, unit in kinds:
+        for part, title in (("forward", "Forward"), ("step", "Forward and backward")):
             axes = next(panel)
             for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS, strict=False):
                 points = [(row["ratio"], row[part]) for row in rows if row["arm"] == arm]
-                ratios = [ratio for ratio, _ in points]
-                axes.plot(ratios, [values[field] for _, values in points], marker="o", color=color, label=arm)
+                ratios, name = [ratio for ratio, _ in points], ARMS.get(arm, arm)
+                axes.plot(ratios, [values[field] for _, values in points], marker="o", color=color, label=name)
                 if field == "ms" and points[0][1]["graph_ms"] is not None:
                     times = [values["graph_ms"] for _, values in points]
-                    axes.plot(ratios, times, marker="o", color=color, linestyle=":", label=f"{arm}, as a graph")
+                    axes.plot(ratios, times, marker="o", color=color, linestyle=":", label=f"{name}, CUDA graph")
             axes.set(xscale="log", yscale="log")
-            _label(axes, title, "candidates a request", unit)
+            plain_ticks(axes.xaxis, axes.yaxis)
+            axes.set_xticks([], minor=True)
+            axes.set_xticks(ticks, [f"{ratio:,}" for ratio in ticks])
+            _label(axes, f"{title}: {what}", "candidates a request", unit)
     _save(figure, path)
 
 
@@ -181,41 +235,65 @@ def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         points = [(row["candidates"], row[field]) for row in rows if field in row]
         axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
     axes.set(xscale="log", yscale="log")
+    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
+    plain_ticks(axes.xaxis, axes.yaxis)
     _label(axes, "Scores of one request", "candidates", "ms")
     _save(figure, path)
 
 
 def plot_scaling_law(
-    points: Mapping[str, Sequence[tuple[float, float]]], lines: Mapping[str, tuple[float, float]], path: Path
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    lines: Mapping[str, tuple[float, float, float] | None],
+    path: Path,
 ) -> None:
-    """NE over FLOPs of an example by model: a point a run, and the line of `launch.scaling_law` (intercept, slope)."""
+    """NE over FLOPs of an example by model: a point a run, the means of sizes joined, and the line of
+    `launch.scaling_law` (intercept, slope, the FLOPs up to which it was fitted), if it has one."""
     figure, (axes,) = _panels(1, height=5)
     for (name, runs), color in zip(points.items(), _cycle(len(points)), strict=True):
-        flops, ne = np.array(runs).T
+        flops, ne = np.array(sorted(runs)).T
+        sizes = np.unique(flops)
         axes.scatter(flops, ne, s=18, color=color, alpha=0.7)
-        ends = np.array([flops.min(), flops.max()])
-        intercept, slope = lines[name]
-        label = f"{name}: {slope:+.4f} for ten times as many"
-        axes.plot(ends, intercept + slope * np.log10(ends), color=color, label=label)
+        axes.plot(sizes, [ne[flops == size].mean() for size in sizes], color=color, linewidth=1, label=name)
+        if (line := lines[name]) is not None:
+            intercept, slope, until = line
+            ends = np.array([flops.min(), until])
+            label = f"{name}: {slope:+.4f} for ten times as many"
+            axes.plot(ends, intercept + slope * np.log10(ends), color=color, linestyle="--", linewidth=2, label=label)
     axes.set(xscale="log")
-    _label(axes, "NE of the best validation", "FLOPs of training an example", "NE")
+    _label(axes, "NE of the best validation", "FLOPs of training an example", "NE (lower is better)")
     _save(figure, path)
 
 
-def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:
-    rows, columns = (count, 1) if vertical else (1, count)
-    size = (8, 0.75 * height * rows) if vertical else (6 * columns, height)
+def _panels(count: int, *, height: float = 4, vertical: bool = False, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """`count` axes, one below the other or in rows of at most `columns`."""
+    columns = 1 if vertical else 2 if count == 4 else max(1, min(columns, count))
+    rows = -(-max(count, 1) // columns)
+    size = (8, 0.75 * height * rows) if vertical else (6 * columns, height * rows)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=vertical)
-    return figure, list(axes.flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=vertical).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
 
 
-def _focus(axes: Axes) -> None:
-    """Cut the axis below the highest values: in its first steps a run is far above where it spends its time."""
+def plain_ticks(*logarithmic: Axis) -> None:
+    """Numbers such as 0.02, 6 or 3,000 at the ticks of these axes, in place of powers of ten."""
+    for axis in logarithmic:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _focus(axes: Axes, whole: Line2D | None = None) -> None:
+    """Cut the axis below the highest values: in its first steps a run is far above where it spends its time. All of the
+    line `whole` is seen."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     values = values[np.isfinite(values)]
     if values.size and values.max() > values.min():
         low, high = np.quantile(values, [0, 0.97])
+        seen = [] if whole is None else np.asarray(whole.get_ydata(), dtype=np.float64)
+        high = max([high, *(value for value in seen if np.isfinite(value))])
         axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
 
 
@@ -227,6 +305,10 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small")
 

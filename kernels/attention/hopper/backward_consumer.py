@@ -11,6 +11,8 @@ registers until the path to L2 has taken it, which is hundreds of instructions. 
 the loop's body: with one in flight there, the compiler would serialise all of them. It does that, too, where registers
 run out, and every number of the loop counts; scores therefore start from -lse / scale in their accumulators. dk and dv
 are stored by TMA, through the buffer of the tile's values: ordinary stores would delay the loads of the next item.
+
+Shared with `gdpa` and `ikbo`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A tile of queries has 64 of them, a tile of keys 128. An item is a tile of keys of one key head; a step is one tile of
 queries of one query head against it. An item meets its runs of queries one after the other. Key tiles that no query
 sees have no steps and are not loaded.
+
+Shared with `gdpa`.
 """
 
 from __future__ import annotations

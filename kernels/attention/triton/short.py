@@ -2,6 +2,8 @@
 
 A row of at most LONGEST queries and keys is one tile of LONGEST positions. If rows are short enough, a tile holds two
 or four heads of a row, and pairs of different heads are masked.
+
+Shared with `gdpa`.
 """
 
 from __future__ import annotations

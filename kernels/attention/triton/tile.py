@@ -2,6 +2,8 @@
 
 Positions i (queries) and j (keys) count within a row. No limit is a number that no position reaches, `UNLIMITED`, so
 that one compiled kernel serves every mask.
+
+Shared with `gdpa`.
 """
 
 from __future__ import annotations

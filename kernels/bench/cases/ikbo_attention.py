@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.attention import jagged_attention
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
+from kernels.bench.cases import cute_peers, ikbo_peer
 from kernels.core import dispatch
 from kernels.ikbo.attention import joint_attention, target_attention
 from kernels.ikbo.tree import tree_attention
@@ -109,8 +110,34 @@ def _target(seeds: int, odd: bool, direction: str, length: int, device: torch.de
 
         return runner_of(broadcast, inputs, grad, backward)
 
+    def prepare_flash_attention_4() -> Runner:
+        """The candidates of a user as one long query, of any number; its offsets are made outside the timing."""
+        function = cute_peers.flash_attention_4()
+        edges = {"cu_seqlens_q": (offsets * seeds).int(), "cu_seqlens_k": k_offsets.int()}
+        longest = {"max_seqlen_q": maximum * seeds, "max_seqlen_k": length}
+
+        def long_queries() -> Tensor:
+            q, k, v = inputs
+            return function(q.flatten(0, 1), k, v, **edges, **longest)[0].view(q.shape)
+
+        return runner_of(long_queries, inputs, grad, backward)
+
+    def prepare_tlx() -> Runner:
+        """Its lists of candidates are made outside the timing."""
+        if seeds != 64:
+            raise dispatch.UnsupportedError(f"pairs candidates of 64 query rows, got {seeds}")
+        peer = ikbo_peer.load_tlx_attention()
+        owner = torch.repeat_interleave(torch.arange(users, device=device), counts).int()
+        place = torch.arange(total, device=device) - offsets[owner]
+        pairs = torch.nonzero(place % 2 == 0).flatten().int()
+        q, k, v = inputs
+        return Runner(lambda: peer(q.flatten(0, 1), k, v, owner, seeds, length, pairs).view(q.shape))
+
     contenders = backends_of("jagged_attention", prepare)
     del contenders["padded"]  # it would pad the queries of all candidates of a request
+    contenders["FlashAttention 4"] = partial(cute_peers.where_it_runs, prepare_flash_attention_4)
+    if not backward:
+        contenders["FBGEMM TLX"] = partial(cute_peers.where_it_runs, prepare_tlx)
     if device.type == "cuda":
         contenders |= {"cudnn, candidates folded": prepare_folded, "cudnn, keys broadcast": prepare_broadcast}
     elements = (3 if backward else 2) * total * seeds + (4 if backward else 2) * users * length

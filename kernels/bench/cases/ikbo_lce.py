@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
-from kernels.bench.cases.ikbo_lce_peer import load_peer
+from kernels.bench.cases import ikbo_peer
+from kernels.bench.cases.cute_peers import where_it_runs
 from kernels.core.rows import row_of
 from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
 from kernels.ikbo.lce_torch import aligned_rows
@@ -120,9 +121,16 @@ def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
         return runner(lambda: w_candidate @ candidate + (w_request @ request).index_select(0, owners))
 
     def prepare_peer() -> Runner:
-        peer = load_peer()
+        peer = ikbo_peer.load_peer()
         candidate, request, w_candidate, w_request = inputs.leaves
         return Runner(lambda: peer(w_candidate, w_request, candidate, request, owners))
+
+    def prepare_tlx() -> Runner:
+        """Its flags are made outside the timing, and reset in it."""
+        peer, flags_of = ikbo_peer.load_tlx_compression()
+        candidate, request, w_candidate, w_request = inputs.leaves
+        flags = flags_of(w_request, request)
+        return Runner(lambda: peer(w_candidate, w_request, candidate, request, owners, flags))
 
     def prepare_sum() -> Runner:
         """Gradients of weights from one small product a candidate, which are then summed up."""
@@ -145,6 +153,7 @@ def _problem(direction: str, shape: Shape, device: torch.device) -> Problem:
         contenders["torch, bmm and sum"] = prepare_sum
     else:
         contenders["FBGEMM Triton"] = prepare_peer
+        contenders["FBGEMM TLX"] = partial(where_it_runs, prepare_tlx)
     flops, size = _work(shape, inputs.candidate.itemsize)
     return Problem(
         contenders=contenders,

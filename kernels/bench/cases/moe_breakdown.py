@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,9 @@ def draw(results: dict[str, Any], path: str) -> None:
             heights = [arm["kinds"][kind] for arm in arms.values()]
             axes.bar(list(arms), heights, bottom=bottom, label=kind)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        axes.set(title=name, ylabel="ms, forward and backward")
+        rows, width, hidden, experts, chosen = (f"{int(size):,}" for size in re.findall(r"\d+", name))
+        axes.set_title(f"{rows} x {width} x {hidden}, {chosen} of {experts} experts", fontsize="medium")
+        axes.set_ylabel("ms, forward and backward")
         axes.set_xticks(range(len(arms)), [f"{arm}\n{values['peak_mib']:.0f} MiB" for arm, values in arms.items()])
         axes.tick_params(axis="x", rotation=30)
     handles, labels = axes.get_legend_handles_labels()

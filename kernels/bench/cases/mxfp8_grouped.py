@@ -2,7 +2,7 @@
 
 Operands are quantised beforehand, with scales in the form in which the fused experts' quantiser writes them, and rows
 are padded to groups of multiples of 128, for every contender. MXFP8 results are compared with the product of the
-bfloat16 operands that were quantised.
+bfloat16 operands that were quantised. The peer in FP8 is PyTorch's product with one scale a row, which is coarser.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def _quack(recipe: str, prepare: Callable[[], Runner]) -> dict[str, Callable[[],
     return {"quack bf16": partial(cute_peers.where_it_runs, prepare)} if recipe == "bf16" else {}
 
 
+def _by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(E4M3 codes of x [..., rows, K], float32 scales [..., rows])."""
+    scales = x.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scales[..., None]).to(torch.float8_e4m3fn).contiguous(), scales
+
+
 def _operand(x: Tensor, recipe: str, *, second: bool = False) -> Operand:
     """x as the recipe multiplies it, blocks along its last axis."""
     group = RECIPES[recipe]
@@ -136,9 +142,22 @@ def _product(recipe: str, rows: int, experts: int, n: int, k: int, transposed: b
         function, edges = cute_peers.quack_gemm(), _edges(ends)
         return Runner(lambda: function(a, weight.mT, cu_seqlens_m=edges))
 
+    def fp8_peer() -> Runner:
+        if device.type != "cuda":
+            raise dispatch.UnsupportedError("is not there on the CPU")
+        (codes, scales), (weight_codes, weight_scales) = _by_rows(a), _by_rows(matrices)
+        return Runner(
+            lambda: torch._scaled_grouped_mm(
+                codes, weight_codes.mT, scales, weight_scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        )
+
     expected = grouped_mm(a.float(), weight.float(), ends)
+    contenders = {f"grouped_mm {recipe}": ours, "torch._grouped_mm bf16": peer} | _quack(recipe, quack)
+    if recipe != "bf16":
+        contenders["torch._scaled_grouped_mm fp8"] = partial(cute_peers.where_it_runs, fp8_peer)
     return Problem(
-        contenders={f"grouped_mm {recipe}": ours, "torch._grouped_mm bf16": peer} | _quack(recipe, quack),
+        contenders=contenders,
         check=check_relative_error((expected,), MXFP8_LIMIT if RECIPES[recipe] else BF16_LIMIT),
         flops=2 * rows * n * k,
         bytes=(rows * k + experts * n * k) * (1 if RECIPES[recipe] else 2) + 2 * rows * n,

@@ -132,7 +132,7 @@ def keep_order(
             for i in range(low, high):
                 mbarrier.wait(step_done.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)
                 raise_flag(flags_ptr, c)
-                b = await_flag(flags_ptr, index, height, step_done, step + 1, b)
+                b = await_flag(flags_ptr, index, height, step_done, step, b)
                 _bring_sums(sums_desc, v_s, ds_full, dq_turn, step, tile & 1, index, wanted)
                 forget(scratch_ptr, oldest, D)
                 first, last = key_tiles_of(i, key_tiles, left, right, LEFT, RIGHT)
@@ -149,7 +149,7 @@ def keep_order(
         item = following
     mbarrier.wait(step_done.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)
     raise_flag(flags_ptr, c)
-    b = await_flag(flags_ptr, index, height, step_done, step + 1, b)
+    b = await_flag(flags_ptr, index, height, step_done, step, b)
     _bring_sums(sums_desc, v_s, ds_full, dq_turn, step, (tile & 1) ^ 1, index, wanted)
     mbarrier.wait(step_done.index(step & 1), step // 2 & 1)
     raise_flag(flags_ptr, b)

@@ -7,14 +7,35 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.triton.launch import Tile, beside_operands, rows_of, shrink, window_of
+from kernels.attention.bias import Bias
+from kernels.attention.triton import launch as attention_launch
+from kernels.attention.triton.launch import (
+    Tile,
+    beside_operands,
+    bias_sizes,
+    bias_tensors,
+    rows_of,
+    shrink,
+    window_of,
+)
 from kernels.attention.triton.tile import UNLIMITED
 from kernels.core.chip import multiplies_registers, shared_limit
 from kernels.core.mask import Mask
 from kernels.core.triton import block_width, precision_of
 from kernels.gdpa.triton import activations as triton_activations
 
-__all__ = ["NO_BLOCKS", "constants", "fit", "limits", "rows_of", "strides", "tile_of", "tiling"]
+__all__ = [
+    "NO_BLOCKS",
+    "bias_arguments",
+    "bias_constants",
+    "constants",
+    "fit",
+    "limits",
+    "rows_of",
+    "strides",
+    "tile_of",
+    "tiling",
+]
 
 NO_BLOCKS = tl.constexpr(UNLIMITED)
 
@@ -61,8 +82,10 @@ def tile_of(kernel: str, itemsize: int, width: int, shared_limit: int, from_regi
     return shrink(tile, shared_bytes, shared_limit)
 
 
-def fit(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    """`tile_of` for the widths, dtype and device of a call."""
+def fit(kernel: str, q: Tensor, v: Tensor, bias: Bias | None = None) -> Tile:
+    """`tile_of` for the widths, dtype and device of a call; with a bias that of attention, also of kernel "table"."""
+    if bias is not None:
+        return attention_launch.fit(kernel, q, v, bias)
     width = block_width(max(q.shape[2], v.shape[2]))
     return tile_of(kernel, q.dtype.itemsize, width, shared_limit(q.device), multiplies_registers(q.device))
 
@@ -80,6 +103,17 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 def limits(mask: Mask) -> tuple[int, int]:
     """(left, right) with a number that no position reaches for no limit."""
     return window_of(mask)[:2]
+
+
+def bias_arguments(bias: Bias | None, q: Tensor) -> tuple[Any, ...]:
+    """(position table, time table, bucket edges, query times, key times, positions on each side, time buckets, time
+    buckets per doubling of a gap), as the kernels take them."""
+    return *bias_tensors(bias, q), *bias_sizes(bias)
+
+
+def bias_constants(bias: Bias | None) -> dict[str, bool]:
+    position, time = (None, None) if bias is None else bias[:2]
+    return {"HAS_POSITION": position is not None, "HAS_TIME": time is not None}
 
 
 def constants(q: Tensor, k: Tensor, v: Tensor, activations: tuple[str, ...], mask: Mask) -> dict[str, Any]:

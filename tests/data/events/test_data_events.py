@@ -341,6 +341,23 @@ def test_no_user_and_no_time(tmp_path):
     assert batch.lookup.stride() == 16
 
 
+@pytest.mark.parametrize("rows_at_once", [1000, 30])
+@pytest.mark.parametrize(
+    ("changes", "longest", "most"),
+    [
+        ({"request": "request"}, 20, 32),
+        ({"request": "request", "max_candidates": 12}, 12, 12),
+        ({"request_window": 10**6}, 8, 8),
+    ],
+)
+def test_a_request_id_means_a_request(tmp_path, caplog, rows_at_once, changes, longest, most):
+    table = make_table(count=100, users=1, request=np.repeat(np.arange(5), 20), time=np.arange(100))
+    source = build_source(make_config(tmp_path, table, split=[1, 0, 0], rows_at_once=rows_at_once, **changes))
+    assert whole(source).candidate_offsets.diff().max() == longest
+    assert source.spec.max_candidates == most
+    assert ("5 of 5 requests have more than" in caplog.text) == (longest == 12)
+
+
 def test_an_id_of_a_column_as_label(tmp_path, caplog):
     events = ["view", "buy", None, "add to cart"] * 50
     labels = {"buy": "event == buy", "cart": "event==add to cart", "third": "item == 3", "typo": "event == bye"}

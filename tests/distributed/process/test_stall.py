@@ -42,6 +42,7 @@ def test_a_rank_that_hangs_is_told_by_what_each_of_them_did(tmp_path: Path) -> N
         run_ranks(hang, 2, tmp_path)
     waiting, hanging = ((tmp_path / f"stalled_rank_{rank}.txt").read_text() for rank in range(2))
     assert "in wait_for_nothing" in hanging
+    assert "rank 1 behind step 2, kernel launched last: no kernel" in hanging
     assert "in wait_for_nothing" not in waiting
     assert "in progress" in waiting  # of the pipeline, whichever collective of the step comes first
 

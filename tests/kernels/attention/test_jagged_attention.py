@@ -198,6 +198,8 @@ def test_who_serves() -> None:
         {"few_queries": True},
     ):
         assert "chosen" not in dispatch.explain("jagged_attention", "hopper", **hopper | change)
+    # Scores masked before they are scaled are NaN for a scale that is not positive.
+    assert dispatch.selection("jagged_attention", **hopper | {"positive_scale": False})[0] == "triton"
 
 
 @pytest.mark.parametrize(("tables", "features"), [(True, True), (False, True), (False, False)])

@@ -5,6 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +13,21 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.nn import functional
 
 from kernels.attention import jagged_attention as attention
 from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error, report
 from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
-from kernels.bench.cases import cute_peers, gdpa_peer, ikbo_lce_peer, jagged_attention, mxfp8_grouped
+from kernels.bench.cases import (
+    cute_peers,
+    gdpa_peer,
+    ikbo_attention,
+    ikbo_lce,
+    ikbo_peer,
+    jagged_attention,
+    mxfp8_grouped,
+)
 from kernels.bench.cases import gdpa as gdpa_bench
 from kernels.bench.environment import slug
 from kernels.bench.timing import interleaved, turn_of
@@ -156,23 +166,69 @@ def test_family_on_the_cpu(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "place", "reason"),
+    ("peer", "load", "place", "reason"),
     [
-        (gdpa_peer, None, "does not name a checkout"),
-        (gdpa_peer, "nowhere", "has no folder triton"),
-        (ikbo_lce_peer, None, "does not name a checkout"),
-        (ikbo_lce_peer, "nowhere", "has no ops/triton_ikbo_lce.py"),
+        (gdpa_peer, "load_peer", None, "does not name a checkout"),
+        (gdpa_peer, "load_peer", "nowhere", "has no folder triton"),
+        (ikbo_peer, "load_peer", None, "does not name a checkout"),
+        (ikbo_peer, "load_peer", "nowhere", "has no ops/triton_ikbo_lce.py"),
+        (ikbo_peer, "load_tlx_attention", "nowhere", "has no ops/tlx_ikbo_fa_ws.py"),
     ],
 )
 def test_says_why_a_peer_is_missing(
-    monkeypatch: pytest.MonkeyPatch, peer: ModuleType, place: str | None, reason: str
+    monkeypatch: pytest.MonkeyPatch, peer: ModuleType, load: str, place: str | None, reason: str
 ) -> None:
     monkeypatch.delenv(peer.VARIABLE, raising=False)
     if place is not None:
         monkeypatch.setenv(peer.VARIABLE, place)
-    peer.load_peer.cache_clear()
+    (peer._load if hasattr(peer, "_load") else peer.load_peer).cache_clear()
     with pytest.raises(dispatch.UnsupportedError, match=reason):
-        peer.load_peer()
+        getattr(peer, load)()
+
+
+def test_kernels_in_tlx_need_its_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "tlx_ikbo_lce.py").write_text("import triton.language.extra.tlx as tlx\n")
+    monkeypatch.setenv(ikbo_peer.VARIABLE, str(tmp_path))
+    ikbo_peer._load.cache_clear()
+    with pytest.raises(dispatch.UnsupportedError, match="pip install fbtriton in place of triton"):
+        ikbo_peer.load_tlx_compression()
+
+
+def test_peers_of_requests_and_candidates_are_given_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their functions, by the documented meaning of their arguments, on plain PyTorch."""
+
+    def flash(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        lengths = {"max_q": max_seqlen_q, "max_k": max_seqlen_k}
+        return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **lengths, backend="reference"), None
+
+    def tlx_attention(q, k, v, owner, rows, length, pairs):
+        queries, keys, values = (
+            x.unflatten(0, (-1, n)).transpose(1, 2) for x, n in ((q, rows), (k, length), (v, length))
+        )
+        starts = [i for user in owner.unique() for i in (owner == user).nonzero().flatten().tolist()[::2]]
+        assert pairs.tolist() == starts
+        out = functional.scaled_dot_product_attention(queries, keys[owner.long()], values[owner.long()])
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def tlx_compression(w_candidate, w_request, candidate, request, owner, flags):
+        assert flags == "flags"
+        return w_candidate @ candidate + (w_request @ request)[owner.long()]
+
+    monkeypatch.setattr(cute_peers, "flash_attention_4", lambda: flash)
+    monkeypatch.setattr(ikbo_peer, "load_tlx_attention", lambda: tlx_attention)
+    monkeypatch.setattr(ikbo_peer, "load_tlx_compression", lambda: (tlx_compression, lambda *_: "flags"))
+    found = Counter[str]()
+    for case in [*ikbo_attention.cases(CPU), *ikbo_lce.cases(CPU)]:
+        problem = case.problem(CPU)
+        for name in ("FlashAttention 4", "FBGEMM TLX"):
+            if name in problem.contenders and not (name == "FBGEMM TLX" and "seeds32" in case.name):
+                runner = problem.contenders[name]()
+                assert problem.check(runner.outputs(runner.step())) is None, (case.name, name)
+                found[name] += 1
+    assert found == {"FlashAttention 4": 6, "FBGEMM TLX": 3}
 
 
 def test_installed_peers_say_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +298,7 @@ def test_quack_is_given_the_groups_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
             found += 1
         else:
             assert "quack bf16" not in problem.contenders
+            assert ("torch._scaled_grouped_mm fp8" in problem.contenders) == ("wgrad" not in case.name)
     assert found == 6
 
 
@@ -319,6 +376,34 @@ def test_committed_pages_are_made_from_the_committed_results() -> None:
 def test_tables_of_documents_are_made_from_the_committed_results(page: str) -> None:
     text = (tables.ROOT / page).read_text()
     assert tables.rewritten(text, tables.PAGES[page]()) == text
+
+
+def test_the_readme_names_the_strongest_of_all_contenders_of_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for contest in tables.CONTESTS:
+        times = {name: row["median_ms"] for name, row in contest.result.rows.items()}
+        others = set(times) - tables.OWN - {contest.ours}
+        alike = {name for name in others if ("fp8" in name) == ("fp8" in contest.ours)}
+        assert contest.rivals == sorted(alike, key=lambda name: times[name])
+        known = {name for names in tables.KNOWN.values() for name in names}
+        assert {name for name in others if contest.named(name) == name} <= known, "a contender without a name for pages"
+
+    def row(ms: float) -> dict[str, float]:
+        return {"median_ms": ms, "tflops": 1.0}
+
+    contenders = {"hopper": row(2.0), "torch": row(6.0), "triton": row(1.0), "FlashAttention 4": row(3.0)}
+    case = "attention_fwd_made_up"
+    contest = tables.Contest("made up", "jagged", case, "hopper")
+    monkeypatch.setattr(tables, "_cases", lambda family: {case: {"contenders": contenders}})
+    monkeypatch.setattr(tables, "CONTESTS", (contest,))
+    ((_, cells),) = tables.readme()
+    assert cells[1:] == ["1.50x FlashAttention 4", "3.00x `torch.nn.attention.varlen`"]
+    del contenders["FlashAttention 4"]
+    ((_, cells),) = tables.readme()
+    assert cells[1:] == ["3.00x `torch.nn.attention.varlen`; FlashAttention 4 did not run in this case", ""]
+    contenders["FlashAttention 4"] = {"unavailable": "FlashAttention 4 cannot be imported"}
+    assert contest.result.over("FlashAttention 4") == "not run"
+    contenders["FlashAttention 4"] = {"unavailable": "cannot run this: head_dim"}
+    assert contest.result.over("FlashAttention 4") == "cannot"
 
 
 def test_a_row_that_a_page_has_not_once_is_an_error() -> None:

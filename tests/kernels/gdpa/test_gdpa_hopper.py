@@ -194,6 +194,8 @@ CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
     **{name: (RANDOM, {"names": (name,) * 4}) for name in ACTIVATIONS},
     "odd": (ODD, {}),
     "one row": (([3], [2]), {}),
+    # One row: its key tiles wait for each other's sums of dq.
+    **{f"{keys} keys": (([keys], [keys]), {}) for keys in (1, 128, 129, 257, 1024, 2048)},
     "one huge among empties": (HUGE, {}),
     "short rows": (SHORT, {}),
     "empty rows": (EMPTY, {}),

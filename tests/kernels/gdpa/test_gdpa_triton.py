@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import Bias
 from kernels.core.mask import Mask
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
@@ -32,25 +33,48 @@ CASES: dict[str, dict[str, Any]] = {name: {"activation": name} for name in ACTIV
     "left": {"window": (9, -1)},
     "right": {"window": (-1, 5)},
     "negative": {"score_scale": -0.3, "out_scale": -2.0},
+    # Reach and buckets: entries that many pairs share, and some that none has.
+    "position": {"biases": (40, 0), "activation": "silu", "window": (-1, 0)},
+    "one position": {"biases": (0, 0), "activation": "silu"},
+    "time": {"biases": (None, 9), "activation": MIXED},
+    "position and time": {"biases": (200, 20), "activation": MIXED, "window": (50, 0)},
 }
+
+
+def biases_of(reach: int | None, buckets: int, heads: int, totals: tuple[int, int], device: str) -> dict[str, Tensor]:
+    """Tables, float32 as the operator takes them, and times of queries and keys."""
+    chance = torch.Generator().manual_seed(2)
+    given = {}
+    if reach is not None:
+        given["position_bias"] = torch.randn(heads, 2 * reach + 1, generator=chance)
+    if buckets:
+        given["time_bias"] = torch.randn(heads, buckets, generator=chance)
+        for name, total in zip(("q_times", "k_times"), totals, strict=True):
+            given[name] = torch.randint(0, 5000, (total,), generator=chance)
+    return {name: x.to(device) for name, x in given.items()}
 
 
 def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Output and gradients of a case of CASES against the reference in float64, with poisoned memory."""
     call = {"score_scale": 1.3 * widths[0] ** -0.5, "out_scale": 0.1} | CASES[name]
+    biases = call.pop("biases", (None, 0))
     if not isinstance(call.get("activation", ""), str):
         call["activation"] = call["activation"][: heads[0]]
     call |= {
         "q_offsets": offsets_of(LENGTHS[0]).to(device),
         "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
     }
+    inputs = inputs_of(call["q_offsets"], call["k_offsets"], heads, widths, dtype)
+    totals = inputs["q"].shape[0], inputs["k"].shape[0]
+    tables = biases_of(*biases, heads[0], totals, device)
+    call |= {key: tables.pop(key) for key in ("q_times", "k_times") if key in tables}
     with poisoned_empty():
         check_gradients(
             partial(gdpa, max_q=129, max_k=130, **call, backend="triton"),
             partial(gdpa, max_q=129, max_k=130, **call, backend="reference"),
-            inputs_of(call["q_offsets"], call["k_offsets"], heads, widths, dtype),
+            inputs | tables,
             outputs(130),
-            gradients(300),
+            gradients(300 if not tables else 130 * 300),
         )
 
 
@@ -70,7 +94,7 @@ triton_launch._TILES = dict.fromkeys(triton_launch._TILES, (16, 32, 4, 1))
 dispatch._registry["gdpa"] = serving("gdpa", "triton")
 cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
 for name in cases.CASES:
-    cases.check(name, (4, 2) if "mixed" in name else (1, 1), (16, 16), torch.float32, "cpu")
+    cases.check(name, (4, 2) if "mixed" in name or "time" in name else (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
 empty = Rows(torch.tensor([0]), 0)
 none = gdpa(*[torch.zeros(0, 1, 16)] * 3, empty, empty, ("relu",), 1.0, 1.0, NO_MASK)
@@ -97,32 +121,54 @@ def test_interpreted_kernels_match_the_reference() -> None:
 
 
 def compiled(
-    kernel: str, names: tuple[str, ...], width: int, target: str, window: tuple[int, int], itemsize: int = 2
+    kernel: str,
+    names: tuple[str, ...],
+    width: int,
+    target: str,
+    window: tuple[int, int],
+    itemsize: int = 2,
+    biased: bool = False,
 ) -> Compiled:
-    from kernels.gdpa.triton import backward, forward, launch
+    from kernels.attention.triton import launch as attention_launch
+    from kernels.gdpa.triton import backward, biases, forward, launch
 
     function = {
         "forward": forward.gdpa_forward_kernel,
         "query": backward.gdpa_query_kernel,
         "key": backward.gdpa_key_kernel,
+        "table": biases.gdpa_table_kernel,
     }[kernel]
     kind, dtype = ("bf16", torch.bfloat16) if itemsize == 2 else ("fp32", torch.float32)
     example = torch.empty(0, len(names), width, dtype=dtype)
-    tile = launch.tiling(launch.tile_of(kernel, itemsize, width, SHARED_LIMITS[target], target in FROM_REGISTERS))
+    chip = SHARED_LIMITS[target], target in FROM_REGISTERS
+    fitting = attention_launch.tile_of(kernel, itemsize, width, True, *chip) if biased else None
+    tile = launch.tiling(fitting or launch.tile_of(kernel, itemsize, width, *chip))
+    if kernel == "table":
+        tile |= {"SIDE": tile.pop("BLOCK_M"), "BLOCK_T": 32}
+        tile.pop("BLOCK_N")
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    bias = Bias(example, example) if biased else None
     pointers = {
         "tile_rows": "*i32",
         "q_offsets": "*i64",
         "k_offsets": "*i32",
         "score_scale": "fp32",
         "out_scale": "fp32",
+        "edges": "*i32",
+        "q_times": "*i64",
+        "k_times": "*i64",
+        "buckets_per_octave": "fp32",
     }
+    pointers |= dict.fromkeys(("position_table", "time_table", "position_partial", "time_partial"), "*fp32")
     pointers |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{kind}")
     signature = {name: pointers.get(name, "i32") for name in function.arg_names if not name.isupper()}
     return compile_ahead(
         function,
         signature,
-        launch.constants(example, example, example, names, Mask(False, *window)) | tile | {"SHORT": 64},
+        launch.constants(example, example, example, names, Mask(False, *window))
+        | launch.bias_constants(bias)
+        | tile
+        | {"SHORT": 64},
         target=target,
         divisible_by_16=[name for name in signature if name.startswith("stride")],
         **options,
@@ -157,6 +203,14 @@ def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
     for kernel in ("forward", "query", "key"):
         result = compiled(kernel, ("gelu",) * 4, width, target, (3, 4), itemsize)
         assert result.shared_bytes <= SHARED_LIMITS[target]
+        assert result.spill_bytes <= 256 or width == 256
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query", "key", "table"])
+def test_compiles_with_biases(kernel: str) -> None:
+    for width, itemsize in ((64, 2), (256, 2), (64, 4)):
+        result = compiled(kernel, ("silu",) * 4, width, "sm_90", (-1, 0), itemsize, biased=True)
+        assert result.shared_bytes <= SHARED_LIMITS["sm_90"]
         assert result.spill_bytes <= 256 or width == 256
 
 
@@ -276,4 +330,6 @@ def test_opcheck(window: tuple[int, int]) -> None:
     offsets = offsets_of([5, 0, 70]).cuda()
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16).values()]
     operator = torch.ops.gemsmith.gdpa_triton.default
-    torch.library.opcheck(operator, (*leaves, offsets, offsets, 70, 70, [0, 3], 0.3, 1.0, *window))
+    table = torch.randn(2, 9, device="cuda", requires_grad=True)
+    for biases in ((None, None, None, None, 0.3), (table, None, None, None, 0.3)):
+        torch.library.opcheck(operator, (*leaves, offsets, offsets, *biases, 70, 70, [0, 3], 0.3, 1.0, *window))

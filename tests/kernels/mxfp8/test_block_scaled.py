@@ -5,7 +5,6 @@ No such chip has run them. The last test is what one should run first.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +19,8 @@ from kernels.mxfp8.grouped import TILES, Quantized
 from kernels.mxfp8.hopper.quantize import blocks
 from kernels.testing import Tolerance, assert_close_to_oracle, poisoned_empty
 from tests.kernels.core.devices import BLACKWELL
-from tests.kernels.mxfp8 import simulated_blackwell as machine
+from tests.kernels.core.simulated_gpu import Plain, launcher
+from tests.kernels.mxfp8.simulated_blackwell import Blackwell
 
 E4M3_NAN = 0x7F
 FLOAT32_SUMS = Tolerance("one rounding of float32 sums", reduction=768)
@@ -29,8 +29,8 @@ FLOAT32_SUMS = Tolerance("one rounding of float32 sums", reduction=768)
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     seed = request.node.callspec.params.get("seed", 0) if hasattr(request.node, "callspec") else 0
-    monkeypatch.setattr(grouped, "_launch", functools.partial(machine.launch, seed=seed))
-    monkeypatch.setattr(grouped, "processors", lambda device: machine.PROCESSORS)
+    monkeypatch.setattr(grouped, "_launch", launcher(grouped._grouped_block_scaled_kernel, {}, seed, Blackwell))
+    monkeypatch.setattr(grouped, "processors", lambda device: 3)
     with poisoned_empty():
         yield
 
@@ -99,7 +99,7 @@ def test_other_forms_of_scales_are_brought_into_tiles() -> None:
 
 
 def test_scales_are_read_where_the_quantiser_writes_them() -> None:
-    place = machine.plain_functions(blocks, gl=torch)["_scales_at"]
+    place = Plain({blocks.gl: torch})(blocks._scales_at)
     written = torch.empty(2 * 3 * 512, dtype=torch.int64)
     for line in range(256):
         for block in range(0, 12, 4):
@@ -107,7 +107,7 @@ def test_scales_are_read_where_the_quantiser_writes_them() -> None:
             written[at : at + 4] = torch.arange(block, block + 4) + 12 * line
     tiles = written.view(2, 3, 2, 256)
     for step in range(3):
-        read = machine.plain_functions(grouped)["_scale_matrix"](tiles[:, step : step + 1])
+        read = Plain({})(grouped._scale_matrix)(tiles[:, step : step + 1])
         assert torch.equal(read, torch.arange(256)[:, None] * 12 + torch.arange(4 * step, 4 * step + 4))
 
 

@@ -164,12 +164,22 @@ def test_hstu_layer_is_the_published_equation_in_float64() -> None:
         assert table is not None
         torch.nn.init.normal_(table)
     x, times = torch.randn(5, 4, dtype=torch.float64), torch.tensor([3, 4, 9, 1, 500])
-    out = layer(x, torch.tensor([0, 3, 5]), times)
-    rows = [plain_layer(layer, x[:3], times[:3]), plain_layer(layer, x[3:], times[3:])]
+    following = torch.tensor([4, 9, 12, 500, 900])
+    out = layer(x, torch.tensor([0, 3, 5]), times, following)
+    rows = [plain_layer(layer, x[part], times[part], following[part]) for part in (slice(0, 3), slice(3, 5))]
     torch.testing.assert_close(out, torch.cat(rows))
 
 
-def plain_layer(layer: HSTULayer, x: Tensor, times: Tensor) -> Tensor:
+def test_a_place_knows_when_what_it_predicts_happens() -> None:
+    embedding, own = model("hstu-time")
+    made = batch()
+    sequences = own.sequences(embedding(made))
+    for row in range(made.num_requests):
+        first, end = sequences.offsets[row : row + 2].tolist()
+        assert sequences.next_times[first:end].tolist() == [*sequences.times[first + 1 : end].tolist(), 0]
+
+
+def plain_layer(layer: HSTULayer, x: Tensor, times: Tensor, following: Tensor) -> Tensor:
     """One row, in loops over heads and places."""
     assert layer.position_bias is not None
     assert layer.time_bias is not None
@@ -180,7 +190,7 @@ def plain_layer(layer: HSTULayer, x: Tensor, times: Tensor) -> Tensor:
         part = slice(2 * head, 2 * head + 2)
         for i in range(len(x)):
             for j in range(i + 1):
-                gap = max(abs(int(times[i] - times[j])), 1)
+                gap = max(abs(int(following[i] - times[j])), 1)
                 bucket = min(int(torch.tensor(gap, dtype=torch.float64).log() / 0.301), 2)
                 score = query[i, part] @ key[j, part] * 2**-0.5
                 score = score + layer.position_bias[head, j - i + 2] + layer.time_bias[head, bucket]

@@ -238,3 +238,18 @@ def test_a_parser_takes_hydra_s_late_help_and_still_refuses_malformed_text(monke
         parser._check_help(action)
     with pytest.raises(ValueError, match="badly formed"):
         parser._check_help(argparse.Action([], "x", help="%"))
+
+
+def test_a_loss_of_one_s_own_is_of_the_labels_that_the_data_have() -> None:
+    own = {"loss": "torch.nn.functional.soft_margin_loss"}
+
+    def of(*overrides: str) -> str:
+        config = to_config(composed(*overrides, f"+tasks.like.loss={own['loss']}"))
+        saved = dataclasses.asdict(config)
+        assert from_dict(saved, []).tasks == config.tasks
+        saved["tasks"] = {"like": own}  # as runs had it before they said what it is of
+        assert from_dict(saved, []).tasks["like"]["of"] == "real"
+        return str(config.tasks["like"]["of"])
+
+    assert of() == of("+tasks.like.of=binary") == "binary"
+    assert of("data=ml1m", "+data.real_labels=[like]") == of("+tasks.like.of=real") == "real"

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
+from modules.models import build
 from modules.models.interformer import InterFormer
+from modules.moe import Experts
+from modules.precision import MXLinear, apply_recipe
 from train.checkpoint import load as checkpoint
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.schema import Config, EventsConfig, SyntheticConfig, register_schema
+from train.data import build_source
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -35,6 +40,29 @@ def test_experiment_composes_and_resumes_as_it_is(name: str, tmp_path: Path, cap
     with caplog.at_level(logging.WARNING):
         checkpoint.check_config(tmp_path, current)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_g128"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_auto_on_hopper_quantises_only_what_gains_in_a_whole_model(name: str, recipe: str) -> None:
+    config = composed(name)
+    if isinstance(config.data, EventsConfig):
+        pytest.skip("its data are not in the repository")
+    if isinstance(config.data, SyntheticConfig):
+        config.data.num_requests = 64
+    with torch.device("meta"):
+        arch = build(config.model, build_source(config.data).spec)
+    model = torch.nn.ModuleDict({"arch": arch})
+    apply_recipe(model, recipe, ["auto"], capability=(9, 0))
+    for module in model.modules():
+        # Of docs/mxfp8.md: products of whole tiles of 128, by layers that save more than quantising costs.
+        if isinstance(module, MXLinear):
+            outputs, inputs = module.weight.shape
+            assert recipe == "mxfp8_g128"
+            assert inputs % 128 == outputs % 128 == 0 <= inputs * outputs / (inputs + outputs) - 600
+        elif isinstance(module, Experts):
+            wide = all(width % 128 == 0 for width in module.w_down.shape[1:])
+            assert module.recipe == (recipe if wide else "none")
 
 
 def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: Path) -> None:

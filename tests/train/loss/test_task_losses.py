@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from train.loss import TaskLosses, ranking_loss, task_loss
 from train.loss.base import Requests, TaskLoss
+from train.loss.candidates import OWN, Squared
 from train.loss.next_item import ItemShares, NextItemLoss
+from train.loss.tasks import LOSSES
+from train.metrics.tasks import SUMS, TaskMetrics
 
 LABELS = torch.tensor([0.0, 1.0, 3.0, 2.0, 0.0, 1.0])
 LOGITS = torch.tensor([0.3, -2.0, 1.5, 4.0, 0.0, 0.2])
@@ -141,6 +145,30 @@ def absolute(logits: Tensor, labels: Tensor) -> Tensor:
 
 def one_number(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - labels).abs().mean()
+
+
+def test_a_loss_of_ones_own_is_of_what_its_labels_are() -> None:
+    name = f"{__name__}.absolute"
+    losses = {of: task_loss("like", {"loss": name, "of": of}) for of in ("binary", "real")}
+    assert {of: loss.metrics for of, loss in losses.items()} == {"binary": "binary", "real": "real"}
+    logits = LOGITS[:, None]
+    assert torch.equal(losses["binary"].predict(logits), LOGITS.sigmoid())
+    assert torch.equal(losses["real"].predict(logits), LOGITS)
+    with pytest.raises(ValueError, match="tasks.like.of=classes: a loss of your own, .* takes `of` alone: real or bin"):
+        task_loss("like", {"loss": name, "of": "classes"})
+
+
+def test_a_kind_of_metrics_without_sums_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Ordinal(Squared):
+        metrics: ClassVar[str] = "ordinal"
+
+    losses = TaskLosses({"like": {"loss": "squared"}}, ["like"])
+    losses.by_task["like"] = Ordinal()
+    with pytest.raises(ValueError, match="Ordinal.metrics='ordinal' is no kind of metrics; use one of binary, real"):
+        TaskMetrics(losses, {}, torch.device("cpu"), max_candidates=2, exact_auc=False)
+    kinds = {loss.metrics for loss in (*LOSSES.values(), *OWN.values())}
+    assert kinds == {"binary", *SUMS}
 
 
 def test_a_loss_of_ones_own_has_its_dotted_name() -> None:

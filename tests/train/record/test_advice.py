@@ -13,7 +13,7 @@ from tests.train.config.test_config import composed
 from train.config.compose import to_config
 from train.config.schema import Config
 from train.process import length
-from train.record.advice import advice
+from train.record.advice import advice, ending
 
 
 def settled(*overrides: str) -> Config:
@@ -35,7 +35,17 @@ def settled(*overrides: str) -> Config:
             [(100, 0.9), (200, 0.91)],
             [r"the first of 2 validations \(step 100\) was the best: .*optimizer.lr=0.001"],
         ),
-        ((), [(100, 0.95), (150, 0.9), (200, 0.91)], []),
+        ((), [(100, 0.95), (150, 0.9), (200, 0.905)], []),
+        (
+            (),
+            [(50, 0.95), (100, 0.9), (200, 0.99)],
+            ["overfitted by 10 % of NE since step 100: set runtime.early_stop=2, runtime.epochs=1 or optimizer.sparse"],
+        ),
+        (
+            ("runtime.steps=200",),
+            [(50, 0.95), (100, 0.9), (200, 0.99)],
+            ["since step 100: set runtime.early_stop=2, runtime.steps=100 or"],
+        ),
         ((), [(200, 1.2)], ["NE 1.2, no better than a constant prediction .* e.g. runtime.epochs=2"]),
         (
             ("optimizer.warmup_steps=500",),
@@ -49,6 +59,24 @@ def test_what_is_said(overrides: tuple[str, ...], validations: list[tuple[int, f
     sentences = advice(settled(*overrides), validations, steps=200)
     assert len(sentences) == len(said)
     assert all(re.search(expected, sentence) for expected, sentence in zip(said, sentences, strict=True))
+
+
+def test_what_stands_for_ne_is_not_called_ne() -> None:
+    (said,) = advice(settled(), [(200, 2.272)], 200, "nmse")
+    assert "the best validation has nmse 2.272" in said
+    assert "NE" not in said
+    (said,) = advice(settled(), [(50, 0.95), (100, 0.9), (200, 0.99)], 200, early=True)
+    assert "early_stop" not in said
+
+
+def test_the_end_says_why_and_which_checkpoint_is_measured() -> None:
+    assert ending(1600, 4000, 800, 4, early=True) == (
+        "stopped early at step 1,600 of 4,000: none of the last 4 validations was better than that of step 800; the "
+        "metrics are those of the checkpoint of step 800"
+    )
+    took = "took all 1,197 steps; the metrics are those of the checkpoint of step"
+    assert ending(1197, 1197, 798, 2, early=False) == f"{took} 798"
+    assert ending(1197, 1197, 0, 0, early=False) == f"{took} 1,197"
 
 
 def test_a_run_of_few_steps_with_one_validation_is_told_so() -> None:
@@ -67,4 +95,6 @@ def test_a_run_that_was_best_at_first_says_so_after_its_results(tmp_path: Path) 
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     lines = (tmp_path / "run" / "train.log").read_text().splitlines()
     assert results["advice"]
+    assert results["ended"] == "took all 2 steps; the metrics are those of the checkpoint of step 1"
+    assert lines[-len(results["advice"]) - 1].endswith(results["ended"])
     assert lines[-len(results["advice"])].endswith(results["advice"][0])

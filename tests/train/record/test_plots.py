@@ -11,7 +11,18 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from train.metrics import ScoreHistogram, score_histogram
-from train.record.plots import plot_arms, plot_calibration, plot_run, plot_scores, plot_training, series, smooth
+from train.record.plots import (
+    plot_arms,
+    plot_calibration,
+    plot_latency,
+    plot_run,
+    plot_scaling_law,
+    plot_scores,
+    plot_training,
+    series,
+    smooth,
+    wilson,
+)
 from train.record.tracking import Record
 
 
@@ -68,20 +79,52 @@ def test_smooth_has_no_bias_at_the_ends_and_skips_nan():
 
 
 def test_training_plot(tmp_path, drawn):
-    plot_training(records(), tmp_path / "plot.png")
-    loss, ne = drawn[0].axes
+    made = [*records(), Record(30, "valid", 0.0, {"click/ne": 1.4, "like/ne": 0.96})]
+    plot_training(made, tmp_path / "plot.png", 30, early=True)
+    loss, click, like = drawn[0].axes
     assert len(line(loss, "train, smoothed").get_xdata()) == 60
-    assert line(ne, "click, validation").get_ydata() == [0.95]
+    assert line(click, "validation").get_ydata().tolist() == [0.95, 1.4]
+    assert click.get_ylim()[1] > 1.4  # what decides is never cut off
+    for axes in (loss, click, like):
+        assert line(axes, "best, step 30").get_xdata() == [30, 30]
+        assert line(axes, "stopped early, step 59").get_xdata() == [59, 59]
+    assert [axes.get_title() for axes in (click, like)] == ["click", "like"]
+    assert like.get_ylabel() == "NE (lower is better)"
     assert is_picture(tmp_path / "plot.png")
+    plot_training(records(), tmp_path / "plot.png")
+    assert not [each for each in drawn[1].axes[0].lines if str(each.get_label()).startswith(("best", "stopped"))]
 
 
 def test_calibration_plot_lies_on_the_diagonal(tmp_path, drawn):
     plot_calibration(histograms(), tmp_path / "plot.png")
-    (axes,) = drawn[0].axes
-    click = line(axes, "click")
+    axes, like = drawn[0].axes
+    click = line(axes, "observed, 95 %")
     # 250 rows a point at a rate of at most 0.5: a standard error of 0.03; four of them.
     np.testing.assert_allclose(click.get_xdata(), click.get_ydata(), atol=0.13)
+    assert axes.get_xscale() == like.get_yscale() == "log"
+    assert like.get_title().startswith("like: 5,000 rows, ")
     assert is_picture(tmp_path / "plot.png")
+
+
+def test_intervals_of_rates_are_those_of_wilson():
+    low, high = wilson(np.array([0.0, 0.1]), np.array([100.0, 100.0]))
+    # statsmodels.stats.proportion.proportion_confint(method="wilson")
+    np.testing.assert_allclose(low, [0, 0.05522914], atol=1e-4)
+    np.testing.assert_allclose(high, [0.03699480, 0.17436570], atol=1e-4)
+
+
+def test_ticks_are_plain_numbers_and_lines_end_where_ne_stops_falling(tmp_path, drawn):
+    plot_latency([{"candidates": n, "eager_ms": ms, "exported_ms": ms / 2, "broadcast_ms": 2 * ms}
+                  for n, ms in ((10, 2.2), (1000, 2.5), (10_000, 6.7))], tmp_path / "plot.png")  # fmt: skip
+    labels = [tick.get_text() for tick in drawn[0].axes[0].get_yticklabels()]
+    assert {"2", "5", "10"} <= set(labels)
+    assert not [label for label in labels if "10^" in label]
+    points = {"u": [(1e6, 0.9), (1e7, 0.8), (1e8, 0.7), (1e9, 0.85)], "none": [(1e6, 0.8), (1e7, 0.9), (1e8, 0.9)]}
+    plot_scaling_law(points, {"u": (1.5, -0.1, 1e8), "none": None}, tmp_path / "law.png")
+    (axes,) = drawn[1].axes
+    assert line(axes, "u: -0.1000 for ten times as many").get_xdata().max() == 1e8
+    assert line(axes, "u").get_xdata().max() == 1e9
+    assert not [each for each in axes.lines if str(each.get_label()).startswith("none:")]
 
 
 def test_score_plot_shares_add_up(tmp_path, drawn):

@@ -29,7 +29,8 @@ from train.data.events.read import (
 from train.data.events.vendors import order_by_vendor
 from train.data.features import mapping
 from train.data.prepare import Dense, write
-from train.data.requests import Requests, group_requests, vendor_runs
+from train.data.requests import Requests, group_requests, rounded, vendor_runs
+from train.data.statistics.compute import Statistics, settled
 from train.data.storage import store
 from train.data.storage.files import locate
 from train.data.storage.find import find_files
@@ -46,6 +47,7 @@ def cache_folder(config: EventsConfig) -> Path:
     sets = (*files_by_split(config), *(find_files(each, config.root) for each in others))
     found = [file for files in sets for file in files]
     known = mapping.files(Path(config.vocabulary_of)) if config.vocabulary_of else []
+    known += sorted(Path(config.vocabulary_of).glob(f"{mapping.COUNTERS}/*")) if config.vocabulary_of else []
     return store.cache_folder(config, [*found, *known])
 
 
@@ -56,6 +58,7 @@ def read_rows(config: EventsConfig, wanted: set[str]) -> Rows:
 
 def prepare(config: EventsConfig, folder: Path) -> None:
     """Write the prepared form of the events into a folder: in memory, or if there are many through the disk."""
+    config = settled(config)
     check(config)
     spec = feature_spec(config)
     earlier = earlier_mapping(config, spec)
@@ -64,13 +67,15 @@ def prepare(config: EventsConfig, folder: Path) -> None:
     vectors = VectorFiles(config, earlier) if config.table_vectors else None
     chunks = files.chunks(config.rows_at_once)
     first, second = next(chunks), next(chunks, None)
-    logs = [log_files(config, history).count() for history in config.histories.values() if history.files]
-    if second is None and max(logs, default=0) <= config.rows_at_once:
+    logs = [log_files(config, history) for history in config.histories.values() if history.files]
+    mapping.keep_columns(folder, set().union(*(each.columns for each in (files, *logs))))
+    counts = [log.count() for log in logs]
+    if second is None and max(counts, default=0) <= config.rows_at_once:
         _prepare_whole(config, folder, spec, earlier, vectors, first)
         return
     begun = iter([first] if second is None else [first, second])
     del first, second  # which are freed one after the other
-    streamed.prepare(config, folder, spec, earlier, vectors, max(files.count(), *logs, 0), chain(begun, chunks))
+    streamed.prepare(config, folder, spec, earlier, vectors, max(files.count(), *counts, 0), chain(begun, chunks))
 
 
 def _prepare_whole(
@@ -101,8 +106,11 @@ def _prepare_whole(
         held_out=held_out(config),
         train_requests=config.train_requests,
     )
+    if max_candidates(config) is None:
+        spec = replace(spec, max_candidates=rounded(int(np.diff(requests.offsets).max(initial=1))))
     order = order_by_vendor(config, columns, requests.order, requests.offsets, partial(_locate, rows))
     requests, vendors = replace(requests, order=order), None
+    columns.numeric |= Statistics(config, folder).whole(columns, requests)
     if columns.vendor is not None:
         vendors = vendor_runs(columns.vendor.codes[order], np.diff(requests.offsets))
     write(

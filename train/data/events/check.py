@@ -17,6 +17,7 @@ from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
 from train.data.features.numeric import INDICATOR, matching
 from train.data.features.transforms import Transforms
+from train.data.statistics import describe as statistics
 from train.data.storage.remote import DataFile, random_access, size
 from train.data.storage.rows import comparison
 
@@ -97,6 +98,7 @@ def check(config: EventsConfig) -> None:
                 f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
                 "the answer; let only fields of histories have it, whose events are earlier ones"
             )
+    statistics.check(config, {*numeric(config), *vectors(config)})
     transforms = Transforms(config.transforms)
     logs = {name for history in config.histories.values() for name in (*history.fields, *history.where)}
     named = {*wanted(config), *logs, *(name for other in config.transforms for name in transforms.reads(other))}
@@ -216,6 +218,11 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
         raise ValueError(
             f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "
             "or its weights would be given other ids and numbers"
+        )
+    if earlier.statistics != config.statistics:
+        raise ValueError(
+            f"data.vocabulary_of={earlier.path} has data.statistics={earlier.statistics}; use the same, with whose "
+            "counters this run goes on, or leave it auto"
         )
     hashed = sorted(earlier.hashed)
     hashing = config.id_map == "hash" and spec.tables.keys() - config.table_vectors.keys()

@@ -8,9 +8,10 @@ import numpy as np
 
 from modules.batch import VectorFeature
 from train.config.schema import EventsConfig
-from train.data.events.names import numeric, vectors
+from train.data.events.names import logarithmic, numeric, vectors
 from train.data.features.exact import Moments
 from train.data.features.numeric import AS_IT_IS, INDICATOR, before_scaling, matching, scaled, scaled_vectors
+from train.data.statistics import describe
 
 Statistics = dict[str, dict[str, float]]
 
@@ -20,12 +21,13 @@ class Numbers:
 
     def __init__(self, config: EventsConfig) -> None:
         self.config = config
-        self._moments = {name: Moments() for name in numeric(config)}
+        names = [*numeric(config), *describe.all_features(config)]
+        self._moments = {name: Moments() for name in names}
         self._vectors = {name: VectorFeature(name, each.width) for name, each in vectors(config).items()}
         self._standard = [name for name, each in vectors(config).items() if each.scale == "standard"]
         of_vectors = [column for name in self._standard for column in self._vectors[name].columns]
         self._moments |= {column: Moments() for column in of_vectors}
-        self._missing = dict.fromkeys([*numeric(config), *self._vectors], 0)
+        self._missing = dict.fromkeys([*names, *self._vectors], 0)
         self._rows = 0
 
     def train(self, columns: Mapping[str, np.ndarray]) -> None:
@@ -74,4 +76,4 @@ def dense(
 
 
 def _read(config: EventsConfig, name: str, values: np.ndarray) -> np.ndarray:
-    return before_scaling(values, config.missing_fill.get(name), name in config.log_numeric)
+    return before_scaling(values, config.missing_fill.get(name), name in logarithmic(config))

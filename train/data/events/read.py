@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
 from train.config.schema import EventsConfig, HistoryConfig
-from train.data.events.names import categorical, lists, numbers, numeric, vectors, wanted
+from train.data.events.names import categorical, known_at, known_columns, lists, numbers, numeric, vectors, wanted
 from train.data.features.columns import Coded, CodedLists
 from train.data.features.numeric import matching
 from train.data.features.transforms import Transforms
@@ -44,6 +44,7 @@ class Columns:
     fields: dict[str, dict[str, CodedLists]]  # event type -> its lists by field
     times: dict[str, Times]  # event type -> times of the items of its lists
     good: np.ndarray  # [N] bool
+    known: dict[str, np.ndarray] = field(default_factory=dict)  # column -> [N] int64 milliseconds, NEVER where missing
 
     @property
     def sparse(self) -> dict[str, Coded | CodedLists]:
@@ -124,6 +125,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
                 times[name] = dated
     own = {name: history for name, history in config.histories.items() if not (history.lists or history.files)}
     chosen = {name: _where(rows, history) for name, history in own.items()}
+    known = {name: rows.known(name, config.time_format) for name in known_columns(config)}
     rows.finish()
     counts = [len(files) for files in files_by_split(config)]
     return Columns(
@@ -143,13 +145,15 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         fields=fields,
         times=times,
         good=~rows.bad,
+        known=known,
     )
 
 
-def log_files(config: EventsConfig, history: HistoryConfig) -> RowFiles:
+def log_files(config: EventsConfig, history: HistoryConfig, columns: set[str] | None = None) -> RowFiles:
+    """The files of a log: the columns that its events are of, or others."""
     user, time = _log_columns(config, history)
     files, layout = find_files(history.files, config.root), Layout(config.csv_separator, quoted=config.csv_quotes)
-    wanted_there = {*history.fields, *history.where, user, time}
+    wanted_there = columns or {*history.fields, *history.where, user, time}
     missing = matching(numbers(config), config.missing_nan)
     transforms = Transforms(config.transforms)
     return RowFiles(files, wanted_there, layout, config.bad_rows, _joins(config), missing, transforms)
@@ -178,7 +182,9 @@ def histories(
             log = logs[name]
             made[name] = from_log(log.events, log.owner, log.time, log.fields, user, time, requests)
         else:
-            made[name] = from_rows(np.flatnonzero(columns.chosen[name] & columns.good), user, time, requests)
+            known = known_at(config, config.histories[name])
+            events = np.flatnonzero(columns.chosen[name] & columns.good)
+            made[name] = from_rows(events, user, time, requests, columns.known[known] if known else None)
     return made
 
 

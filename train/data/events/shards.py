@@ -109,6 +109,14 @@ class Shards:
             rows += int(requests["count"][requests["part"] < 0].sum())
         return counts.tolist(), rows
 
+    def slices(self, slab: int) -> list[tuple[int, int, int]]:
+        """(shard, first row, the one after the last) of the rows of a slab."""
+        found = []
+        for shard in range(self.number):
+            _, begins, ends = self._slice(shard, *self._edges[slab : slab + 2, shard])
+            found.append((shard, int(begins[0]), int(ends[0])))
+        return found
+
     @property
     def slabs(self) -> int:
         return len(self._edges) - 1

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
-from train.data.events.names import categorical, lists, numeric, vectors
+from train.data.events.names import categorical, known_columns, lists, numeric, vectors
 from train.data.events.read import Columns, Log
 from train.data.features.columns import Coded, CodedLists
 
@@ -107,6 +107,7 @@ class Fields:
         self.lists += [(name, field) for name, history in histories if history.lists for field in history.fields]
         self.timed = [(name, "") for name, history in histories if history.times]
         self.rows = [name for name, history in histories if not (history.lists or history.files)]
+        self.known = known_columns(config)
         self.users, self.requests, self.vendors = Dictionary(), Dictionary(), Dictionary()
         names: list[str | ListName] = [*self.ids, *self.lists]
         self.dictionaries = {name: Dictionary() for name in names}
@@ -123,6 +124,7 @@ class Fields:
                 ("ids", "<i4", (len(self.ids),)),
                 ("numeric", "<f8", (len(self.numeric),)),
                 ("vectors", "<f4", (sum(self.vectors.values()),)),
+                ("known", "<i8", (len(self.known),)),
                 ("chosen", "?", (len(self.rows),)),
                 ("lengths", "<i4", (len(self.lists) + len(self.timed),)),
             ]
@@ -146,6 +148,8 @@ class Fields:
             records["numeric"][:, index] = columns.numeric[name]
         if self.vectors:
             records["vectors"] = np.concatenate([columns.vectors[name] for name in self.vectors], 1)
+        for index, name in enumerate(self.known):
+            records["known"][:, index] = columns.known[name]
         for index, name in enumerate(self.rows):
             records["chosen"][:, index] = columns.chosen[name]
         items = []
@@ -192,6 +196,7 @@ class Fields:
             fields=fields,
             times=times,
             good=np.ones(len(records), bool),
+            known={name: records["known"][:, index].copy() for index, name in enumerate(self.known)},
         )
 
     def _vectors(self, records: np.ndarray) -> dict[str, np.ndarray]:

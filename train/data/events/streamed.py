@@ -3,8 +3,9 @@
 1. Chunks of rows are read, their ids coded, and dealt by user over parts: files of records.
 2. Each part, which has all rows of its users, forms its requests and histories as `train.data.events.prepare` does with
    all rows, and is written back in the order of its requests.
-3. Parts are counted: ids, numbers and labels of training rows.
-4. Slices of all parts that are neighbours in time are merged, mapped to rows of tables, scaled and written.
+3. Statistics are computed, see `train.data.statistics.compute`.
+4. Parts are counted: ids, numbers and labels of training rows.
+5. Slices of all parts that are neighbours in time are merged, mapped to rows of tables, scaled and written.
 
 Memory holds `data.rows_at_once` rows, or those of the busiest user, beside the distinct ids of every column. Every row
 is read once, and written and read twice more as a record, before it is written in its final form.
@@ -34,7 +35,8 @@ from train.data.features.columns import Coded
 from train.data.features.vocabulary import Occurrences
 from train.data.histories import History
 from train.data.prepare import Dense, Labels, empty_training, make_ids, save_meta
-from train.data.requests import Requests, form_requests, split_bounds, vendor_runs, warn_of_long
+from train.data.requests import Requests, form_requests, rounded, split_bounds, vendor_runs, warn_of_long
+from train.data.statistics.compute import Spilled
 from train.data.storage.files import locate
 from train.data.storage.rows import Rows
 from train.data.storage.writer import Block, VendorBlock, Writer
@@ -69,20 +71,26 @@ def prepare(
         name: _deal_log(config, name, fields, number, work) for name, each in config.histories.items() if each.files
     }
     shards = Shards(work / "shards", number, fields, list(config.histories))
-    _form(config, fields, dealt, logs, shards, partial(locate, last.table.files, last.table.first_row))
+    statistics = Spilled(config, folder, work / "statistics", number)
+    most = _form(
+        config, fields, dealt, logs, shards, statistics, partial(locate, last.table.files, last.table.first_row)
+    )
+    statistics.run()
+    if max_candidates(config) is None:
+        spec = replace(spec, max_candidates=rounded(most))
     fractions = config.split if config.split_by == "time" else None
     bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
     counts = _Counts(config, spec, fields, logs)
     train = [shards.positions(end) for end in bounds["train"]]
     for shard in range(number):
-        counts.add(shards, shard, int(train[0][shard]), int(train[1][shard]))
+        counts.add(shards, statistics, shard, int(train[0][shard]), int(train[1][shard]))
     if not counts.rows:
         raise ValueError(empty_training(config, shards.candidates))
     ids, spec = make_ids(folder, config, spec, counts.occurrences(), earlier, config.new_ids, vectors)
-    statistics = counts.numbers.statistics(earlier.numeric if earlier else {})
+    scales = counts.numbers.statistics(earlier.numeric if earlier else {})
     writer = Writer(folder, spec, ids)
     for slab in range(shards.slabs):
-        writer.add(_block(config, spec, fields, shards, slab, statistics))
+        writer.add(_block(config, spec, fields, shards, slab, statistics, scales))
     for event in spec.histories:
         dictionaries = [counts.dictionary(event.name, field.name) for field in event.fields]
         for shard in range(number):
@@ -91,7 +99,7 @@ def prepare(
             writer.events(event, columns, times)
     writer.close()
     none = np.zeros((0, 0), np.float32)
-    known = Dense(none, none, statistics, missing=counts.numbers.missing())
+    known = Dense(none, none, scales, missing=counts.numbers.missing())
     save_meta(folder, config, spec, last.table, bounds, ids, counts.labels, known, earlier, config.new_ids, vectors)
     shutil.rmtree(work)
 
@@ -129,10 +137,11 @@ def _form(
     dealt: PartFiles,
     logs: Mapping[str, tuple[LogFields, PartFiles]],
     shards: Shards,
+    statistics: Spilled,
     locate: Callable[[int], str],
-) -> None:
-    """Requests and histories of each part."""
-    sizes = []
+) -> int:
+    """Requests and histories of each part; returns the candidates of the largest request."""
+    sizes, most = [], 1
     for shard in range(shards.number):
         part = dealt.read(shard)
         dealt.remove(shard)
@@ -149,6 +158,7 @@ def _form(
             train_requests=config.train_requests,
         )
         sizes.append(np.bincount(formed.sizes))
+        most = max(most, int(np.diff(formed.offsets).max(initial=1)))
         formed = replace(formed, order=order_by_vendor(config, columns, formed.order, formed.offsets, locate))
         requests = Requests(formed.order, formed.offsets, {}, formed.earlier)
         entries = {name: log_fields.unpack(files.read(shard)) for name, (log_fields, files) in logs.items()}
@@ -162,7 +172,9 @@ def _form(
             ]
             codes[name] = np.stack(each, 1)
         shards.add(shard, part, formed, columns, made, codes)
+        statistics.add(shard, columns, formed)
     warn_of_long(sizes, max_candidates(config))
+    return most
 
 
 class _Counts:
@@ -188,7 +200,7 @@ class _Counts:
             return self._logs[event][0].dictionaries[field]
         return self._fields.dictionaries[event, field]
 
-    def add(self, shards: Shards, shard: int, first: int, end: int) -> None:
+    def add(self, shards: Shards, statistics: Spilled, shard: int, first: int, end: int) -> None:
         """The requests first:end of a shard, which train, and rows that are trained on as history only."""
         rows = shards.whole(shard)
         self.labels.see(rows.records["labels"])
@@ -196,7 +208,7 @@ class _Counts:
         taken = np.arange(begins[first], begins[end])
         training = rows.take(taken)
         columns = self._fields.unpack(training)
-        self.numbers.train(columns.dense)
+        self.numbers.train(columns.dense | statistics.named(statistics.of(shard, int(begins[first]), int(begins[end]))))
         earlier = self._fields.unpack(shards.earlier(shard))
         self.labels.see(earlier.labels)
         for each in (columns, earlier):
@@ -240,12 +252,16 @@ def _block(
     fields: Fields,
     shards: Shards,
     slab: int,
-    statistics: dict[str, dict[str, float]],
+    statistics: Spilled,
+    scales: dict[str, dict[str, float]],
 ) -> Block:
     part, requests, order = shards.slab(slab)
     counts = requests["count"]
     starts = np.cumsum(counts) - counts
-    columns = fields.unpack(part.take(ranges(starts[order], counts[order])))
+    taken = ranges(starts[order], counts[order])
+    columns = fields.unpack(part.take(taken))
+    values = np.concatenate([statistics.of(*each) for each in shards.slices(slab)])[taken]
+    columns.numeric |= statistics.named(values)
     requests, counts = requests[order], counts[order]
     first = np.cumsum(counts) - counts
     firsts = {name: values[first] for name, values in columns.dense.items()}
@@ -257,7 +273,7 @@ def _block(
         vendor = VendorBlock(
             *runs,
             sparse={feature.name: columns.sparse[feature.name].take(begins) for feature in spec.vendor},
-            dense=dense(config, spec.vendor_dense, numbers, len(begins), statistics, spec.vendor_vectors),
+            dense=dense(config, spec.vendor_dense, numbers, len(begins), scales, spec.vendor_vectors),
         )
     return Block(
         time=requests["time"],
@@ -268,9 +284,9 @@ def _block(
         weights=columns.weights,
         request={feature.name: columns.sparse[feature.name].take(first) for feature in spec.request},
         candidate={feature.name: columns.sparse[feature.name] for feature in spec.candidate},
-        request_dense=dense(config, spec.request_dense, firsts, len(first), statistics, spec.request_vectors),
+        request_dense=dense(config, spec.request_dense, firsts, len(first), scales, spec.request_vectors),
         candidate_dense=dense(
-            config, spec.candidate_dense, columns.dense, len(columns.number), statistics, spec.candidate_vectors
+            config, spec.candidate_dense, columns.dense, len(columns.number), scales, spec.candidate_vectors
         ),
         events={
             event.name: (requests["ranges"][:, index, 0], requests["ranges"][:, index, 1])

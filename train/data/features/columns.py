@@ -16,14 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.data.batch import ranges
-from train.data.features import text_lists, times
+from train.data.features import ids, text_lists, times
 
 logger = logging.getLogger(__name__)
 
 NUMBER = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 NAN = r"^[+-]?(?i:nan)$"
-BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
-"""Digits of truth values, and the texts that stand for them."""
 TIME_FORMATS = (
     *(f"%Y-%m-%d{between}%H:%M:%S{end}" for end in ("", "Z", ".%f", ".%fZ") for between in (" ", "T")),
     *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d", "s", "ms"),
@@ -52,8 +50,7 @@ class Coded:
 
     def isin(self, accepted: Sequence[object]) -> np.ndarray:
         """[N] bool: rows whose id is one of `accepted`, compared as text; None accepts missing ones."""
-        wanted = pa.array([_canonical(pa.array([value]))[0].as_py() for value in accepted], pa.string())
-        known = pc.is_in(self.values, value_set=wanted).to_numpy(zero_copy_only=False)
+        known = pc.is_in(self.values, value_set=ids.texts_of(accepted)).to_numpy(zero_copy_only=False)
         return np.append(known, None in accepted)[self.codes]
 
 
@@ -98,7 +95,7 @@ def relabel(codes: np.ndarray, texts: pa.StringArray) -> Coded:
 def read_ids(column: pa.ChunkedArray) -> Coded:
     """A categorical column of any scalar type."""
     codes, values = _dictionary(column)
-    return relabel(codes, _canonical(values))
+    return relabel(codes, ids.texts(values))
 
 
 def read_lists(column: pa.ChunkedArray, separator: str) -> CodedLists:
@@ -106,8 +103,8 @@ def read_lists(column: pa.ChunkedArray, separator: str) -> CodedLists:
 
     def read(part: pa.ChunkedArray) -> CodedLists:
         items, offsets, rows, spare = _lists(part, separator)
-        ids = read_ids(items)
-        lists = CodedLists(ids.codes, offsets, ids.values, spare)
+        coded = read_ids(items)
+        lists = CodedLists(coded.codes, offsets, coded.values, spare)
         return lists if rows is None else lists.take(rows)
 
     return concat_lists([read(part) for part in _portions(column)])
@@ -203,11 +200,11 @@ def concat_ids(parts: Sequence[Coded]) -> Coded:
 def concat_lists(parts: Sequence[CodedLists]) -> CodedLists:
     if len(parts) == 1:
         return parts[0]
-    ids = concat_ids([Coded(part.codes, part.values) for part in parts])
+    coded = concat_ids([Coded(part.codes, part.values) for part in parts])
     counts = [len(part.offsets) - 1 for part in parts]
     spare = [np.zeros(n, np.int64) if p.spare is None else p.spare for n, p in zip(counts, parts, strict=True)]
     _, offsets = concat_ragged([(part.codes, part.offsets) for part in parts])
-    return CodedLists(ids.codes, offsets, ids.values, np.concatenate(spare))
+    return CodedLists(coded.codes, offsets, coded.values, np.concatenate(spare))
 
 
 def concat_ragged(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
@@ -231,7 +228,7 @@ def read_numbers(column: pa.ChunkedArray, nan_is_missing: bool = False) -> tuple
     if is_text(column.type):
         codes, values = _dictionary(column)
         texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
-        texts = _booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
+        texts = ids.booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
         if nan_is_missing:
             texts = pc.if_else(pc.match_substring_regex(texts, NAN), pa.scalar(None, pa.string()), texts)
         valid = pc.match_substring_regex(texts, NUMBER).fill_null(True)
@@ -262,11 +259,11 @@ def read_milliseconds(column: pa.ChunkedArray, time_format: str) -> tuple[np.nda
         milliseconds = stamps.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).fill_null(0).to_numpy()
         return np.where(bad, 0, milliseconds), bad
     if "%" in time_format:
-        ids = read_ids(column)
-        read, bad = times.read(ids.values, time_format)
+        coded = read_ids(column)
+        read, bad = times.read(coded.values, time_format)
         seconds, unread = np.append(read, 0), np.append(bad, True)
         unread |= np.abs(seconds) > LATEST // 1000
-        return np.where(unread, 0, seconds)[ids.codes] * 1000, unread[ids.codes]
+        return np.where(unread, 0, seconds)[coded.codes] * 1000, unread[coded.codes]
     numbers, bad = read_numbers(column)
     bad |= np.isnan(numbers)
     made = np.floor(numbers * {"s": 1000.0, "ms": 1.0}[time_format])
@@ -282,6 +279,13 @@ def time_format_of(text: str) -> str | None:
 
 def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
     """(codes [N] with -1 for null, distinct values)."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        storage = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+        codes, values = _dictionary(storage)
+        return codes, pa.ExtensionArray.from_storage(column.type, values)
+    if not len(column):  # of which Arrow makes no dictionary
+        dictionary = pa.types.is_dictionary(column.type)
+        return np.zeros(0, np.int32), pa.array([], column.type.value_type if dictionary else column.type)
     if pa.types.is_null(column.type):
         column = column.cast(pa.string())
     if pa.types.is_float16(column.type):
@@ -293,27 +297,6 @@ def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
             raise ValueError(f"it is {column.type}, expected one number or text a row") from None
     encoded = column.unify_dictionaries().combine_chunks()
     return encoded.indices.fill_null(-1).to_numpy().astype(np.int32), encoded.dictionary
-
-
-def _canonical(values: pa.Array) -> pa.StringArray:
-    if pa.types.is_integer(values.type):
-        return values.cast(pa.string())
-    if pa.types.is_boolean(values.type):
-        values = values.cast(pa.int8())
-    if pa.types.is_floating(values.type):
-        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
-        # Arrow writes 12345678901.0 as 1.2345678901e+10.
-        whole = pc.and_(pc.equal(values, pc.trunc(values)), pc.less(pc.abs(values), 2.0**63))
-        integers = pc.if_else(whole, values, pa.scalar(None, values.type)).cast(pa.int64())
-        values = pc.coalesce(integers.cast(pa.string()), values.cast(pa.string()))
-    texts = pc.replace_substring_regex(values.cast(pa.string()), r"^(-?\d+)\.0+$", r"\1")
-    return _booleans_as_digits(pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
-
-
-def _booleans_as_digits(texts: pa.StringArray) -> pa.StringArray:
-    for digit, spellings in BOOLEANS:
-        texts = pc.if_else(pc.is_in(texts, value_set=spellings), digit, texts)
-    return texts
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from train.process.files import write_json
 FOLDER = "vocabulary"
 """Of a prepared folder and of a run directory: a parquet file an embedding table, none with data.id_map=hash."""
 ABOUT = "mapping.json"
+COLUMNS = "columns.json"
+"""Of a prepared folder: what the columns of its files are called."""
+COUNTERS = "statistics"
+"""Of both, too: what `train.data.statistics.store` writes."""
+KEPT = (FOLDER, COUNTERS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Mapping:
     ids: dict[str, pa.StringArray]
     transforms: dict[str, dict[str, Any]]  # how columns were made of others
     vectors: dict[str, str]  # digest of the rows of tables that files gave
+    columns: list[str] | None  # of the files; None in a mapping of an earlier version
+    statistics: dict[str, dict[str, Any]]  # as `data.statistics` has them
 
     @property
     def hashed(self) -> set[int]:
@@ -60,11 +68,20 @@ def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
         if json.loads((folder / ABOUT).read_text())["fingerprint"] == meta["fingerprint"]:
             return
         shutil.rmtree(folder)  # left by a start that reached no checkpoint
-    if (prepared / FOLDER).exists():
-        shutil.copytree(prepared / FOLDER, folder, dirs_exist_ok=True)
+    for each in KEPT:
+        if (prepared / each).exists():
+            shutil.copytree(prepared / each, run_dir / each, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {name: meta[name] for name in ("fingerprint", "numeric", "label_rates", "transforms", "vectors")}
+    names = ("fingerprint", "numeric", "label_rates", "transforms", "vectors", "statistics")
+    about = {name: meta[name] for name in names if name in meta}
+    if (prepared / COLUMNS).exists():
+        about["columns"] = json.loads((prepared / COLUMNS).read_text())
     write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
+
+
+def keep_columns(prepared: Path, columns: Iterable[str]) -> None:
+    """Write the columns of the files to the folder of their prepared form."""
+    write_json(prepared / COLUMNS, sorted(columns))
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -78,9 +95,14 @@ def files(run_dir: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def about(run_dir: Path) -> dict[str, Any]:
+    """What `read` knows beside the ids. Raises ValueError when there is nothing."""
+    return json.loads(next(file for file in files(run_dir) if file.name == ABOUT).read_text())
+
+
 def read(run_dir: Path) -> Mapping:
-    *tables, about = sorted(files(run_dir), key=lambda file: file.name == ABOUT)
-    known = json.loads(about.read_text())
+    known = about(run_dir)
+    tables = [file for file in files(run_dir) if file.name != ABOUT]
     ids = {
         unquote(file.name.removesuffix(".parquet")): pq.read_table(file, columns=["value"])["value"].combine_chunks()
         for file in tables
@@ -94,6 +116,8 @@ def read(run_dir: Path) -> Mapping:
         ids,
         known.get("transforms", {}),
         known.get("vectors", {}),
+        known.get("columns"),
+        known.get("statistics", {}),
     )
 
 

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.config.schema import TransformConfig
-from train.data.features.columns import Coded, read_ids, relabel
+from train.data.features.columns import Coded, relabel
+from train.data.features.ids import texts_of
 from train.data.features.numeric import signed_log
 from train.data.features.vocabulary import hash_texts
 
@@ -129,8 +130,8 @@ class Transforms:
 
 
 def texts_as_ids(values: Sequence[Any]) -> Coded:
-    """Values of a request, as files have them."""
-    return read_ids(pa.chunked_array([pa.array([None if v is None else str(v) for v in values], pa.string())]))
+    """Values of a request, as files have them. TypeError for one that is no id."""
+    return relabel(np.arange(len(values), dtype=np.int32), texts_of(values))
 
 
 def _kind(each: TransformConfig) -> str:

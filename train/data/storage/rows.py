@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOO_MUCH = "with a lower data.rows_at_once, less is read at a time"
+NEVER = int(np.iinfo(np.int64).min)
+"""The time of what did not happen."""
 HEAVIEST = 1e30
 """Weight of a row: the sums over a batch and its products with losses stay finite in float32."""
 
@@ -76,6 +78,8 @@ class RowFiles:
         if absent:
             held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
             raise ValueError(f"no column {absent[0]!r}: {held}")
+        self.columns = {name for theirs in known.values() for name in theirs}
+        """Of the files and those joined to them."""
         self._own = sorted({name for name in wanted if name in names} | {join.column for join, _ in self._sides})
         self._notes = Notes(str(files[0]))
 
@@ -272,6 +276,13 @@ class Rows:
         example = self._value(name, int(np.flatnonzero(bad)[0])) if bad.any() else ""
         self.flag(bad, name, _expected_time(time_format, example))
         return times
+
+    def known(self, name: str, time_format: str) -> np.ndarray:
+        """[N] int64 milliseconds as `milliseconds`, but NEVER where a time is missing."""
+        missing = self._read(name, lambda column: columns.read_ids(column).codes < 0)
+        times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
+        self.flag(bad & ~missing, name, _expected_time(time_format))
+        return np.where(missing, NEVER, times)
 
     def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds of all rows one after another, offsets [N + 1])."""

@@ -24,7 +24,7 @@ from train.process.files import faults, room, summed, write_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 9
+FORMAT = 10
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]

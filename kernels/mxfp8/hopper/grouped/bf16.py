@@ -3,6 +3,8 @@
 A tile has 128 rows and 256 columns. One warpgroup loads, two compute, each 64 rows at the full width: narrower products
 read more shared memory for each operation. One consumer starts two steps behind the other, so that its products can
 fill the time of the other's epilogue.
+
+Shared with `moe`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ VALUES say of each square whether its rows share their scale. To read that in ea
 weight gradient, and up to a tenth of a product of few steps. Of weights a flag says as well whether all squares do.
 
 A scale byte of 0 counts as 0, so a group of 128 whose largest magnitude is at most 1.75 * 2^-119 counts as zeros.
+
+Shared with `moe`.
 """
 
 from __future__ import annotations

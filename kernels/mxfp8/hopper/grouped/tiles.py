@@ -6,6 +6,8 @@ and a group's rows are what it sums over.
 
 Each of P programs starts with the tile of its own number, and takes the next free one whenever it has loaded one. Its
 loading warpgroup finds the tile's position and announces it to the consumers.
+
+Shared with `moe`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A thread holds R rows of 8 neighbouring columns. That serves both orientations without a transposition through shared
 memory: a row of 32 columns lies in four lanes, and R elements of a column lie in one thread, which are R consecutive
 bytes of the transposed codes. Along columns, the tile's registers are only in another order.
+
+Shared with `moe`.
 """
 
 from triton.experimental import gluon

@@ -8,6 +8,8 @@ magnitude of 2^111 or more has the byte 255 and is NaN. A block below 2^-120 los
 
 Conversions use no conversion instruction, which a multiprocessor has few of: adding 1.5 * 2^23 rounds to an integer in
 the low bits of a float32, and an integer becomes one by setting the exponent's bits.
+
+Shared with `moe`.
 """
 
 import torch

@@ -7,6 +7,8 @@ elements. Scaling is exact in bfloat16: it moves the exponent, and values that f
 below the smallest code.
 
 Codes are stored to shared memory, sixteen at a time, and from there by TMA.
+
+Shared with `moe`.
 """
 
 import torch

@@ -148,14 +148,25 @@ def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int])
     _check_tables(spec, table_dims, "table_dims", "=16")
     widths: dict[int, list[str]] = {}
     for table in dict.fromkeys(table for _, table in spec.lookups()):
-        if "." in table:
+        if table != table_name(table):
             raise ValueError(
-                f"table {table!r} has a dot, which separates the parts of a parameter's name; rename it, "
-                f"e.g. +data.tables={{{table}: {table.replace('.', '_')}}}"
+                f"table {table!r} cannot be called so: a dot separates the parts of a parameter's name, and names of "
+                f"attributes of nn.ModuleDict are taken; rename it, e.g. +data.tables={{{table}: {table_name(table)}}}"
             )
         own = spec.vector_tables[table].width if table in spec.vector_tables else table_dims.get(table, dim)
         widths.setdefault(own, []).append(table)
     return {width: widths[width] for width in sorted(widths, key=lambda width: width != dim)}
+
+
+def table_name(name: str) -> str:
+    """A name that a table of these ids can have: tables are parts of an `nn.ModuleDict`, whose attributes are taken."""
+    name = name.replace(".", "_") or "_"
+    while hasattr(_PARTS, name):
+        name += "_"
+    return name
+
+
+_PARTS = nn.ModuleDict()
 
 
 def _check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, value: str) -> None:

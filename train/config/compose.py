@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from modules.config import check_options
 from modules.models import CONFIGS, CustomConfig
-from train.config import environment
+from train.config import environment, written
 from train.config.numbers import check_numbers
 from train.config.schema import SOURCES, Config, EventsConfig, SyntheticConfig
 from train.loss import task_loss
@@ -22,7 +23,10 @@ from train.loss import task_loss
 def to_config(composed: DictConfig) -> Config:
     """The composed configuration as plain dataclasses, validated."""
     if HydraConfig.initialized():
-        environment.refuse_other_sections(HydraConfig.get())
+        hydra = HydraConfig.get()
+        environment.refuse_other_sections(hydra)
+        sources = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+        written.check(sources, hydra.runtime.choices)
     environment.refuse_in_data(composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:

@@ -20,6 +20,7 @@ from train.data import build_source
 from train.data.events.read import row_files
 from train.data.source import PreparedSource, Source
 from train.data.storage.find import find_files
+from train.data.storage.formats import is_whole
 from train.data.storage.remote import DataFile, is_remote, random_access, size
 from train.process.distributed import World
 
@@ -29,8 +30,8 @@ POLL = 1.0
 """Seconds between two looks."""
 UNFINISHED = (".tmp", ".partial")
 """Ends of names that a file has until it is renamed."""
-MAGIC = b"PAR1"
-"""With which a parquet file begins, and, once it is whole, ends."""
+ENDED = {".parquet": "parquet", ".pq": "parquet", ".orc": "orc", ".feather": "arrow", ".arrow": "arrow"}
+"""Names of files that end as their format says once they are whole, since their index is written last."""
 MOST_NAMED = 5
 
 Part = dict[str, Any]
@@ -204,8 +205,8 @@ class Follower:
 def complete(data: EventsConfig) -> list[DataFile]:
     """The files of `data.follow` that nobody writes any more, by name.
 
-    These are the ones that `data.manifest` lists; without it all whose name is final, and of parquet files those that
-    end as such a file does, since its index is written last.
+    These are the ones that `data.manifest` lists; without it all whose name is final, and of Parquet, ORC and Arrow
+    files those that end as such a file does.
     """
     found = _matching(data)
     if not data.manifest:
@@ -242,14 +243,8 @@ def _matching(data: EventsConfig) -> list[DataFile]:
 def _is_complete(file: DataFile) -> bool:
     if file.name.startswith((".", "_")) or file.name.endswith(UNFINISHED):
         return False
-    length = size(file)
-    if not file.name.endswith((".parquet", ".pq")):
-        return length > 0
-    if length < 3 * len(MAGIC):
-        return False
-    with random_access(file) as opened:
-        opened.seek(length - len(MAGIC))
-        return opened.read(len(MAGIC)) == MAGIC
+    name = ENDED.get(Path(file.name).suffix)
+    return is_whole(file, name) if name else size(file) > 0
 
 
 def _name(file: DataFile) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import re
 from collections import Counter
@@ -11,13 +13,18 @@ from pathlib import Path
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
 from train.data.events.names import features, numbers, numeric, table_of, vectors, wanted
-from train.data.features import mapping
+from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
 from train.data.features.numeric import INDICATOR, matching
 from train.data.features.transforms import Transforms
 from train.data.statistics import describe as statistics
-from train.data.storage.remote import DataFile
+from train.data.storage.remote import DataFile, random_access, size
 from train.data.storage.rows import comparison
+
+logger = logging.getLogger(__name__)
+
+ENDS = 1 << 16
+"""Bytes of the start and of the end of files of one size, by which copies are told."""
 
 
 def check(config: EventsConfig) -> None:
@@ -71,6 +78,13 @@ def check(config: EventsConfig) -> None:
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
             raise ValueError(f"{key}={time_format!r} must be s, ms or a strptime pattern, e.g. '%Y-%m-%d'")
+        if time_format and (unknown := times.unknown_directive(time_format)):
+            hint = (
+                "names of time zones are not read, offsets such as +0100 are, by %z"
+                if unknown == "%Z"
+                else "e.g. %Y, %m"
+            )
+            raise ValueError(f"{key}={time_format!r}: {unknown} is not read ({hint}); use e.g. '%Y-%m-%d %H:%M:%S'")
     for task, text in config.labels.items():
         column, sign, value = comparison(text)
         wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
@@ -93,11 +107,11 @@ def check(config: EventsConfig) -> None:
     used = {*features(config), *(name for history in config.histories.values() for name in history.fields)}
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
-    for column in sorted(name for name in used - config.tables.keys() if "." in name):
+    for column in sorted(name for name in used - config.tables.keys() if table_of(config, name) != name):
         if same := [name for name in sorted(used - {column}) if table_of(config, name) == table_of(config, column)]:
             raise ValueError(
-                f"columns {column!r} and {same[0]!r} would share the table {table_of(config, column)!r}, since names "
-                f"of tables have no dots; name one or, to share it, both in data.tables, e.g. {column}: other"
+                f"columns {column!r} and {same[0]!r} would share the table {table_of(config, column)!r}, since no "
+                f"table can be called {column!r}; name one or, to share it, both in data.tables, e.g. {column}: other"
             )
     scaled, read = set(numeric(config)), set(numbers(config))
     for key, stray, there in (
@@ -143,12 +157,30 @@ def check(config: EventsConfig) -> None:
 
 
 def check_once(files: list[DataFile]) -> None:
+    """ValueError for a file that is named twice, and a warning for one that another name has as well."""
     (again, count), *_ = Counter(file.resolve() for file in files).most_common(1)
     if count > 1:
         raise ValueError(
             f"data.files, data.valid_files and data.test_files name {again} twice, so its rows would count twice or be "
             "trained on and tested; let the globs and folders of each leave out the files of the others"
         )
+    _warn_of_copies(files)
+
+
+def _warn_of_copies(files: list[DataFile]) -> None:
+    by_size: dict[int, list[DataFile]] = {}
+    for file in files:
+        by_size.setdefault(size(file), []).append(file)
+    for same in by_size.values():
+        seen: dict[bytes, DataFile] = {}
+        for file in same if len(same) > 1 else ():
+            with random_access(file) as opened:
+                ends = opened.read(ENDS)
+                opened.seek(max(0, opened.size() - ENDS))
+                digest = hashlib.sha256(ends + opened.read(ENDS)).digest()
+            if digest in seen:
+                logger.warning("%s seems to be a copy of %s: rows of both count", file, seen[digest])
+            seen.setdefault(digest, file)
 
 
 def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
+from modules.embedding import table_name
 from train.config.schema import EventsConfig, HistoryConfig, VectorConfig
 from train.data.features.numeric import numeric_features
 from train.data.features.transforms import Transforms
@@ -50,8 +51,9 @@ def _numbers_of(config: EventsConfig, columns: list[str], side: statistics.Side)
 
 
 def table_of(config: EventsConfig, column: str) -> str:
-    """The table of a column's ids. A dot separates the parts of a parameter's name, so no table has one by itself."""
-    return config.tables.get(column, column.replace(".", "_"))
+    """The table of a column's ids, by default the column's name, or the nearest one that a table can have."""
+    given = config.tables.get(column)
+    return given if given and "." in given else table_name(given or column)
 
 
 def max_candidates(config: EventsConfig) -> int | None:

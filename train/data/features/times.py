@@ -14,7 +14,7 @@ DIRECTIVES = {
     "Y": r"\d{4}", "y": r"\d\d",
     **dict.fromkeys("mdeHkIlMS", r"\s*\d{1,2}"),
     **dict.fromkeys("bBhaA", r"\pL+\.?"),
-    "p": r"(?i:[ap]\.?m\.?)", "z": r"(?:Z|[+-]\d\d(?::?\d\d)?)", "s": r"\d+", "n": r"\s*", "t": r"\s*", "%": "%",
+    "p": r"(?i:[ap]\.?m\.?)", "z": r"(?:Z|[+-]\d\d(?::?\d\d)?)", "n": r"\s*", "t": r"\s*", "%": "%",
 }  # fmt: skip
 """Those that are read as what they say, with patterns of their texts. `%f` is read and dropped, behind a dot."""
 

@@ -140,7 +140,11 @@ def count_rows(files: Sequence[DataFile], layout: Layout) -> int:
 
 
 def _own_names(path: DataFile, form: str, layout: Layout) -> list[str]:
-    return text.header(path, layout) if form == "text" else list(formats.schema_of(path, form).names)
+    return (
+        formats.guarded(path, lambda: text.header(path, layout))
+        if form == "text"
+        else list(formats.schema_of(path, form).names)
+    )
 
 
 def _check(files: Sequence[DataFile], columns: Sequence[str], layout: Layout) -> pa.Table:
@@ -167,12 +171,13 @@ def _pieces(
 ) -> Iterator[Piece]:
     form = format_of(path)
     own = _own_names(path, form, layout)
-    read, of_folders = [name for name in columns if name in own], partitions(path)
+    read, of_folders = [name for name in columns if name in own] or own[:1], partitions(path)
     if form == "text":
         pieces = text.pieces(path, read, layout, skip_malformed, lost)
     else:
         pieces = formats.pieces(path, form, read, most, lost if skip_malformed else None)
-    for table, number, total in pieces:
+    while piece := formats.guarded(path, lambda: next(pieces, None)):
+        table, number, total = piece
         yield _plain(table, columns, of_folders), number, total
 
 

@@ -50,8 +50,8 @@ Result = TypeVar("Result")
 
 def format_of(path: DataFile) -> str:
     """parquet, orc, arrow or text. Raises ValueError for an empty file, and for another format by its name."""
-    with random_access(path) as file:
-        head = file.read(SHOWN)
+    with guarded(path, lambda: random_access(path)) as file:
+        head = guarded(path, lambda: file.read(SHOWN))
     if not head:
         raise ValueError(f"{path}: the file is empty")
     found = next((name for name, magic in MAGIC.items() if head.startswith(magic) and BINARY.search(head)), "")

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from train.process.files import summed
 
 ROW_GROUP = 1 << 17
-LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)
 
 
 def keep_table(table: Any, folder: Path) -> Path:
@@ -65,6 +64,8 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.large_binary()
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid":
         return plain(kind.storage_type)
-    if any(is_one(kind) for is_one in LISTS):
+    if pa.types.is_list(kind):
+        return pa.list_(plain(kind.value_type))
+    if any(is_one(kind) for is_one in (pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)):
         return pa.large_list(plain(kind.value_type))
     return kind

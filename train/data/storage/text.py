@@ -33,8 +33,8 @@ LONGEST = 1 << 30
 """Bytes of a row."""
 MOST_SHOWN = 200
 """Characters of a malformed row that an error shows."""
-TELLING = 32
-"""Lines by which a quote that nothing closes is known to be text."""
+TELLING = 16, 4
+"""Lines by which a quote that may join them is known to be text: of the first one in a file, and of further ones."""
 QUOTE, LF, CR = b'"\n\r'
 BOM = b"\xef\xbb\xbf"
 UNIT = b"\x1f"
@@ -116,7 +116,7 @@ class _Reader:
         self._edge = np.zeros(256, bool)
         self._edge[[LF, CR, self._separator[0]]] = True
         self._pending = 0  # bytes of a record that has begun
-        self._as_text: list[int] = []  # rows with quotes that are text
+        self._as_text = self._first_text = 0  # rows with quotes that are text, and the first of them
         self.names, self.rows = list(layout.column_names), 0
         self._count = len(self.names)  # of columns
         self._blocks = self._scan()
@@ -129,7 +129,7 @@ class _Reader:
         if self._as_text:
             logger.warning(
                 "%s: a quote at the start of a field is text in %d rows, from row %d on, since it would join rows; %s",
-                self._path, len(self._as_text), self._as_text[0], ADVICE,
+                self._path, self._as_text, self._first_text, ADVICE,
             )  # fmt: skip
 
     def parse(self, block: Block, columns: Sequence[str]) -> tuple[pa.Table, np.ndarray, list[Flaw]]:
@@ -236,8 +236,8 @@ class _Reader:
         joined = np.zeros(len(lines.ends), bool)  # with the line before
         edits: dict[int, bytes] = {}  # line -> what it is instead
         stop = len(lines.ends)
-        if not self._count and not lines.empty.all():
-            self._count = len(self._fields.findall(lines.text(int(np.argmin(lines.empty)))))
+        if not self._count and lines.first < len(lines.ends):
+            self._count = len(self._fields.findall(lines.text(lines.first)))
         if self._layout.quoted is not False and b'"' in data:
             stop = self._join(lines, last, joined, edits)
         cut = int(lines.starts[stop]) if stop < len(lines.ends) else len(data)
@@ -250,6 +250,8 @@ class _Reader:
 
     def _join(self, lines: _Lines, last: bool, joined: np.ndarray, edits: dict[int, bytes]) -> int:
         """Mark lines that go on a record; returns the first line of a record that goes on after the data."""
+        if (stop := self._join_quoted(lines, last, joined)) is not None:
+            return stop
         after = 0
         for line in map(int, self._unpaired(lines)):
             if line < after:
@@ -268,10 +270,39 @@ class _Reader:
             if self._layout.quoted:
                 edits[line] = b""
                 continue
-            self._as_text.append(self._row_of(lines, line, joined))
+            self._as_text, self._first_text = self._as_text + 1, self._first_text or self._row_of(lines, line, joined)
             fields = [quoted or _in_quotes(plain) for quoted, plain in self._fields.findall(lines.text(line))]
             edits[line] = self._separator.join(fields)
         return len(lines.ends)
+
+    def _join_quoted(self, lines: _Lines, last: bool, joined: np.ndarray) -> int | None:
+        """`_join` where every quote belongs to a field that is quoted, and no such field joins rows; else None."""
+        quotes = np.flatnonzero(lines.buffer == QUOTE)
+        before, after = lines.buffer[quotes - 1], lines.buffer[quotes + 1]
+        opens, closes = (before == QUOTE) | self._edge[before], (after == QUOTE) | self._edge[after]
+        if not (opens[::2].all() and closes[1::2].all()):
+            return None
+        inside = np.searchsorted(quotes, lines.ends) % 2 > 0  # ends of lines
+        if not inside.any():
+            return len(lines.ends)
+        goes_on = np.append(False, inside[:-1])
+        begins, stop = np.flatnonzero(~goes_on), len(lines.ends)
+        if inside[-1]:
+            begins, stop = begins[:-1], int(begins[-1])
+            if last or not stop:
+                return None
+        if not self._layout.quoted:
+            separators = np.bincount(
+                np.searchsorted(lines.ends, np.flatnonzero(lines.buffer == self._separator[0])), minlength=stop
+            )
+            separators[lines.empty] = self._count
+            several = np.diff(np.append(begins, stop))
+            least = np.minimum.reduceat(separators[:stop], begins)
+            for begin, count in np.stack([begins, several])[:, (several > 1) & (least >= self._count - 1)].T.tolist():
+                if self._kind(lines, range(begin, begin + count), True, last, goes_on) != "one row":
+                    return None
+        joined[:stop] = goes_on[:stop]
+        return stop
 
     def _unpaired(self, lines: _Lines) -> np.ndarray:
         """Lines with quotes that do not just enclose fields; the others end outside quotes if they begin so."""
@@ -307,16 +338,17 @@ class _Reader:
         """
         if not closed and last:
             return "rows"
-        if self._layout.quoted or not (self.names or (~lines.empty[: several[0]]).any()):  # or it is the header
+        if self._layout.quoted or not (self.names or lines.first < several[0]):  # or it is the header
             return "one row" if closed else "goes on"
-        told = [line for line in several[:TELLING] if not lines.empty[line]]
+        telling = TELLING[self._as_text > 0]
+        told = [line for line in several[:telling] if not lines.empty[line]]
         rows = [[quoted or plain for quoted, plain in self._fields.findall(lines.text(line))] for line in told]
         numbers = [at for at, text in enumerate(rows[0]) if NUMBER.fullmatch(text)]
         if any(len(row) != self._count for row in rows) or not all(
             NUMBER.fullmatch(row[at]) or EMPTY.fullmatch(row[at]) for row in rows for at in numbers
         ):
             return "one row" if closed else "goes on"
-        if len(told) == TELLING or (closed and numbers):
+        if len(told) == telling or (closed and numbers):
             return "rows"
         if closed:
             raise ValueError(
@@ -361,6 +393,7 @@ class _Lines:
     starts: np.ndarray
     ends: np.ndarray  # of the last byte of each
     empty: np.ndarray
+    first: int  # that is not empty
 
     @classmethod
     def of(cls, data: bytes) -> _Lines:
@@ -375,7 +408,7 @@ class _Lines:
         empty = ends == starts
         if len(returns):
             empty |= (ends == starts + 1) & returns[starts]
-        return cls(data, buffer, starts, ends, empty)
+        return cls(data, buffer, starts, ends, empty, int(np.argmin(np.append(empty, False))))
 
     def span(self, line: int) -> tuple[int, int]:
         begin, end = int(self.starts[line]), int(self.ends[line])
@@ -415,9 +448,11 @@ def _edited(data: bytes, edits: dict[tuple[int, int], bytes], begins: np.ndarray
     """Data with other text at some places, and where its records begin then."""
     if not edits:
         return data, begins
-    parts, end, grown = list[bytes](), 0, np.zeros(len(begins), np.int64)
-    for (begin, stop), text in sorted(edits.items()):
+    ordered = sorted(edits.items())
+    parts, end = list[bytes](), 0
+    for (begin, stop), text in ordered:
         parts += [data[end:begin], text]
         end = stop
-        grown[begins > begin] += len(text) - (stop - begin)
-    return b"".join([*parts, data[end:]]), begins + grown
+    grown = np.cumsum([0, *(len(text) - (stop - begin) for (begin, stop), text in ordered)])
+    before = np.searchsorted([begin for (begin, _), _ in ordered], begins, side="left")
+    return b"".join([*parts, data[end:]]), begins + grown[before]

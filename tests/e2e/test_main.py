@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 from torch import Tensor
 
 from modules.batch import RequestBatch
@@ -101,7 +100,7 @@ def test_hydra_s_multirun_is_refused_with_the_sweep(tmp_path: Path) -> None:
 def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\noptimizer: {warmup: 3}\n")
-    with pytest.raises(ConfigCompositionException, match="warmup"):
+    with pytest.raises(ValueError, match=r"optimizer.warmup is no key .*; did you mean optimizer.warmup_steps\?"):
         train_here(tmp_path / "run", base=["+experiment=typo", f"hydra.searchpath=[file://{tmp_path}/conf]"])
 
 

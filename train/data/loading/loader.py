@@ -142,7 +142,8 @@ def _process_starter() -> ForkServerContext:
             "file, or use data.num_workers=0"
         )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.main"])  # once for all workers, who import it where it is the main module
+    # Once for all workers, and not train.main: what is the main module they import under another name, with a warning.
+    context.set_forkserver_preload(["train.trainer"])
     # What is started here, workers included, inherits that signals are blocked; see shield.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -148,7 +148,7 @@ def _process_starter() -> ForkServerContext:
         )
     context = multiprocessing.get_context("forkserver")
     # Once for all workers, and not train.main: what is the main module they import under another name, with a warning.
-    context.set_forkserver_preload(["train.trainer"])
+    context.set_forkserver_preload(["train.trainer", "train.config.files"])
     # What is started here, workers included, inherits that signals are blocked; see shield.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -84,8 +84,10 @@ nightly: env
 doctor: env
 	@$(BIN)/python -m train.commands.doctor
 
-wheel: env
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+# By .venv where there is one; without it pip fetches setuptools, and nothing else.
+wheel:
+	@if test -x $(BIN)/python; then python=$(BIN)/python isolation=--no-build-isolation; else python='$(PYTHON)'; fi; \
+	  $$python -m pip wheel $$isolation --quiet --no-deps --wheel-dir dist .
 
 image:
 	docker build --build-arg DEVICE=$(DEVICE) --tag $(IMAGE) .

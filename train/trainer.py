@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -172,6 +173,7 @@ class Trainer:
                 self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
+            self._intact_best()
         elif self.config.checkpoint.load:
             warm_start.load(self.config.checkpoint, self.model, self.optimizer, self.world, self.source)
         self.logged_step = self.saved_step = self.progress.step
@@ -401,12 +403,23 @@ class Trainer:
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step
 
+    def _intact_best(self) -> Path | None:
+        """The best checkpoint, where it is not the newest. If another one was best, its validation is found again."""
+        before = self.progress.best_step
+        best = checkpoint.intact_best(self.run_dir / "checkpoints", self.progress, self.world)
+        step = self.progress.best_step
+        if step not in (0, before):
+            records = self.world.by_first(lambda: read_metrics(self.run_dir / METRICS_FILE))
+            values = [each.values for each in records if (each.step, each.split) == (step, "valid")]
+            self.progress.best_values = values[-1] if values else {}
+        return best
+
     def _results(self, seconds: float) -> dict[str, Any]:
-        """Test metrics of the best checkpoint, plots, and `results.json`."""
-        best = checkpoint.of_first_rank(checkpoint.best_checkpoint(self.run_dir / "checkpoints"), self.world)
+        """Test metrics of the best checkpoint, plots, and `results.json`; validation and test are of one model."""
+        best = self._intact_best()
         self.pipeline.detach()
-        if best is not None and self.progress.best_step != self.progress.step:
-            checkpoint.load(best, self.model, None, self.world)
+        if best is not None:
+            checkpoint.load(best, self.model, None, self.world, verified=True)
         results: dict[str, Any] = {
             "step": self.progress.step,
             "best_step": self.progress.best_step,

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra import compose, initialize_config_dir
 
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.record import versions
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ Plan = Callable[[Results], list[dict[str, Any]]]
 
 
 def configuration(overrides: list[str]) -> Config:
-    register_schema()
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        return to_config(compose("train", [*QUIET, *overrides]))
+    return to_config(composed([*QUIET, *overrides]))
 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:

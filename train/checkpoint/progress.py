@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.manifest import DamagedError
-
-META = "meta.json"
+from train.checkpoint.manifest import META, DamagedError
 
 
 @dataclass
@@ -45,6 +43,13 @@ class Progress:
         values = progress.best_values.items()
         progress.best_values = {name: math.nan if value is None else value for name, value in values}
         return progress
+
+    def forget_best(self, kept: Collection[int]) -> None:
+        """Make best what is best of the validations after these steps, none without one; its values are not known."""
+        left = [(ne, step) for step, ne in self.validations if step in kept]
+        self.best_ne, self.best_step = min(left, default=(None, 0))
+        self.best_values = {}
+        self.stale_validations = sum(step > self.best_step for step, _ in self.validations)
 
     def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:
         """Micro-batches from here to the end of the last epoch."""

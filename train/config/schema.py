@@ -7,6 +7,7 @@ Every field is documented beside it, and what it may be stands in it; models dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Optional
 
 from hydra.core.config_store import ConfigStore
@@ -407,6 +408,7 @@ class Config:
 SOURCES = (MovieLensConfig, EventsConfig, SyntheticConfig)
 
 
+@cache
 def register_schema() -> None:
     """Make the schema known to Hydra; YAML files name theirs as `<group>/<name>_schema` in their defaults list."""
     store = ConfigStore.instance()

@@ -101,6 +101,10 @@ class PreparedSource:
     def keep_mapping(self, run_dir: Path) -> None:
         mapping.keep(self.folder, self.meta, run_dir)
 
+    def check(self) -> None:
+        """RuntimeError if the prepared data was cut short since this process mapped it."""
+        self._arrays.check()
+
     def num_requests(self, split: str) -> int:
         first, end = self.meta["bounds"][split]
         return end - first
@@ -126,6 +130,7 @@ class PreparedSource:
         return self._arrays[array_name(table)]
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
+        self.check()
         arrays = self._arrays
         rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
         starts = arrays["candidate_offsets"][rows]
@@ -157,6 +162,7 @@ class PreparedSource:
         )
 
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
+        self.check()
         rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
         total = np.zeros(len(rows), np.int64)
         for event in self.spec.histories:
@@ -164,8 +170,8 @@ class PreparedSource:
         return total
 
     @cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return store.load(self.folder)
+    def _arrays(self) -> store.Arrays:
+        return store.Arrays(self.folder)
 
     def _features(self, side: str, features: Sequence[SparseFeature], rows: np.ndarray) -> list[Ids]:
         single = self._arrays[f"{side}_ids"][rows]

@@ -62,7 +62,19 @@ def matrix(source: Source, split: str, features: FlatFeatures) -> tuple[np.ndarr
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    options = _parse(arguments)
+    options = parse(arguments)
+    _import()
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = to_config(compose("train", options.overrides))
+    results = train(config, options)
+    print(format_table({split: results[split] for split in ("valid", "test") if split in results}, "split"))
+    print(f"run directory: {config.runtime.run_dir}")
+    return results
+
+
+def train(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """What `results.json` holds."""
     parameters = {
         "num_iterations": options.trees,
         "learning_rate": options.rate,
@@ -73,9 +85,6 @@ def main(arguments: list[str]) -> dict[str, Any]:
         "bagging_freq": 1,
     }
     lightgbm = _import()
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = to_config(compose("train", options.overrides))
     binary_only(config.tasks, "train.commands.baseline")
     run_dir = _claim(config)
     setup_logging(run_dir, 0)
@@ -108,8 +117,6 @@ def main(arguments: list[str]) -> dict[str, Any]:
     if "valid" in results:
         results["best_ne"] = float(np.mean([results["valid"][f"{task}/ne"] for task in boosters]))
     write_json(run_dir / "results.json", results)
-    print(format_table({split: results[split] for split in ("valid", "test") if split in results}, "split"))
-    print(f"run directory: {run_dir}")
     return results
 
 
@@ -177,7 +184,7 @@ def _evaluate(
     return metrics.compute()
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m train.commands.baseline", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--trees", type=int, default=2000, help="of a task at most, if validation goes on getting better"

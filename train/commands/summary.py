@@ -43,7 +43,10 @@ def main(arguments: list[str]) -> Summary:
     apply_recipe(holder, name, [glob for glob in config.precision.quantize if name.startswith("mxfp8")])
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
     layers = config.model.describe_layers()
-    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers)
+    notes = config.model.notes()
+    return summarise(
+        arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers, notes=notes
+    )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.ranking import RequestVectors
 from modules.models.retrieval import RetrievalModel
+from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
@@ -35,6 +36,9 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (DCNv2.Config(dim=8), (2 + 4) * 8),
     (DLRM.Config(dim=8), (2 + 4) * 8),
     (DIN.Config(dim=8), 2 * 8),
+    (TokenMixingConfig(dim=8, token_dim=16, user_tokens=3), 3 * 16),
+    (TokenMixingConfig(dim=8, token_dim=16, sequences="heads", user_tokens=3), 3 * 16),
+    (TokenMixingConfig(dim=8, token_dim=16, one_way=False), (2 + 4) * 8),
 ]
 
 

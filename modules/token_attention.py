@@ -20,8 +20,9 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, like: Tensor) -> Te
     """Softmax attention within each row of tokens [N, T, H, d] -> [N, T, H, d]; `like` are offsets of any rows."""
     count, tokens = query.shape[:2]
     offsets = equal_offsets(count, tokens, like)
-    parts = (part.flatten(0, 1) for part in (query, key, value))
-    return jagged_attention(*parts, offsets, offsets, max_q=tokens, max_k=tokens).unflatten(0, (count, tokens))
+    query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+    attended = jagged_attention(query, key, value, offsets, offsets, max_q=tokens, max_k=tokens)
+    return attended.unflatten(0, (count, tokens))
 
 
 def attend_one_way(

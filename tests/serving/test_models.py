@@ -18,6 +18,7 @@ from modules.models.gem import GEM
 from modules.models.hstu import HSTU
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
+from modules.models.onetrans import OneTransConfig
 from modules.models.sasrec import SASRec
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.two_tower import TwoTower
@@ -38,6 +39,7 @@ TRACED = {
     "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
     "token_mixing of queries": TokenMixingConfig(**MIXING, sequences="queries", encoding="newest", num_newest=2),
     "token_mixing of heads": TokenMixingConfig(**MIXING, sequences="heads", tokens="split", merge_events=True),
+    "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=3),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]
     "dlrm": MODELS["dlrm"].Config(dim=8),  # type: ignore[operator]
     "own": CustomConfig(name="served_models.Dot", dim=8),

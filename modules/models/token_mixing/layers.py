@@ -15,9 +15,15 @@ from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
 from modules.models.token_mixing.config import TokenMixingConfig
-from modules.models.token_mixing.sequences import EventEncoding, Events, HeadAttention, QueryDecoding, Sides
+from modules.models.token_mixing.sequences import (
+    EventEncoding,
+    EventNetwork,
+    Events,
+    HeadAttention,
+    QueryDecoding,
+    Sides,
+)
 from modules.moe import MoE
-from modules.moe.experts import SharedExperts
 from modules.norms import rms_norm
 from modules.token_attention import TokenAttention
 from modules.token_linear import TokenFeedForward
@@ -198,10 +204,7 @@ class TokenMixingLayer(nn.Module):
     """A block, and before it HyFormer's query decoding (`sequences=queries`) or behind it MixFormer's attention of
     each token to the events and its second network (`heads`)."""
 
-    def __init__(
-        self, config: TokenMixingConfig, max_lengths: Sequence[int], max_candidates: int, swiglu: SharedExperts | None
-    ) -> None:
-        """`swiglu`: of events, that all layers share."""
+    def __init__(self, config: TokenMixingConfig, max_lengths: Sequence[int], max_candidates: int) -> None:
         super().__init__()
         self.kind, self.num_queries, self.pre = config.sequences, config.num_queries, config.norm == "pre"
         self.block = MixingBlock(config, max_candidates)
@@ -218,7 +221,8 @@ class TokenMixingLayer(nn.Module):
             self.attend = nn.ModuleList(QueryDecoding(dim, config.num_heads, each) for each in limits)
         elif self.kind == "heads" and limits:
             num_item = config.num_tokens - num_user
-            self.swiglu = swiglu or SharedExperts(dim, int(config.expansion * dim), 1)
+            own = config.sequence_ffn == "own"
+            self.swiglu = EventNetwork(config) if own else None
             heads = [HeadAttention(num_user, num_item, dim, config.head_dim, each) for each in limits]
             self.attend = nn.ModuleList(heads)
             self.output = FeedForward(config, mixed=False, in_dim=dim + len(limits) * config.head_dim)
@@ -242,19 +246,18 @@ class TokenMixingLayer(nn.Module):
             attend((user, item), each, rows)
             for attend, user, item, each in zip(self.attend, *queries, events, strict=True)
         ]
-        rest = x if features is None else features
-        user, item = (
-            None if side is None else torch.cat([*parts, side[:, of_all:].to(parts[0].dtype)], dim=1)
-            for side, parts in zip(rest, zip(*decoded, strict=True), strict=True)
-        )
-        return user, item
+        users, items = zip(*decoded, strict=True)
+        user, item = x if features is None else features
+        joined = torch.cat([*items, item[:, of_all:]], dim=1)
+        return None if user is None else torch.cat([*users, user[:, of_all:]], dim=1), joined
 
     def _attend(self, x: Sides, events: list[Events], rows: CandidateRows) -> Sides:
-        encoded = [Events(self.swiglu(rms_norm(each.values)), each.offsets) for each in events]
+        if self.swiglu is not None:
+            events = [self.swiglu(each) for each in events]
         queries = self.block._before(x)
-        attended = [attend(queries, each, rows) for attend, each in zip(self.attend, encoded, strict=True)]
-        user, item = (
-            None if side is None else torch.cat([side, *(part.to(side.dtype) for part in parts)], dim=2)
-            for side, parts in zip(queries, zip(*attended, strict=True), strict=True)
-        )
-        return self.block._sum(x, self.output(Mixed(user, None, cast(Tensor, item)), rows))
+        attended = [attend(queries, each, rows) for attend, each in zip(self.attend, events, strict=True)]
+        users, items = zip(*attended, strict=True)
+        user, item = queries
+        joined = torch.cat([item, *items], dim=2)
+        mixed = Mixed(None if user is None else torch.cat([user, *users], dim=2), None, joined)
+        return self.block._sum(x, self.output(mixed, rows))

@@ -19,9 +19,8 @@ from modules.mlp import TaskHeads
 from modules.models.ranking import LowerLogits, RequestVectors
 from modules.models.token_mixing.config import TokenMixingConfig
 from modules.models.token_mixing.layers import TokenMixingLayer
-from modules.models.token_mixing.sequences import Events, EventTokens, Sides, means
+from modules.models.token_mixing.sequences import EventNetwork, Events, EventTokens, Sides, means
 from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups, named_groups
-from modules.moe.experts import SharedExperts
 from modules.norms import rms_norm
 from modules.target_attention import TargetAttention
 
@@ -37,12 +36,9 @@ class Tokeniser(nn.Module):
         super().__init__()
         self.config = config
         self.events = [event.name for event in spec.histories]
-        user = [
-            *(f.name for f in (*spec.request, *spec.request_vectors)),
-            *["request_dense"] * bool(spec.request_dense),
-        ]
-        user = user or ["any_request"]
-        item = [*(f.name for f in (*spec.candidate, *spec.candidate_vectors))]
+        user = [*(each.name for each in spec.request), *(each.name for each in spec.request_vectors)]
+        user = [*user, *["request_dense"] * bool(spec.request_dense)] or ["any_request"]
+        item = [*(each.name for each in spec.candidate), *(each.name for each in spec.candidate_vectors)]
         item += ["candidate_dense"] * bool(spec.candidate_dense)
         pools = [key for event in spec.histories for key in event.keys]
         self.num_queries = num_sequences * config.num_queries if config.sequences == "queries" else 0
@@ -141,12 +137,11 @@ class TokenMixing(LowerLogits, RequestVectors, nn.Module):
         self.event_tokens = EventTokens(spec, config) if reads and spec.histories else None
         lengths = [] if self.event_tokens is None else self.event_tokens.max_lengths
         self.tokeniser = Tokeniser(spec, config, len(lengths))
-        shared = None
-        if config.sequences == "heads" and config.sequence_ffn == "shared" and lengths:
-            shared = SharedExperts(config.token_dim, int(config.expansion * config.token_dim), 1)
+        shares = config.sequences == "heads" and config.sequence_ffn == "shared" and lengths
+        self.event_network = EventNetwork(config) if shares else None  # what all layers would make is made once
         layers: list[TokenMixingLayer] = []
         for own in config.of_layers():
-            layers.append(TokenMixingLayer(own, lengths, spec.max_candidates, shared))
+            layers.append(TokenMixingLayer(own, lengths, spec.max_candidates))
             lengths = layers[-1].max_lengths
         self.layers = cast("Sequence[TokenMixingLayer]", nn.ModuleList(layers))
         self.outputs, self.max_candidates = spec.num_outputs, spec.max_candidates
@@ -170,6 +165,8 @@ class TokenMixing(LowerLogits, RequestVectors, nn.Module):
             return torch.cat([tokens.request, *([] if pooled is None else [pooled])], dim=1).flatten(1)
         x = self.tokeniser(tokens, rows)
         events: list[Events] = [] if self.event_tokens is None else self.event_tokens(tokens.histories)
+        if self.event_network is not None:
+            events = [self.event_network(each) for each in events]
         features = x if self.config.renew_features else None
         earlier, interval, last = x, self.config.interval, len(self.layers) - 1
         lower: list[Tensor] = []

@@ -112,6 +112,17 @@ class EventEncoding(nn.Module):
         return self.output(attended.flatten(1))
 
 
+class EventNetwork(nn.Module):
+    """SwiGLU(Norm(S)): MixFormer's encoding of a sequence."""
+
+    def __init__(self, config: TokenMixingConfig) -> None:
+        super().__init__()
+        self.swiglu = SharedExperts(config.token_dim, int(config.expansion * config.token_dim), 1)
+
+    def forward(self, events: Events) -> Events:
+        return Events(self.swiglu(rms_norm(events.values)), events.offsets)
+
+
 class QueryDecoding(nn.Module):
     """HyFormer's: queries of both sides attend to a sequence, which is projected once for both."""
 

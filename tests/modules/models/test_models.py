@@ -31,6 +31,7 @@ from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from modules.moe import MoE
@@ -66,6 +67,7 @@ KUNLUN: dict[str, Any] = {
     "window": 3,
 }
 TOKEN_MIXING: dict[str, Any] = {"dim": 8, "token_dim": 16, "expansion": 2.0, "head_hidden": [16], "head_dim": 4}
+ONETRANS: dict[str, Any] = {"dim": 8, "token_dim": 16, "num_heads": 2, "num_tokens": 3, "head_hidden": [16]}
 TOKEN_MIXERS: dict[str, dict[str, Any]] = {
     "add": {"mixing": "add", "norm": "post", "feed_forward": "gelu", "sequences": "target"},
     "revert": {"mixing": "revert", "global_token": True, "num_layers": 3, "interval": 2, "pool": "flatten"},
@@ -125,6 +127,11 @@ VARIANTS: dict[str, Any] = {
         **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
     ),
     **{f"mixing-{name}": TokenMixingConfig(**TOKEN_MIXING, **each) for name, each in TOKEN_MIXERS.items()},
+    "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),
+    "onetrans-pyramid": OneTransConfig(**ONETRANS, last_events=2, length_multiple=1, num_layers=3, request_tokens=2),
+    "onetrans-plain": OneTransConfig(
+        **ONETRANS, last_events=5, length_multiple=4, merge="types", own_weights=False, causal=False, tokens="groups"
+    ),
     "mixing-all-ways": TokenMixingConfig(**TOKEN_MIXING, one_way=False, sequences="queries"),
 }
 
@@ -294,7 +301,12 @@ def test_a_candidate_changes_its_own_logits_only_and_every_event_counts(variant)
     assert (model(oldest) - before).abs().amax(1).gt(1e-9).tolist() == [True, True, True, False, False]
 
 
-PADS = ("kunlun", "gem", *(f"mixing-{name}" for name in ("add", "queries", "newest", "heads", "attention", "all")))
+PADS = (
+    "kunlun",
+    "gem",
+    "onetrans",
+    *(f"mixing-{name}" for name in ("add", "queries", "newest", "heads", "attention", "all")),
+)
 """Whose attention the reference gives a key more than there are."""
 
 
@@ -346,7 +358,7 @@ def test_flops_of_a_batch_follow_from_those_of_small_ones(variant):
     totals = [2 * length for length in lengths]  # two event types
     predicted = count_flops(model.arch, spec, 8)(6, 6, sum(totals), sum(total**2 for total in totals))
     # Windows, and layers of the newest events only, are neither linear nor quadratic in length.
-    near = {"kunlun": 0.05, "gem": 0.05, "mixing-newest": 0.1}
+    near = {"kunlun": 0.05, "gem": 0.05, "mixing-newest": 0.1, "onetrans-": 0.1}
     tolerance = next((value for name, value in near.items() if variant.startswith(name)), 1e-9)
     assert predicted == pytest.approx(counted, rel=tolerance)
 

@@ -99,7 +99,7 @@ class Padded:
                 for n, head in enumerate(layer.attend):
                     weight = head.item.weight if head.user is None else torch.cat([head.user.weight, head.item.weight])
                     q = torch.einsum("cti,toi->cto", z[0], weight)[:, None]
-                    z.append(self.attend(head, x, layer.swiglu(norm(events[n])), there[n], x.shape[1], q)[:, 0])
+                    z.append(self.attend(head, x, layer.swiglu.swiglu(norm(events[n])), there[n], x.shape[1], q)[:, 0])
                 x = x + self.networks(layer.output, torch.cat(z, 2))
             if config.interval and (index + 1) % config.interval == 0 and index + 1 < len(model.layers):
                 earlier = x = x + earlier

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": 
 class TokenLinear(Quantizable):
     """y_t = W_t x_t + b_t for the tokens t of each row: [N, T, in_dim] -> [N, T, out_dim].
 
-    `weight` [T, out_dim, in_dim] starts like nn.Linear's, or with standard deviation `std`. With `per_token=False` one
-    [1, out_dim, in_dim] serves all tokens, of any number.
+    `weight` [T, out_dim, in_dim] starts like nn.Linear's with `fan_in` inputs (None: in_dim), or with standard
+    deviation `std`. With `per_token=False` one [1, out_dim, in_dim] serves all tokens, of any number.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class TokenLinear(Quantizable):
         *,
         bias: bool = True,
         per_token: bool = True,
+        fan_in: int | None = None,
         std: float = 0.0,
     ) -> None:
         super().__init__()
-        self.std = std
+        self.fan_in, self.std = fan_in or in_dim, std
         sets = num_tokens if per_token else 1
         self.weight = nn.Parameter(torch.empty(sets, out_dim, in_dim))
         # One dimension: precisions look at the last two of others.
@@ -58,7 +60,7 @@ class TokenLinear(Quantizable):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[2])
+        bound = 1 / math.sqrt(self.fan_in)
         if self.std:
             nn.init.normal_(self.weight, std=self.std)
         else:
@@ -123,18 +125,19 @@ class TokenFeedForward(nn.Module):
         self.shared_dim = shared_dim
         self.activation = activation
         width = out_dim if activation is None else hidden * (1 + (activation == "swiglu"))
-        self.own = TokenLinear(num_tokens, in_dim, width, bias=False, per_token=per_token)
-        self.shared: TokenLinear | None = None
-        if shared_dim:
-            self.shared = TokenLinear(num_tokens, shared_dim, width, bias=False, per_token=per_token)
-            for part in (self.own, self.shared):  # together they are one map
-                bound = (in_dim + shared_dim) ** -0.5
-                nn.init.uniform_(part.weight, -bound, bound)
-        self.bias = nn.Parameter(torch.zeros(num_tokens if per_token else 1, width))
+        # Together the two are one map.
+        options: dict[str, Any] = {"bias": False, "per_token": per_token, "fan_in": in_dim + shared_dim}
+        self.own = TokenLinear(num_tokens, in_dim, width, **options)
+        self.shared = TokenLinear(num_tokens, shared_dim, width, **options) if shared_dim else None
+        self.bias = nn.Parameter(torch.empty(num_tokens if per_token else 1, width))
         self.output: TokenLinear | None = None
         if activation is not None:
             self.output = TokenLinear(num_tokens, hidden, out_dim, per_token=per_token, std=std)
         self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def forward(
         self,

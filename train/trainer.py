@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
+from modules.models.ranking import LowerLogits
 from train.build import build
 from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
@@ -334,6 +335,9 @@ class Trainer:
         loss, weight = self.job.losses(outputs, batch, self.source.spec, self.loss_shares)
         logits = outputs if isinstance(outputs, Tensor) else batch.labels.new_empty(batch.num_candidates, 0)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
+        if isinstance(self.job.arch, LowerLogits):
+            for share, lower in self.job.arch.take_lower():
+                loss = loss + share * self.job.losses(lower, batch, self.source.spec, self.loss_shares)[0]
         taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
         return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)

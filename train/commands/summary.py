@@ -38,7 +38,10 @@ def main(arguments: list[str]) -> Summary:
     apply_recipe(holder, name, config.precision.quantize, capability=capability)
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
     layers = config.model.describe_layers()
-    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers)
+    notes = config.model.notes()
+    return summarise(
+        arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers, notes=notes
+    )
 
 
 def _print(arguments: list[str]) -> None:

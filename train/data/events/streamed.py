@@ -25,6 +25,7 @@ from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.events.dense import Numbers, dense
+from train.data.events.late import final, newest
 from train.data.events.names import max_candidates
 from train.data.events.read import held_out, histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
@@ -60,9 +61,11 @@ def prepare(
     number = min(-(-count // config.rows_at_once), MOST_PARTS)
     fields = Fields(config)
     dealt = PartFiles(work / "rows", fields.record, fields.items)
-    last, read = None, 0
+    last, read, until = None, 0, 0
     for last in chunks:
-        part = fields.pack(read_columns(config, last, read))
+        columns = read_columns(config, last, read)
+        until = max(until, newest(columns))
+        part = fields.pack(columns)
         read += len(last)
         _deal(part, part.records["user"], number, dealt)
     assert last is not None
@@ -72,7 +75,8 @@ def prepare(
     }
     shards = Shards(work / "shards", number, fields, list(config.histories))
     statistics = Spilled(config, folder, work / "statistics", number)
-    _form(config, fields, dealt, logs, shards, statistics, partial(locate, last.table.files, last.table.first_row))
+    place = partial(locate, last.table.files, last.table.first_row)
+    _form(config, fields, dealt, logs, shards, statistics, until, place)
     statistics.run()
     fractions = config.split if config.split_by == "time" else None
     bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
@@ -134,6 +138,7 @@ def _form(
     logs: Mapping[str, tuple[LogFields, PartFiles]],
     shards: Shards,
     statistics: Spilled,
+    until: int,
     locate: Callable[[int], str],
 ) -> None:
     """Requests and histories of each part."""
@@ -142,6 +147,7 @@ def _form(
         part = dealt.read(shard)
         dealt.remove(shard)
         columns = fields.unpack(part)
+        part.records["labels"] = final(config, columns, until)
         formed = form_requests(
             np.arange(len(part.records)),
             columns.user.codes,

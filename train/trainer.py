@@ -100,9 +100,10 @@ class Trainer:
         )
         kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist
         self.pipeline = kind(self.model, self.optimizer, world.device, custom_model_fwd=self._forward)
-        self.task_shares = shares_of_tasks(optimizer.task_weights, self.source.spec.tasks)
+        given = optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0)
+        self.task_shares = shares_of_tasks(given, self.source.spec.tasks)
         self.loss_shares: Tensor | None = None  # all tasks count alike
-        if optimizer.task_weights:
+        if given:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.distillation = build_distillation(self.job)
         self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
@@ -320,6 +321,16 @@ class Trainer:
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
+    def _unlabelled(self) -> list[str]:
+        """Tasks of whose labels the training split has none, as of those that come late."""
+        missing = self.source.missing()
+        tasks = [task for task in self.source.spec.tasks if missing.get(task) == 1]
+        if tasks and self.follower is None:
+            if self.world.is_first:
+                log.warning("no training row has a label of %s, whose weight in the loss is 0", ", ".join(tasks))
+            return tasks
+        return []
+
     def _average_tables(self) -> None:
         if self.job.copies is not None:
             self.job.copies.average()
@@ -395,6 +406,10 @@ class Trainer:
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
         metrics = self.meters.metrics
+        if not self.progress.validations and self.world.is_first:
+            for task in metrics.base_rates:
+                if values[f"{task}/label_rate"] in (0, 1):
+                    log.warning("validation has labels of one class only of %s, whose NE and AUC say nothing", task)
         self.progress.judge(values, metrics.base_rates, self.task_shares, metrics.best)
 
     def _save(self) -> None:

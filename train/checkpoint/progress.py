@@ -70,14 +70,17 @@ class Progress:
         `label_rates` are those of binary tasks; `others` says of the rest which metric stands for NE, and whether a
         larger one is better, which counts as 1 minus the metric.
         A task has no NE without observed labels in the validation split, or with labels of only one class in the
-        training split. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that are
-        not finite is NaN, which is never best.
+        training split; one with labels of only one class in the validation split, as of a few that came early, decides
+        only if all are so. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that
+        are not finite is NaN, which is never best.
         """
         counted = {
             task: shares[task]
             for task, rate in label_rates.items()
             if 0 < rate < 1 and shares[task] and not math.isnan(values[f"{task}/label_rate"])
         }
+        both = {task: share for task, share in counted.items() if 0 < values[f"{task}/label_rate"] < 1}
+        counted = both or ({} if others else counted)
         losses = {task: values[f"{task}/ne"] for task in counted}
         for task, (name, larger) in (others or {}).items():
             value = values[f"{task}/{name}"]

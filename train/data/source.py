@@ -131,7 +131,7 @@ class PreparedSource:
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
         self.check()
-        arrays = self._arrays
+        arrays, spec = self._arrays, self.spec
         rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
         starts = arrays["candidate_offsets"][rows]
         counts = arrays["candidate_offsets"][rows + 1] - starts
@@ -145,12 +145,20 @@ class PreparedSource:
             sparse = self._features("vendor", self.spec.vendor, vendors)
             sizes = of_vendors[vendors + 1] - of_vendors[vendors]
             vendor = VendorColumns(sparse, arrays["vendor_dense"][vendors], each, sizes)
+        request, request_dense = self._features("request", spec.request, rows), arrays["request_dense"][rows]
+        candidate = self._features("candidate", spec.candidate, candidates)
+        candidate_dense = arrays["candidate_dense"][candidates]
+        if split != "train":
+            self._as_scored(spec.request, request, spec.request_dense, request_dense)
+            self._as_scored(spec.candidate, candidate, spec.candidate_dense, candidate_dense)
+            if vendor is not None:
+                self._as_scored(spec.vendor, vendor.sparse, spec.vendor_dense, vendor.dense)
         return pack(
-            self.spec,
-            request=self._features("request", self.spec.request, rows),
-            candidate=self._features("candidate", self.spec.candidate, candidates),
-            request_dense=arrays["request_dense"][rows],
-            candidate_dense=arrays["candidate_dense"][candidates],
+            spec,
+            request=request,
+            candidate=candidate,
+            request_dense=request_dense,
+            candidate_dense=candidate_dense,
             histories=[self._events(event, rows) for event in self.spec.histories],
             request_time=arrays["request_time"][rows],
             candidate_counts=counts,
@@ -160,6 +168,18 @@ class PreparedSource:
             row=arrays["row"][candidates],
             vendor=vendor,
         )
+
+    def _as_scored(
+        self, features: Sequence[SparseFeature], ids: Sequence[Ids], numbers: Sequence[str], dense: np.ndarray
+    ) -> None:
+        """Give features of the display the values that scoring gives them."""
+        fixed = self.meta["display"]
+        for feature, column in zip(features, ids, strict=True):
+            if feature.name in fixed:
+                column.values = np.full_like(column.values, fixed[feature.name])
+        for index, name in enumerate(numbers):
+            if name in fixed:
+                dense[:, index] = fixed[name]
 
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
         self.check()

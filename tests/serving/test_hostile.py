@@ -158,8 +158,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [  # o
 
 
 @pytest.mark.reliability(
-    "lists and objects as ids, `true`, `1_0` and 10^400 as numbers, and names that no column has, in requests, candidates "
-    "or events",
+    "lists and objects as ids, `true`, `1_0` and 10^400 as numbers, names that no column has, in requests, candidates "
+    "and events",
     "400 by the request, the name and the value, which is cut to 100 letters",
 )
 @pytest.mark.parametrize(("own", "candidate", "event", "message"), WRONG)
@@ -203,9 +203,7 @@ def test_other_names_and_keys_that_stand_twice(app: App, ranking: Rows) -> None:
     assert "the key 'item' stands twice" in answer(app, body.replace(b'"item": ', b'"item": 3, "item": '))[1]
 
 
-@pytest.mark.reliability(
-    "one wrong request among a thousand", "400 that numbers it, found by halves"
-)
+@pytest.mark.reliability("one wrong request among a thousand", "400 that numbers it, found by halves")
 def test_one_wrong_request_among_many_is_found_by_halves(app: App, ranking: Rows) -> None:
     read, request, batches = app.service.read, ranking.request(3), []
     make = read._batch

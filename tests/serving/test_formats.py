@@ -67,7 +67,10 @@ def test_what_is_no_request_is_told_in_words(service: Service, requests: list[di
         ({**second, "candidates": [3]}, "request 1: a candidate is 3; it must be a mapping of columns"),
         ({**second, "candidates": [{}]}, r"request 1: a candidate has no 'item', it has \[\]"),
         ({**second, "histories": {"seen": []}}, "request 1: histories has no 'recent'"),
-        ({**second, "histories": {"seen": 3, "recent": []}}, "request 1: histories has seen=3; it must be a list of events"),
+        (
+            {**second, "histories": {"seen": 3, "recent": []}},
+            "request 1: histories has seen=3; it must be a list of events",
+        ),
         ({**second, "time": "today"}, "request 1: the request has time='today'; it must be in seconds"),
         ({**second, "time": None}, "request 1: the request has time=None; it must be in seconds"),
         ({**second, "histories": {"seen": [{"item": "3"}], "recent": []}}, "type 'seen' has no 'time'"),

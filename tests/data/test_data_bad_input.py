@@ -464,3 +464,16 @@ def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv, row 5: a quote that nothing closes") as told:
         build_source(config_of(tmp_path, [*ROWS[:4], '1,9,"1,0.5,1', *ROWS * 50], csv_quotes=True))
     assert len(str(told.value)) < 600 + len(str(tmp_path))
+
+
+@pytest.mark.reliability("a copy of a data file under another name", "a warning names both: their rows count twice")
+def test_copies_of_files_are_told(tmp_path, caplog):
+    config = config_of(tmp_path)
+    (tmp_path / "other.csv").write_text((tmp_path / "events.csv").read_text().replace("0.1", "0.2"))
+    config.files += [str(tmp_path / "other.csv")]
+    with caplog.at_level(logging.WARNING):
+        build_source(config)
+        assert "copy of" not in caplog.text
+        (tmp_path / "copy.csv").write_text((tmp_path / "events.csv").read_text())
+        build_source(config_of(tmp_path, files=[*config.files, str(tmp_path / "copy.csv")]))
+    assert f"{tmp_path}/copy.csv seems to be a copy of {tmp_path}/events.csv" in caplog.text

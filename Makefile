@@ -29,7 +29,7 @@ help:
 	@echo 'make quickstart   install, then train and evaluate on the bundled data (2 processes, $(DEVICE))'
 	@echo 'make quick        the tests that take no processes and no compiler, in a few minutes'
 	@echo 'make test         checks and the whole test suite'
-	@echo 'make check        lint, format, types'
+	@echo 'make check        lint, format, types, and what no GPU has run since it changed'
 	@echo 'make format       rewrite the source in the project format'
 	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
 	@echo 'make wheel        the package that pip and uv install, in dist/'
@@ -71,6 +71,7 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.gpu_ledger --check
 
 format: env
 	$(BIN)/ruff check --fix .
@@ -83,8 +84,10 @@ nightly: env
 doctor: env
 	@$(BIN)/python -m train.commands.doctor
 
-wheel: env
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+# By .venv where there is one; without it pip fetches setuptools, and nothing else.
+wheel:
+	@if test -x $(BIN)/python; then python=$(BIN)/python isolation=--no-build-isolation; else python='$(PYTHON)'; fi; \
+	  $$python -m pip wheel $$isolation --quiet --no-deps --wheel-dir dist .
 
 image:
 	docker build --build-arg DEVICE=$(DEVICE) --tag $(IMAGE) .

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from train.process import errors
 from train.process.signals import SIGNALS, STATUS
 
 LAUNCHER = Path(__file__).with_name("torchrun.sh")
@@ -151,4 +152,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    errors.run(main)

@@ -9,13 +9,13 @@ the fewest ranks. A run that fails is reported and does not stop the others; the
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.runs import Runner, parser_of, shared_by_all
+from train.process import errors
 from train.process.files import new_folder, write_json
 from train.process.jobs import Job
 
@@ -84,4 +84,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    errors.run(main)

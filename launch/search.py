@@ -14,7 +14,6 @@ is not finished, and more `--trials` may be asked for.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from launch.runs import Runner, parser_of, shared_by_all
 from launch.sweep import claim, finish, folder_of
 from launch.trials import Trial
 from train.config.overrides import split_values
+from train.process import errors
 from train.process.files import new_folder
 from train.process.jobs import unfinished
 
@@ -140,4 +140,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    errors.run(main)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from itertools import product
@@ -25,6 +24,8 @@ from typing import Any
 from launch.runs import Runner, parser_of, shared_by_all
 from launch.trials import Trial, write_tables
 from train.config.overrides import split_values
+from train.config.secrets import refuse_secrets
+from train.process import errors
 from train.process.files import new_folder, write_json
 from train.process.jobs import unfinished
 
@@ -53,6 +54,9 @@ def plan(out: Path, overrides: list[str], over: list[str]) -> list[Trial]:
 
 def claim(out: Path, what: str, description: Mapping[str, Any]) -> None:
     """Make `out` the folder of this sweep or search. ValueError if it is that of another one."""
+    jobs = [f"{key}={value}" for job in description.get("jobs", ()) for key, value in job.items()]
+    for text in (*description["overrides"], *description.get("space", ()), *jobs):
+        refuse_secrets(dict([text.partition("=")[::2]]))
     record = out / f"{what}.json"
     if record.exists() and json.loads(record.read_text()) != description:
         raise ValueError(f"{out} holds another {what} (see {record}); choose another --out")
@@ -94,4 +98,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    errors.run(main)

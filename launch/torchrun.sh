@@ -58,7 +58,6 @@ mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
 
 export RUN_DIR
-export HYDRA_FULL_ERROR=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the trainer sets torch's threads itself
 if [[ -e $root/pyproject.toml ]]; then  # a checkout; what a wheel has installed is found without
   export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

@@ -188,6 +188,10 @@ class ModelConfig(TokenConfig):
         """What differs in each layer, as text; empty if the configuration does not tell them apart."""
         return []
 
+    def notes(self) -> list[str]:
+        """What a summary of the model says beside its tables."""
+        return []
+
 
 @dataclasses.dataclass(kw_only=True)
 class StackConfig(ModelConfig):

@@ -11,16 +11,14 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from tests.processes import run_ranks
 from train.config.compose import to_config
-from train.config.schema import register_schema
+from train.config.files import composed
 from train.process import distributed
 from train.trainer import Trainer
 
-register_schema()  # once: it takes a tenth of a short run
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
     "+experiment=synthetic",
@@ -64,7 +62,6 @@ def environment() -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD_SIZE", "RUN_DIR"))}
     return clean | {
         "OMP_NUM_THREADS": "1",
-        "HYDRA_FULL_ERROR": "1",
         "WANDB_MODE": "offline",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -106,8 +103,7 @@ def train_ranks(ranks: int, run_dir: Path, *overrides: str, base: Sequence[str] 
 @cache
 def _composed(*overrides: str) -> DictConfig:
     """Once for all ranks, and for all runs that differ in their folder alone: it takes a third of a short run."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", ["runtime.device=cpu", *overrides])
+    return composed(["runtime.device=cpu", *overrides])
 
 
 def _train(composed: DictConfig, run_dir: Path, trainer: type[Trainer] = Trainer) -> None:

@@ -216,31 +216,38 @@ def stale(ledger: dict[str, Row], sources: Sources) -> dict[str, str]:
     return reasons
 
 
-def quoted(page: str, text: str) -> set[str]:
-    """The families whose figures a page shows: by its links to their benchmarks, or all of them."""
-    if page == "README.md":
+def quoted(page: Path, text: str, sources: Sources) -> set[str]:
+    """The families whose figures a page shows: those of its links to benchmarks, or that its model uses, or all."""
+    if page.name == "performance.md" or page == sources.root / "README.md":
         return set(KERNELS)
-    links = set(re.findall(r"\bbenchmarks/([a-z0-9]+)-", text))
-    return links & set(KERNELS) | ({"attention"} if "jagged" in links else set())  # which are measured together
+    families = set(re.findall(r"\bbenchmarks/([a-z0-9]+)-", text))
+    families |= {"attention"} if "jagged" in families else set()  # measured together
+    model = sources.root / "modules/models" / page.stem
+    if re.search(r"\bH[12]00\b", text):
+        files = [*model.glob("*.py"), model.with_suffix(".py")]
+        definitions = sources.reached(path for path in files if path.exists())
+        families |= {module.split(".")[1] for module, _ in definitions if module.startswith("kernels.")}
+    return families & set(KERNELS)
 
 
-def unmarked(root: Path, families: set[str]) -> list[str]:
+def unmarked(families: set[str], sources: Sources) -> list[str]:
     """Pages that quote one of the families and do not say that the figures are older. Benchmarks name their commit."""
-    wrong = []
-    for path in sorted([root / "README.md", *root.glob("docs/*.md"), *root.glob("kernels/*/README.md")]):
-        page, text = str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    wrong, root = [], sources.root
+    for page in sorted([root / "README.md", *root.glob("docs/*.md"), *root.glob("kernels/*/README.md")]):
+        text = page.read_text(encoding="utf-8")
         said = {name.strip() for names in OLDER.findall(text) for name in names.split(",")}
-        missing = sorted((quoted(page, text) & families) - said)
-        if missing:
-            wrong.append(f"{page}: add the line 'Figures of older code: {', '.join(sorted(said | set(missing)))}.'")
+        if missing := quoted(page, text, sources) & families - said:
+            names = ", ".join(sorted(said | missing))
+            wrong.append(f"{page.relative_to(root)}: add the line 'Figures of older code: {names}.'")
     return wrong
 
 
 def check() -> int:
-    reasons = stale(read(LEDGER), Sources())
+    sources = Sources()
+    reasons = stale(read(LEDGER), sources)
     for family, reason in reasons.items():
         print(f"{LEDGER.relative_to(ROOT)}: {family}: {reason}")
-    wrong = unmarked(ROOT, set(reasons))
+    wrong = unmarked(set(reasons), sources)
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     return bool(wrong)
 

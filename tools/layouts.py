@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.process import distributed
 from train.process.distributed import World
 from train.record.tracking import METRICS_FILE, read_metrics
@@ -55,14 +54,12 @@ def main(arguments: list[str]) -> None:
         arguments[1 : arguments.index("--")],
         arguments[arguments.index("--") + 1 :],
     )
-    register_schema()
     done = json.loads(file.read_text()) if file.exists() else []
     world = None
     for layout in layouts:
         name, _, overrides = layout.partition("=")
         chosen = [*common, *filter(None, overrides.split(";"))]
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = to_config(compose("train", chosen))
+        config = to_config(composed(chosen))
         world = world or distributed.start(config.runtime)
         config.runtime.run_dir = world.broadcast(tempfile.mkdtemp())
         started = time.monotonic()

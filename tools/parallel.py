@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 
 from modules.core.flops import count_flops
 from modules.models import build as build_arch
 from train.commands.fit import fit
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.data import build_source
 from train.data.loading.dealing import Cost, Dealer
-from train.process.places import CONFIGS
 
 MODEL = "+experiment=synthetic_h200"
 RANKS, REQUESTS, BATCHES = 8, 512, 20
@@ -41,8 +40,7 @@ LAYOUTS = (
 
 
 def configured(*overrides: str) -> Config:
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        return to_config(compose("train", list(overrides)))
+    return to_config(composed(overrides))
 
 
 def cost_of(config: Config) -> Cost:
@@ -81,7 +79,6 @@ def dense_parameters(*overrides: str) -> int:
 
 
 def main(file: Path) -> None:
-    register_schema()
     of_one = fit(configured(MODEL), ranks=1, node_ranks=1, gpu_gib=140)
     results = {
         "command": "python -m tools.parallel docs/performance/parallel_cpu.json",

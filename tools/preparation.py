@@ -35,6 +35,20 @@ START = 1_700_000_000
 A_USER = 50
 """Rows."""
 ITEMS = 1_000_000
+STATISTICS = {
+    "none": "none",
+    "auto": "auto",
+    "ten": {
+        **{
+            "_".join(by): {"by": by}
+            for by in (["user_id"], ["item_id"], ["category"], ["city"], ["user_id", "category"])
+        },
+        **{"_".join(by): {"by": by} for by in (["user_id", "item_id"], ["city", "category"], ["device", "item_id"])},
+        "recent_item": {"by": ["item_id"], "half_life": 86400.0, "kinds": ["count", "rate", "recency"]},
+        "users_of_category": {"by": ["category"], "kinds": [], "distinct": ["user_id"]},
+    },
+}
+"""What `--statistics` may be."""
 
 
 def generate(folder: Path, rows: int, seed: int = 0) -> None:
@@ -66,7 +80,7 @@ def generate(folder: Path, rows: int, seed: int = 0) -> None:
                 writer.write_table(pa.table(columns, schema=_schema()), row_group_size=GROUP)
 
 
-def config_of(folder: Path, cache: Path, rows_at_once: int) -> EventsConfig:
+def config_of(folder: Path, cache: Path, rows_at_once: int, statistics: str) -> EventsConfig:
     return EventsConfig(
         files=[str(folder)],
         cache_dir=str(cache),
@@ -80,10 +94,11 @@ def config_of(folder: Path, cache: Path, rows_at_once: int) -> EventsConfig:
         histories={"click": HistoryConfig(["item_id", "category"], where={"click": 1})},
         max_candidates=4,
         rows_at_once=rows_at_once,
+        statistics=STATISTICS[statistics],
     )
 
 
-def measure(rows: int, folder: Path, rows_at_once: int) -> dict[str, Any]:
+def measure(rows: int, folder: Path, rows_at_once: int, statistics: str) -> dict[str, Any]:
     """Prepare `rows` generated rows in a process of its own."""
     generated, cache = folder / f"rows-{rows}", folder / f"cache-{rows}-{rows_at_once}"
     if not generated.exists():
@@ -92,13 +107,14 @@ def measure(rows: int, folder: Path, rows_at_once: int) -> dict[str, Any]:
     shutil.rmtree(cache, ignore_errors=True)
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
-        target=_prepare, args=(config_of(generated, cache, rows_at_once), cache, theirs)
+        target=_prepare, args=(config_of(generated, cache, rows_at_once, statistics), cache, theirs)
     )
     process.start()
     theirs.close()
     result = ours.recv()
     process.join()
     shutil.rmtree(cache)
+    result["statistics"] = statistics
     result["bytes_of_files"] = sum(file.stat().st_size for file in generated.iterdir())
     return {"rows": rows, "rows_at_once": rows_at_once, "rows_per_s": round(rows / result["wall_s"])} | result
 
@@ -142,11 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", required=True)
     parser.add_argument("--rows-at-once", type=int, default=EventsConfig().rows_at_once)
+    parser.add_argument("--statistics", choices=list(STATISTICS), default="none", help="data.statistics")
     parser.add_argument("--folder", type=Path, required=True, help="for the generated files and the cache")
     parser.add_argument("--output", type=Path, help="JSON; printed as well")
     arguments = parser.parse_args()
     about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)}
-    runs = [measure(rows, arguments.folder, arguments.rows_at_once) for rows in arguments.rows]
+    runs = [measure(rows, arguments.folder, arguments.rows_at_once, arguments.statistics) for rows in arguments.rows]
     text = json.dumps(about | {"runs": runs}, indent=1)
     print(text)
     if arguments.output:

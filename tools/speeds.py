@@ -65,17 +65,13 @@ def _flat(overrides: list[Any]) -> list[str]:
 
 def measure(arm: Row) -> Row:
     """What `train.commands.speed` would write of the arm's configuration, without the plan, and the losses."""
-    from hydra import compose, initialize_config_dir
-
     from train.commands.speed import SpeedRun, check_steps
     from train.config.compose import to_config
-    from train.config.schema import register_schema
+    from train.config.files import composed
     from train.record.tracing import StepTracer
     from train.record.tracking import METRICS_FILE, read_metrics
 
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = to_config(compose("train", arm["overrides"]))
+    config = to_config(composed(arm["overrides"]))
     check_steps(config)
     with tempfile.TemporaryDirectory() as folder:
         config.runtime.run_dir = folder

@@ -16,31 +16,14 @@ if __package__ in (None, ""):  # `torchrun train/main.py` puts train/ on the pat
 from train.process.imports import lasting
 
 with lasting():
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-    from omegaconf import DictConfig
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from train.config.compose import to_config
-    from train.config.parser import accept_late_help
-    from train.config.schema import register_schema
-    from train.process import distributed
+    from train.config.files import parse
+    from train.process import distributed, errors
     from train.trainer import Trainer
 
-register_schema()
-accept_late_help()
 
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
-@record  # innermost: Hydra turns exceptions into exits, and torchrun's error file would lose them
-def main(composed: DictConfig) -> None:
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ValueError(
-            "-m (--multirun) would run all jobs in these processes, where one's process groups and caches reach into "
-            "the next; a sweep with processes for each: python -m launch.sweep +experiment=NAME --over runtime.seed=0,1"
-        )
-    config = to_config(composed)
+def main(arguments: list[str]) -> None:
+    config = to_config(parse(arguments, "train.main", __doc__))
     world = distributed.start(config.runtime)
     try:
         Trainer(config, world).run()
@@ -49,4 +32,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

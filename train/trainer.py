@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
+from modules.models.ranking import LowerLogits
 from train.build import build
 from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
@@ -98,9 +100,10 @@ class Trainer:
         )
         kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist
         self.pipeline = kind(self.model, self.optimizer, world.device, custom_model_fwd=self._forward)
-        self.task_shares = shares_of_tasks(optimizer.task_weights, self.source.spec.tasks)
+        given = optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0)
+        self.task_shares = shares_of_tasks(given, self.source.spec.tasks)
         self.loss_shares: Tensor | None = None  # all tasks count alike
-        if optimizer.task_weights:
+        if given:
             self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
         self.distillation = build_distillation(self.job)
         self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
@@ -146,7 +149,8 @@ class Trainer:
             self.tracker.finish(shown, status=0 if results else 1)
             lock_of_run.release(self.run_dir)
         if self.world.is_first:
-            log.info("%s", results["ended"])
+            if "ended" in results:  # a run of `train.commands.speed` has no end of its own
+                log.info("%s", results["ended"])
             for sentence in results.get("advice", []):
                 log.warning("%s", sentence)
         return results
@@ -171,6 +175,7 @@ class Trainer:
                 self.distillation.adapter.restore(self.progress.adapter)
             self.tracker.load_state_dict(self.progress.tracker)
             log.info("resumed from %s (step %d, epoch %d)", saved, self.progress.step, self.progress.epoch)
+            self._intact_best()
         elif self.config.checkpoint.load:
             warm_start.load(self.config.checkpoint, self.model, self.optimizer, self.world, self.source)
         self.logged_step = self.saved_step = self.progress.step
@@ -316,6 +321,16 @@ class Trainer:
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
+    def _unlabelled(self) -> list[str]:
+        """Tasks of whose labels the training split has none, as of those that come late."""
+        missing = self.source.missing()
+        tasks = [task for task in self.source.spec.tasks if missing.get(task) == 1]
+        if tasks and self.follower is None:
+            if self.world.is_first:
+                log.warning("no training row has a label of %s, whose weight in the loss is 0", ", ".join(tasks))
+            return tasks
+        return []
+
     def _average_tables(self) -> None:
         if self.job.copies is not None:
             self.job.copies.average()
@@ -331,6 +346,9 @@ class Trainer:
         loss, weight = self.job.losses(outputs, batch, self.source.spec, self.loss_shares)
         logits = outputs if isinstance(outputs, Tensor) else batch.labels.new_empty(batch.num_candidates, 0)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
+        if isinstance(self.job.arch, LowerLogits):
+            for share, lower in self.job.arch.take_lower():
+                loss = loss + share * self.job.losses(lower, batch, self.source.spec, self.loss_shares)[0]
         taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
         # Models without such a loss take its zero from a parameter, which may be sharded.
         return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
@@ -388,6 +406,10 @@ class Trainer:
             self.pipeline.attach(sparse_dist=False)
         self.tracker.log(self.progress.step, "valid", values)
         metrics = self.meters.metrics
+        if not self.progress.validations and self.world.is_first:
+            for task in metrics.base_rates:
+                if values[f"{task}/label_rate"] in (0, 1):
+                    log.warning("validation has labels of one class only of %s, whose NE and AUC say nothing", task)
         self.progress.judge(values, metrics.base_rates, self.task_shares, metrics.best)
 
     def _save(self) -> None:
@@ -400,12 +422,23 @@ class Trainer:
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step
 
+    def _intact_best(self) -> Path | None:
+        """The best checkpoint, where it is not the newest. If another one was best, its validation is found again."""
+        before = self.progress.best_step
+        best = checkpoint.intact_best(self.run_dir / "checkpoints", self.progress, self.world)
+        step = self.progress.best_step
+        if step not in (0, before):
+            records = self.world.by_first(lambda: read_metrics(self.run_dir / METRICS_FILE))
+            values = [each.values for each in records if (each.step, each.split) == (step, "valid")]
+            self.progress.best_values = values[-1] if values else {}
+        return best
+
     def _results(self, seconds: float) -> dict[str, Any]:
-        """Test metrics of the best checkpoint, plots, and `results.json`."""
-        best = checkpoint.of_first_rank(checkpoint.best_checkpoint(self.run_dir / "checkpoints"), self.world)
+        """Test metrics of the best checkpoint, plots, and `results.json`; validation and test are of one model."""
+        best = self._intact_best()
         self.pipeline.detach()
-        if best is not None and self.progress.best_step != self.progress.step:
-            checkpoint.load(best, self.model, None, self.world)
+        if best is not None:
+            checkpoint.load(best, self.model, None, self.world, verified=True)
         results: dict[str, Any] = {
             "step": self.progress.step,
             "best_step": self.progress.best_step,

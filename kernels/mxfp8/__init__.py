@@ -22,9 +22,11 @@ from kernels.core.dispatch import Backend
 from kernels.mxfp8 import grouped, matmul, mlp, plain, reference, split
 from kernels.mxfp8.execution import (
     experts_execution,
+    grouped_execution,
     linear_execution,
     linear_gains,
     multiplies_expert_codes,
+    multiplies_grouped_codes,
     multiplies_linear_codes,
 )
 from kernels.mxfp8.reference import BLOCK, GROUPS, MXTensor, swizzle_scales, unswizzle_scales
@@ -43,11 +45,13 @@ __all__ = [
     "dequantize",
     "experts_execution",
     "float32_linear",
+    "grouped_execution",
     "grouped_mm",
     "linear",
     "linear_execution",
     "linear_gains",
     "multiplies_expert_codes",
+    "multiplies_grouped_codes",
     "multiplies_linear_codes",
     "quantize",
     "silu_mlp",

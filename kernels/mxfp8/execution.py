@@ -62,6 +62,22 @@ def linear_execution(weight: Tensor, group: int) -> str:
     return f"{name}: {_dequantised(weight.device) if name == 'reference' else _GROUPED[name]}"
 
 
+def multiplies_grouped_codes(weight: Tensor, device: torch.device) -> bool:
+    """As `multiplies_linear_codes`, for `kernels.mxfp8.grouped_mm` with this weight [E, N, K]."""
+    return _serving_grouped(weight, device) != "reference"
+
+
+def grouped_execution(weight: Tensor) -> str:
+    """How `kernels.mxfp8.grouped_mm` of this weight [E, N, K] multiplies quantised operands."""
+    name = _serving_grouped(weight, weight.device)
+    return f"{name}: {_dequantised(weight.device) if name == 'reference' else _GROUPED[name]}"
+
+
+def _serving_grouped(weight: Tensor, device: torch.device) -> str:
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return dispatch.serving("mxfp8_grouped_mm", like, in_features=weight.shape[2], out_features=weight.shape[1])
+
+
 def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:
     """How `kernels.moe.experts` under autocast to bfloat16 multiplies; gate_up [E, 2F, D], `group` the recipe's."""
     layer, paths = _serving_experts(gate_up.new_empty(0, dtype=torch.bfloat16), gate_up, recipe, group)

@@ -64,6 +64,7 @@ class Summary:
     costs: list[Cost]
     served: list[Served]
     layers: dict[str, str]  # layers that are alike -> what they have for themselves
+    notes: Sequence[str] = ()  # `ModelConfig.notes`
 
     def __str__(self) -> str:
         costs: list[tuple[str, ...]] = [("module", "modules", "parameters", "MFLOP", "activations KiB", "precision")]
@@ -84,7 +85,7 @@ class Summary:
         if self.layers:
             layers = [(f"layers.{places}", own or "as the model") for places, own in self.layers.items()]
             lines += ["", *_aligned([("layers", "keys of their own"), *layers])]
-        return "\n".join(lines)
+        return "\n".join([*lines, *("" for _ in self.notes[:1]), *self.notes])
 
     def slow(self) -> Iterator[str]:
         """A sentence for each large part that another size or dtype would give a faster backend."""
@@ -130,11 +131,12 @@ def summarise(
     dtype: torch.dtype = torch.float32,
     capability: tuple[int, int] | None = None,
     layers: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Summary:
     """The summary of `arch`, whose layers compute in `dtype` unless their own precision says otherwise.
 
     `capability`: of a GPU, also of one that is not there; without it backends are those of the parameters' device.
-    `layers`, as `ModelConfig.describe_layers` gives it, are kept apart where they differ.
+    `layers`, as `ModelConfig.describe_layers` gives it, are kept apart where they differ; `notes` are printed behind.
     """
     places: dict[str, list[str]] = {}
     for index, own in enumerate(layers):
@@ -156,7 +158,7 @@ def summarise(
         arch.train(training)
     chip: dict[str, Hashable] = {} if capability is None else {"device": "cuda", "capability": capability}
     costs = list(_costs(arch, watch, dtype, names))
-    return Summary(sum(lengths), costs, _served(watch.calls, watch.total, chip, dtype, names), alike)
+    return Summary(sum(lengths), costs, _served(watch.calls, watch.total, chip, dtype, names), alike, notes)
 
 
 def _costs(arch: nn.Module, watch: _Watch, dtype: torch.dtype, layers: dict[str, str]) -> Iterator[Cost]:

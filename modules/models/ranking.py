@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ class RequestVectors:
     def vectors_refusal(self) -> str | None:
         """Why this one has no such vectors, and what has; None if it has."""
         return None
+
+
+class LowerLogits(ABC):
+    """Mixed into architectures whose lower blocks have logits of their own in training."""
+
+    @abstractmethod
+    def take_lower(self) -> list[tuple[float, Tensor]]:
+        """(weight, logits [C, tasks]) of each of the last training step's, once: their losses are added to the loss."""
 
 
 class RankingModel(nn.Module):

@@ -31,6 +31,7 @@ class MoE(nn.Module):
         bias_update_rate: step of the loss-free balancing, see `update_router_biases`; 0 turns it off.
         aux_loss_weight: of `load_balancing_loss` in `aux_loss`; 0 turns it off.
         force_balance: hand every expert the same load whatever the scores, for benchmarks.
+        num_kinds: tokens are of as many kinds in turn, each with `num_experts / num_kinds` experts of its own.
     Raises:
         ValueError: top_k outside 1..num_experts, unknown score, or a router that could get no gradient.
     """
@@ -62,6 +63,7 @@ class MoE(nn.Module):
         bias_update_rate: float = 1e-3,
         aux_loss_weight: float = 0.0,
         force_balance: bool = False,
+        num_kinds: int = 1,
     ) -> None:
         super().__init__()
         self.router = Router(
@@ -72,6 +74,7 @@ class MoE(nn.Module):
             normalize_weights=normalize_weights,
             bias_update_rate=bias_update_rate,
             force_balance=force_balance,
+            num_kinds=num_kinds,
         )
         self.dispatcher: Dispatcher | AllToAll | AllGather = Dispatcher()
         self.experts = Experts(dim, expert_dim, num_experts)

@@ -36,6 +36,9 @@ class Router(nn.Module):
     optimiser or weight decay touches it. Selections made in training mode accumulate in `tokens_per_expert` until
     `update_router_biases`; that buffer is zero between optimiser steps and no part of the state dict.
 
+    With `num_kinds`, tokens are of kinds 0, 1, ... in turn, and each kind chooses among experts of its own: those of
+    kind t are t * E / num_kinds to (t + 1) * E / num_kinds. Scores of all others are 0.
+
     With `force_balance`, for benchmarks, the scores do not select: experts are assigned in turn and get the same load.
     Scores still give the mixing weights, so that as much is computed and differentiated.
     """
@@ -53,13 +56,16 @@ class Router(nn.Module):
         normalize_weights: bool = True,
         bias_update_rate: float = 1e-3,
         force_balance: bool = False,
+        num_kinds: int = 1,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"moe.top_k must be in 1..num_experts={num_experts}, got {top_k}")
+        if num_experts % num_kinds:
+            raise ValueError(f"{num_experts} experts cannot be shared out evenly among {num_kinds} kinds of tokens")
+        if not 1 <= top_k <= num_experts // num_kinds:
+            raise ValueError(f"moe.top_k must be in 1..num_experts={num_experts // num_kinds}, got {top_k}")
         if score not in SCORES:
             raise ValueError(f"moe.score must be one of {sorted(SCORES)}, got {score!r}")
-        if top_k == 1 and num_experts > 1 and normalize_weights:
+        if top_k == 1 and num_experts > num_kinds and normalize_weights:
             raise ValueError(
                 "moe.top_k=1 with normalize_weights=true makes every mixing weight 1, so the router gets no gradient; "
                 "set moe.normalize_weights=false or moe.top_k=2"
@@ -70,6 +76,7 @@ class Router(nn.Module):
         self.normalize_weights = normalize_weights
         self.bias_update_rate = bias_update_rate
         self.force_balance = force_balance
+        self.num_kinds = num_kinds
         self.gate = FP32Linear(dim, num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(num_experts))
         # On the CPU even if the default device is meta: no checkpoint would fill them in.
@@ -91,7 +98,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [N, dim] of any float dtype."""
-        scores = SCORES[self.score](self.gate(x))
+        scores = SCORES[self.score](self._admissible(self.gate(x)))
         selected_experts = self._select(scores.detach())
         weights = scores.gather(1, selected_experts)
         if self.normalize_weights:
@@ -102,6 +109,15 @@ class Router(nn.Module):
             self.tokens_per_expert += counts
         return Routing(selected_experts, weights, scores, counts)
 
+    def _admissible(self, scores: Tensor) -> Tensor:
+        """scores [N, E] with -inf at experts of other kinds than that of the token."""
+        if self.num_kinds == 1:
+            return scores
+        kinds = torch.arange(self.num_kinds, device=scores.device)
+        others = kinds[:, None] != kinds.repeat_interleave(self.num_experts // self.num_kinds)
+        by_kind = scores.unflatten(0, (scores.shape[0] // self.num_kinds, self.num_kinds))
+        return by_kind.masked_fill(others, -torch.inf).flatten(0, 1)
+
     def _counts(self, selections: Tensor) -> Tensor:
         """[E] int64: how often each expert is among `selections`; bincount would sync with the host."""
         if self.num_experts <= MOST_COMPARED:
@@ -111,9 +127,11 @@ class Router(nn.Module):
 
     def _select(self, scores: Tensor) -> Tensor:
         if self.force_balance:
-            selections = torch.arange(scores.shape[0] * self.top_k, device=scores.device)
-            return (selections % self.num_experts).view(-1, self.top_k)
-        return top_k(scores + self.expert_bias, self.top_k)
+            own = self.num_experts // self.num_kinds
+            token = torch.arange(scores.shape[0], device=scores.device)[:, None]
+            place = token // self.num_kinds * self.top_k + torch.arange(self.top_k, device=scores.device)
+            return token % self.num_kinds * own + place % own
+        return top_k(self._admissible(scores + self.expert_bias), self.top_k)
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:

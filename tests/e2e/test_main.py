@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 from torch import Tensor
 
 from modules.batch import RequestBatch
@@ -38,7 +37,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     done = run([*command, "runtime.eval_every=2"], cwd=tmp_path)
     printed = [line for line in (done.stdout + done.stderr).splitlines() if " WARNING " not in line]
     assert len(printed) <= 30, "\n".join(printed)  # there were 150
-    assert not [line for line in printed if line.startswith(("wandb:", "W1"))]
+    assert not [line for line in printed if line.startswith(("wandb:", "W1", "<frozen"))]
     details = (tmp_path / "run" / "train.log").read_text()
     assert "arch.heads.trunks" in details  # of the layers
     assert "shard offsets" in details
@@ -101,7 +100,7 @@ def test_hydra_s_multirun_is_refused_with_the_sweep(tmp_path: Path) -> None:
 def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\noptimizer: {warmup: 3}\n")
-    with pytest.raises(ConfigCompositionException, match="warmup"):
+    with pytest.raises(ValueError, match=r"optimizer.warmup is no key .*; did you mean optimizer.warmup_steps\?"):
         train_here(tmp_path / "run", base=["+experiment=typo", f"hydra.searchpath=[file://{tmp_path}/conf]"])
 
 
@@ -123,7 +122,7 @@ def test_validation_in_mid_epoch_early_stop_and_profile(tmp_path: Path) -> None:
         torch.use_deterministic_algorithms(False)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["step"], results["best_step"]) == (6, 3)
-    assert re.match(r"stopped early at step 6 of \d+: none of the last 1 validations was better", results["ended"])
+    assert re.match(r"stopped early at step 6 of \d+: the last validation was not better than", results["ended"])
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record.step for record in records if record.split == "train"] == [4, 6]  # the stop is no multiple of four
     assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size > 0
@@ -197,11 +196,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiments() -> list[Any]:
     """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too.
 
-    Of GEM, whose steps take longest, `make nightly` has all but one.
+    Of GEM, whose steps take longest, and of token mixing, one class, `make nightly` has those that are marked.
     """
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
     others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
-    again = dict.fromkeys(("gem_long_h200", "movielens_gem"), pytest.mark.nightly)
+    often = ("gem_long_h200", "movielens_gem", "movielens_rankmixer", "movielens_mixformer")
+    again = dict.fromkeys(often, pytest.mark.nightly)
     return [pytest.param(name, marks=again.get(name, ())) for name in names if not others.match(name)]
 
 

@@ -25,6 +25,8 @@ from modules.rotary import rotation
 from modules.seed_pooling import SeedPooling
 from modules.sum_kron import SumKronLinear
 from modules.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.token_attention import TokenAttention
+from modules.token_linear import TokenFeedForward, TokenLinear
 from modules.wukong import WukongExperts, WukongLayer
 
 DIM, HEADS = 32, 4
@@ -54,12 +56,21 @@ class Level(nn.Module):
 class OverRequests(nn.Module):
     """A layer over candidates and requests, which makes its rows of offsets."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], **options: Any) -> None:
         super().__init__()
-        self.layer = make()
+        self.layer, self.options = make(), options
 
     def forward(self, candidate: Tensor, request: Tensor, offsets: Tensor) -> Tensor:
-        return self.layer(candidate, request, CandidateRows.of_offsets(offsets, len(candidate)))
+        return self.layer(candidate, request, CandidateRows.of_offsets(offsets, len(candidate)), **self.options)
+
+
+class OneWay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = TokenAttention(DIM, HEADS, max_candidates=3)
+
+    def forward(self, candidate: Tensor, request: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+        return self.attention(request, candidate, CandidateRows.of_offsets(offsets, len(candidate)))
 
 
 def quantised(make: Callable[[], nn.Module]) -> nn.Module:
@@ -118,6 +129,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...
         lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
     ),
     "cross-layer attention": (lambda: CrossLayerAttention(DIM, HEADS), lambda: (tokens(5, 2), tokens(5, 3))),
+    "token networks": (
+        lambda: OverRequests(lambda: TokenFeedForward(2, DIM, 16, DIM, shared_dim=DIM, std=0.1), normalize=True),
+        lambda: (tokens(5, 2), tokens(3, 2), CANDIDATES),
+    ),
+    "token networks in mxfp8": (lambda: quantised(lambda: TokenLinear(2, DIM, 64)), lambda: (tokens(5, 2),)),
+    "token attention": (OneWay, lambda: (tokens(5, 2), tokens(3, 2), CANDIDATES)),
     "sum kron": (lambda: SumKronLinear(4, 2, DIM, terms=3, out_dim=16), lambda: (tokens(5, 4),)),
     "seed pooling": (
         lambda: SeedPooling(DIM, HEADS, num_seeds=6, num_tokens=2, terms=2, max_length=5),

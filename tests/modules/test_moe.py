@@ -415,3 +415,24 @@ def test_a_layer_compiles_into_one_graph_that_serves_other_numbers_of_tokens():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         MoE(DIM, EXPERT_DIM, **options)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_kinds_of_tokens_choose_among_experts_of_their_own(score: str) -> None:
+    torch.manual_seed(0)
+    layer, x = MoE(8, 4, 6, 2, score=score, num_kinds=2), torch.randn(5, 2, 8)
+    layer.router.expert_bias.copy_(torch.tensor([0.0, 0, 0, 9, 9, 9]))  # however much others are preferred
+    alone = [MoE(8, 4, 3, 2, score=score) for _ in range(2)]
+    for kind, each in enumerate(alone):
+        own = slice(3 * kind, 3 * kind + 3)
+        for mine, whole in zip(each.parameters(), layer.parameters(), strict=True):
+            mine.data.copy_(whole.data[own])
+    torch.testing.assert_close(layer(x), torch.stack([each(x[:, kind]) for kind, each in enumerate(alone)], 1))
+    balanced = MoE(8, 4, 6, 2, num_kinds=2, force_balance=True)
+    routing = balanced.router(torch.randn(6, 8))
+    assert routing.selected_experts.tolist() == [[0, 1], [3, 4], [2, 0], [5, 3], [1, 2], [4, 5]]
+    assert layer(torch.randn(0, 2, 8)).shape == (0, 2, 8)
+    with pytest.raises(ValueError, match="7 experts cannot be shared out evenly among 2 kinds"):
+        MoE(8, 4, 7, 2, num_kinds=2)
+    with pytest.raises(ValueError, match=r"moe.top_k must be in 1..num_experts=3, got 4"):
+        MoE(8, 4, 6, 4, num_kinds=2)

@@ -30,6 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that `make wheel` builds."""
     folder = tmp_path_factory.mktemp("dist")
     (line,) = re.findall(r"-m pip wheel .*", (ROOT / "Makefile").read_text())
+    line = line.replace("$$isolation", "--no-build-isolation")
     options = line.replace("--wheel-dir dist", f"--wheel-dir {folder}").split()
     run(sys.executable, *options, cwd=ROOT)
     (file,) = folder.glob("*.whl")
@@ -48,6 +49,14 @@ def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A path of a .pth file is searched, but its own .pth files, such as that of an editable checkout, are not read.
     (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return python
+
+
+def test_it_needs_no_environment_of_training(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    asked = run("make", "--dry-run", "wheel", "DEVICE=cpu", cwd=tmp_path)
+    assert "pip wheel" in asked
+    assert "requirements" not in asked
 
 
 def test_it_holds_one_package_and_its_files(built: Path) -> None:

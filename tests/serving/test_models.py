@@ -18,7 +18,9 @@ from modules.models.gem import GEM
 from modules.models.hstu import HSTU
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import Kunlun
+from modules.models.onetrans import OneTransConfig
 from modules.models.sasrec import SASRec
+from modules.models.token_mixing import TokenMixingConfig
 from modules.models.two_tower import TwoTower
 from modules.models.wukong import Wukong
 from modules.pretrained import PretrainedModel
@@ -30,9 +32,14 @@ from train.serving.service import Service
 SMALL: dict[str, Any] = {"dim": 8, "num_layers": 1}
 HEADS: dict[str, Any] = {"interaction_hidden": [16], "head_hidden": [16]}
 GEMS: dict[str, Any] = {**SMALL, **HEADS, "pffn_hidden": 8, "window": 2, "levels": [3]}
+MIXING: dict[str, Any] = {"dim": 8, "token_dim": 16, "head_dim": 4, "head_hidden": [16]}
 TRACED = {
     "interformer": InterFormer.Config(**SMALL, **HEADS, feed_forward="moe"),
     "wukong": Wukong.Config(**SMALL, machine="attentive", hidden=[16], head_hidden=[16]),
+    "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
+    "token_mixing of queries": TokenMixingConfig(**MIXING, sequences="queries", encoding="newest", num_newest=2),
+    "token_mixing of heads": TokenMixingConfig(**MIXING, sequences="heads", tokens="split", merge_events=True),
+    "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=3),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]
     "dlrm": MODELS["dlrm"].Config(dim=8),  # type: ignore[operator]
     "own": CustomConfig(name="served_models.Dot", dim=8),

@@ -154,13 +154,23 @@ def test_stale_rows_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_pages_mark_figures_of_older_code(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("No figures.\n\n*Figures of older code: moe, gdpa.*\n")
-    (tmp_path / "docs/gdpa.md").write_text("[fast](benchmarks/gdpa-h200.md)\n")
-    (tmp_path / "docs/moe.md").write_text("[fast](benchmarks/moe-h200.md)\n")
-    assert gpu_ledger.unmarked(tmp_path, set()) == []
-    assert gpu_ledger.unmarked(tmp_path, {"gdpa"}) == ["docs/gdpa.md: add the line 'Figures of older code: gdpa.'"]
-    assert gpu_ledger.unmarked(tmp_path, {"tokens"}) == [
-        "README.md: add the line 'Figures of older code: gdpa, moe, tokens.'"
-    ]
+def test_pages_mark_figures_of_older_code(tree: Path) -> None:
+    pages = {
+        "README.md": "No figures.\n\n*Figures of older code: moe, gdpa.*\n",
+        "docs/gdpa.md": "[fast](benchmarks/gdpa-h200.md)\n",
+        "docs/jagged_attention.md": "[fast](benchmarks/jagged-h200.md)\n",
+        "docs/big.md": "Fast on an H200.\n",
+        "modules/models/big.py": "from kernels.gdpa.operator import gdpa\ndef big():\n    return gdpa\n",
+        "kernels/gdpa/operator.py": "gdpa = 1\n",
+    }
+    for name, text in pages.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+
+    def asked(*families: str) -> dict[str, str]:
+        lines = gpu_ledger.unmarked(set(families), Sources(tree))
+        return dict(line.split(": add the line 'Figures of older code: ") for line in lines)
+
+    assert asked() == {}
+    assert asked("gdpa") == {"docs/big.md": "gdpa.'", "docs/gdpa.md": "gdpa.'"}
+    assert asked("attention") == {"README.md": "attention, gdpa, moe.'", "docs/jagged_attention.md": "attention.'"}

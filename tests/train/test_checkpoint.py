@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from train.checkpoint.load import of_first_rank
+from train.checkpoint.load import newest_intact
 from train.checkpoint.manifest import SummedFiles
 from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
@@ -116,12 +116,16 @@ def test_the_best_validation_is_the_one_of_the_tasks_that_count() -> None:
     "a node of a shared file system sees a new checkpoint late",
     "all ranks resume from the one that the first rank sees",
 )
-def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(tmp_path: Path) -> None:
+def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.checkpoint.manifest.verify", lambda path, world: None)
     seen = tmp_path / "step_00000003"
-    late = cast(World, SimpleNamespace(broadcast=lambda own: seen))  # a node that is shown the folder later
-    assert of_first_rank(None, late) == seen
-    none = cast(World, SimpleNamespace(broadcast=lambda own: None))
-    assert of_first_rank(seen, none) is None
+    late = cast(World, SimpleNamespace(by_first=lambda own: [seen]))  # a node that is shown the folder later
+    assert newest_intact(tmp_path, late) == seen
+    seen.mkdir()
+    none = cast(World, SimpleNamespace(by_first=lambda own: []))
+    assert newest_intact(tmp_path, none) is None
 
 
 def test_a_file_that_is_closed_is_not_flushed_once_more(tmp_path: Path) -> None:

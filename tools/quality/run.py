@@ -1,7 +1,7 @@
 """Many small trainings at a time on one machine: `python -m tools.quality.run JOBS.json --parallel 12 --out FOLDER`.
 
-JOBS.json is a list of {"name": ..., "overrides": [...]}, the latter as of train/main.py, "by": "plain_din" or
-"logistic" for that module's `train` in place of the trainer, "again": [...] for overrides of a further evaluation of
+JOBS.json is a list of {"name": ..., "overrides": [...]}, the latter as of train/main.py, "by": "plain_din", "logistic"
+or "variants" for that module's `train` in place of the trainer, "again": [...] for overrides of a further evaluation of
 the test split, whose metrics are `again_test`. Each process takes one job after the other, so that imports are paid for
 once a process and not once a job, and makes its own batches; the visible GPUs are dealt out to processes.
 FOLDER/results.jsonl gets a line for each job as it ends; jobs that ended well there are not run again.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra import compose, initialize_config_dir
 
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.record import versions
 
 if TYPE_CHECKING:
@@ -44,21 +45,19 @@ Plan = Callable[[Results], list[dict[str, Any]]]
 
 
 def configuration(overrides: list[str]) -> Config:
-    register_schema()
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        return to_config(compose("train", [*QUIET, *overrides]))
+    return to_config(composed([*QUIET, *overrides]))
 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Metrics of one job: those of `results.json` without curves."""
-    from tools.quality import logistic, plain_din
     from train.process import distributed
     from train.trainer import Trainer
 
     config = configuration([*job["overrides"], f"runtime.run_dir='{folder}'"])
     again = configuration([*job["overrides"], *job["again"]]) if "again" in job else None
     if "by" in job:
-        return {"plain_din": plain_din, "logistic": logistic}[job["by"]].train(config, again and again.data)
+        by = importlib.import_module(f"tools.quality.{job['by']}")
+        return by.train(config, again and again.data)
     try:
         world = distributed.start(config.runtime)
         try:

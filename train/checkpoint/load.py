@@ -48,7 +48,9 @@ def newest_intact(folder: Path, world: World) -> Path | None:
     `DamagedError` if all are.
     """
     damaged: dict[Path, DamagedError] = {}
-    whole = world.broadcast(checkpoints(folder))  # a node of a shared file system may see a new folder later
+    # A node of a shared file system may see a new folder later. A folder is renamed when it is whole: one without its
+    # meta.json has lost it.
+    whole = world.by_first(lambda: sorted(path for path in folder.glob("step_????????") if path.is_dir()))
     for path in reversed(whole):
         try:
             manifest.verify(path, world)
@@ -61,6 +63,30 @@ def newest_intact(folder: Path, world: World) -> Path | None:
         return path
     for fault in damaged.values():
         raise fault
+    return None
+
+
+def intact_best(folder: Path, progress: Progress, world: World) -> Path | None:
+    """The best checkpoint, None where the newest one or none is best.
+
+    One that is damaged or lost is warned of and set aside, and the best of the validations whose checkpoints are whole
+    takes its place in `progress`.
+    """
+    while progress.best_step not in (0, progress.step):
+        path = folder / f"step_{progress.best_step:08d}"
+        try:
+            if not world.by_first(path.is_dir):
+                raise DamagedError(path, "it is lost")
+            manifest.verify(path, world)
+        except DamagedError as error:
+            fault = error
+        else:
+            return path
+        world.by_first(lambda path=path: _set_aside(path) if path.is_dir() else None)
+        names = world.by_first(lambda: [each.name for each in checkpoints(folder)])
+        progress.forget_best({int(name.removeprefix("step_")) for name in names})
+        best = f"step {progress.best_step} is best now" if progress.best_step else "none of the others was validated"
+        log.warning("%s. It was the best in validation, and %s", fault, best)
     return None
 
 
@@ -78,7 +104,11 @@ def best_checkpoint(folder: Path) -> Path | None:
         except DamagedError as error:
             log.warning("%s", error)
             continue
-        return best if best.exists() else None
+        if best.exists():
+            return best
+        if best.name != "step_00000000":
+            log.warning("%s, the best in validation, is lost", best)
+        return None
     return None
 
 
@@ -97,11 +127,6 @@ def named(run_dir: str, path: str) -> Path:
     if not newest:
         raise ValueError(f"{folder} holds no whole checkpoint; name a run that saved one, or checkpoint=PATH")
     return best_checkpoint(folder) or newest[0]
-
-
-def of_first_rank(path: Path | None, world: World) -> Path | None:
-    """The first rank's `path`, on all ranks: one node of a shared file system may see a new folder before others."""
-    return world.broadcast(path)
 
 
 def read_meta(path: Path) -> dict[str, Any]:

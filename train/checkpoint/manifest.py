@@ -24,6 +24,7 @@ from train.process.distributed import World
 from train.process.files import Sums, faults, summed, write_json
 
 log = logging.getLogger(__name__)
+META = "meta.json"
 MANIFEST = "manifest.json"
 
 
@@ -89,13 +90,8 @@ def write(path: Path, files: SummedFiles, others: Iterable[str], world: World) -
 
 
 def verify(path: Path, world: World) -> None:
-    """Raise `DamagedError`, on all ranks, unless the files are those of the manifest. Each rank reads a share of them.
-
-    A checkpoint from before there were manifests passes.
-    """
+    """Raise `DamagedError`, on all ranks, unless the files are those of the manifest. Each rank reads a share."""
     sums, fault = world.broadcast(_attempt(path) if world.is_first else ({}, None))
-    if not sums and fault is None:
-        log.info("%s has no %s, by which its files could be verified", path, MANIFEST)
     if fault is None:
         names = sorted(sums, key=lambda name: -sums[name]["bytes"])[world.rank :: world.size]
         found: list[list[str]] = [[]] * world.size
@@ -107,7 +103,8 @@ def verify(path: Path, world: World) -> None:
 
 def verify_alone(path: Path) -> None:
     """The same, by one process."""
-    for fault in faults(path, read(path)):
+    sums, lost = _attempt(path)
+    for fault in [lost] if lost else faults(path, sums):
         raise DamagedError(path, fault)
 
 
@@ -125,7 +122,10 @@ def read(path: Path) -> Sums:
 
 
 def _attempt(path: Path) -> tuple[Sums, str | None]:
+    """What the manifest says, or in a few words why a checkpoint, which is renamed when it is whole, is so no more."""
     try:
-        return read(path), None
+        sums = read(path)
+        missing = [name for name in (META, MANIFEST) if path.is_dir() and not (path / name).exists()]
+        return sums, f"{missing[0]} is lost" if missing else None
     except DamagedError as error:
         return {}, str(error).partition("(")[2].rpartition(")")[0]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.manifest import DamagedError
-
-META = "meta.json"
+from train.checkpoint.manifest import META, DamagedError
 
 
 @dataclass
@@ -46,6 +44,13 @@ class Progress:
         progress.best_values = {name: math.nan if value is None else value for name, value in values}
         return progress
 
+    def forget_best(self, kept: Collection[int]) -> None:
+        """Make best what is best of the validations after these steps, none without one; its values are not known."""
+        left = [(ne, step) for step, ne in self.validations if step in kept]
+        self.best_ne, self.best_step = min(left, default=(None, 0))
+        self.best_values = {}
+        self.stale_validations = sum(step > self.best_step for step, _ in self.validations)
+
     def steps_left(self, num_requests: int, global_batch: int, epochs: int) -> int:
         """Micro-batches from here to the end of the last epoch."""
         if self.epoch >= epochs:
@@ -65,14 +70,17 @@ class Progress:
         `label_rates` are those of binary tasks; `others` says of the rest which metric stands for NE, and whether a
         larger one is better, which counts as 1 minus the metric.
         A task has no NE without observed labels in the validation split, or with labels of only one class in the
-        training split. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that are
-        not finite is NaN, which is never best.
+        training split; one with labels of only one class in the validation split, as of a few that came early, decides
+        only if all are so. If no task has one, no checkpoint is best and none counts as worse. The NE of weights that
+        are not finite is NaN, which is never best.
         """
         counted = {
             task: shares[task]
             for task, rate in label_rates.items()
             if 0 < rate < 1 and shares[task] and not math.isnan(values[f"{task}/label_rate"])
         }
+        both = {task: share for task, share in counted.items() if 0 < values[f"{task}/label_rate"] < 1}
+        counted = both or ({} if others else counted)
         losses = {task: values[f"{task}/ne"] for task in counted}
         for task, (name, larger) in (others or {}).items():
             value = values[f"{task}/{name}"]

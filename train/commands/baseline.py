@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,20 +23,20 @@ from train.process.imports import lasting
 with lasting():
     import numpy as np
     import torch
-    from hydra import compose, initialize_config_dir
 
     from modules.batch import RequestBatch
     from train.config.compose import to_config
     from train.config.environment import to_saved
-    from train.config.schema import Config, register_schema
+    from train.config.files import composed
+    from train.config.schema import Config
     from train.data import build_source
     from train.data.flat import FlatFeatures
     from train.data.source import Source
     from train.loss import TaskLosses, binary_only
     from train.metrics.predictions import PredictionWriter
     from train.metrics.tasks import TaskMetrics
+    from train.process import errors
     from train.process.files import new_folder, write_json
-    from train.process.places import CONFIGS
     from train.record.tracking import format_table, setup_logging
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,17 @@ def matrix(source: Source, split: str, features: FlatFeatures) -> tuple[np.ndarr
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    options = _parse(arguments)
+    options = parse(arguments)
+    _import()
+    config = to_config(composed(options.overrides, options.config_dir))
+    results = train(config, options)
+    print(format_table({split: results[split] for split in ("valid", "test") if split in results}, "split"))
+    print(f"run directory: {config.runtime.run_dir}")
+    return results
+
+
+def train(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """What `results.json` holds."""
     parameters = {
         "num_iterations": options.trees,
         "learning_rate": options.rate,
@@ -73,9 +82,6 @@ def main(arguments: list[str]) -> dict[str, Any]:
         "bagging_freq": 1,
     }
     lightgbm = _import()
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = to_config(compose("train", options.overrides))
     binary_only(config.tasks, "train.commands.baseline")
     run_dir = _claim(config)
     setup_logging(run_dir, 0)
@@ -108,8 +114,6 @@ def main(arguments: list[str]) -> dict[str, Any]:
     if "valid" in results:
         results["best_ne"] = float(np.mean([results["valid"][f"{task}/ne"] for task in boosters]))
     write_json(run_dir / "results.json", results)
-    print(format_table({split: results[split] for split in ("valid", "test") if split in results}, "split"))
-    print(f"run directory: {run_dir}")
     return results
 
 
@@ -177,7 +181,7 @@ def _evaluate(
     return metrics.compute()
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m train.commands.baseline", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--trees", type=int, default=2000, help="of a task at most, if validation goes on getting better"
@@ -195,8 +199,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--{wrong} {getattr(options, wrong)} must be at least {least[wrong]}")
     if not 0 < options.rate <= 1:
         parser.error(f"--rate {options.rate} must be above 0 and at most 1, e.g. 0.05")
-    if options.config_dir:
-        options.overrides.append(f"hydra.searchpath=[file://{options.config_dir.absolute()}]")
     return options
 
 
@@ -235,4 +237,4 @@ def _plain(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors.run(main)

@@ -31,8 +31,6 @@ from train.process.imports import lasting
 
 with lasting():
     import torch
-    from hydra import compose, initialize_config_dir
-    from torch.distributed.elastic.multiprocessing.errors import record
 
     from kernels.mxfp8 import QUANTIZED
     from modules.embedding import FeatureEmbedding
@@ -45,16 +43,16 @@ with lasting():
     from train.commands.verdict import STATUS, worst
     from train.config.compose import to_config
     from train.config.environment import to_saved
+    from train.config.files import composed, searchpath
     from train.config.overrides import split_values
-    from train.config.schema import Config, register_schema
+    from train.config.schema import Config
     from train.data import build_source
     from train.data.storage.store import ByFirst
     from train.loss import binary_only
-    from train.process import distributed, jobs
+    from train.process import distributed, errors, jobs
     from train.process.distributed import World
     from train.process.files import new_folder, write_json
     from train.process.jobs import Job, Launch
-    from train.process.places import CONFIGS
     from train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -95,7 +93,7 @@ def main(arguments: list[str]) -> int:
         status = _report(arms, options, out, map) if world.is_first else None
         if status and "RANK" in os.environ:
             print(f"The exit code {status} is this verdict; torchrun tells it as processes that failed.", flush=True)
-        return int(world.broadcast(status))
+        return world.broadcast(status) or 0
     finally:
         distributed.stop()
 
@@ -161,7 +159,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         parser.error(f"unknown option {unknown[0]}; configuration overrides are key=value or +experiment=NAME")
     if options.config_dir:
-        overrides.append(f"hydra.searchpath=[file://{options.config_dir.absolute()}]")
+        overrides.append(searchpath(options.config_dir))
     names = {Arm.parse(text).name for text in options.arms}
     if len(names) < len(options.arms) or len(names) < 2:
         parser.error(
@@ -183,9 +181,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _compose(overrides: list[str], arm: Arm, *more: str) -> Config:
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose("train", [*overrides, *arm.overrides, *more]))
+    return to_config(composed([*overrides, *arm.overrides, *more]))
 
 
 def _claim(out: Path, arms: list[Arm], overrides: list[str]) -> Path:
@@ -319,4 +315,4 @@ def _report(arms: list[Arm], options: argparse.Namespace, out: Path, mapped: Cal
 
 
 if __name__ == "__main__":
-    sys.exit(record(main)(sys.argv[1:]))
+    errors.run(main)

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from train.process import errors
 from train.process.places import CONFIGS, PREFIX, ROOT
 
 PIP = f"{sys.executable} -m pip"
@@ -377,18 +378,14 @@ def report(facts: Facts, findings: list[Finding]) -> str:
 
 def fit_report(arguments: list[str]) -> tuple[str, bool]:
     """Bytes of a rank for a configuration, and whether they fit; imports what `diagnose` may find broken."""
-    from hydra import compose, initialize_config_dir
-
     from train.commands.fit import fit
     from train.config.compose import to_config
+    from train.config.files import composed
     from train.config.overrides import split_options
-    from train.config.schema import register_schema
 
     defaults = {"ranks": "1", "node_ranks": "8", "gpu_gib": "140"}
     options, overrides = split_options(arguments, defaults, "ranks=8 gpu_gib=80 +experiment=synthetic_h200")
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = to_config(compose("train", overrides))
+    config = to_config(composed(overrides))
     ranks = int(options["ranks"])
     result = fit(config, ranks, min(ranks, int(options["node_ranks"])), float(options["gpu_gib"]))
     return result.report(), result.fits
@@ -406,4 +403,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    errors.run(main)

@@ -20,7 +20,6 @@ Written to `out`, by default RUN_DIR/export:
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -49,6 +48,7 @@ with lasting():
     from train.data import build_source
     from train.data.reader import keep_reader
     from train.data.source import Source
+    from train.process import errors
     from train.process.files import write_json
     from train.process.precision import compute_dtype
     from train.process.quiet import quieten
@@ -227,4 +227,4 @@ def example(source: Source) -> RequestBatch:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors.run(main)

@@ -13,7 +13,6 @@ arguments override the checkpoint's configuration. Prints a table, ordered by im
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -25,7 +24,6 @@ from train.process.imports import lasting
 with lasting():
     import torch
     from torch import Tensor
-    from torch.distributed.elastic.multiprocessing.errors import record
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from modules.batch import FeatureSpec, RequestBatch, VectorFeature, select_rows
@@ -37,6 +35,7 @@ with lasting():
     from train.evaluate import checked_split, split_loader, trained
     from train.loss import binary_only
     from train.metrics import MetricSet
+    from train.process import errors
     from train.process.files import write_json
     from train.record.tracking import format_table
 
@@ -154,4 +153,4 @@ def main(arguments: list[str]) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    record(main)(sys.argv[1:])
+    errors.run(main)

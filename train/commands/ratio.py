@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ with lasting():
     from train.config.overrides import split_options
     from train.config.schema import SyntheticConfig
     from train.data import SyntheticSource
+    from train.process import errors
     from train.process.files import write_json
     from train.record import versions
     from train.record.plots import plot_ratios
@@ -149,4 +149,4 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors.run(main)

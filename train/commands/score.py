@@ -39,6 +39,7 @@ with lasting():
     from train.config.compose import from_dict
     from train.config.overrides import split_options
     from train.data import build_source
+    from train.process import errors
     from train.process.files import write_json
     from train.process.precision import compute_dtype
     from train.record import versions
@@ -186,4 +187,4 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors.run(main)

@@ -16,7 +16,6 @@ segments.json in RUN_DIR or DIR.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -38,6 +37,7 @@ with lasting():
     from train.loss import binary_only
     from train.metrics import MetricSet, paired_gaps
     from train.metrics.predictions import read_predictions
+    from train.process import errors
     from train.process.files import write_json
     from train.record.tracking import format_table
 
@@ -206,4 +206,4 @@ def _check_same(predictions: Columns, others: Columns, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors.run(main)

@@ -13,16 +13,13 @@ from typing import Any
 from train.process.imports import lasting
 
 with lasting():
-    import hydra
     import torch.distributed as dist
-    from omegaconf import DictConfig
-    from torch.distributed.elastic.multiprocessing.errors import record
 
     from modules.batch import RequestBatch
     from train.config.compose import to_config
-    from train.config.parser import accept_late_help
-    from train.config.schema import Config, register_schema
-    from train.process import distributed
+    from train.config.files import parse
+    from train.config.schema import Config
+    from train.process import distributed, errors
     from train.process.distributed import World
     from train.process.files import write_json
     from train.process.memory import peak_memory_bytes
@@ -30,8 +27,6 @@ with lasting():
     from train.record.tracing import TRACED_STEPS, StepTracer
     from train.trainer import Trainer
 
-register_schema()
-accept_late_help()
 SPEED_FILE = "speed.json"
 
 
@@ -78,10 +73,8 @@ def check_steps(config: Config) -> None:
         )
 
 
-@hydra.main(version_base="1.3", config_path="../../configs", config_name="train")
-@record
-def main(composed: DictConfig) -> None:
-    config = to_config(composed)
+def main(arguments: list[str]) -> None:
+    config = to_config(parse(arguments, "train.commands.speed", __doc__))
     check_steps(config)  # before ranks wait for each other and data is prepared
     world = distributed.start(config.runtime)
     try:
@@ -91,4 +84,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

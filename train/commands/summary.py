@@ -8,31 +8,26 @@ that compute capability, which need not be there. The other arguments are those 
 
 from __future__ import annotations
 
-import sys
-
 from train.process.imports import lasting
 
 with lasting():
     import torch
-    from hydra import compose, initialize_config_dir
 
     from modules.core.summary import Summary, summarise
     from modules.models import build as build_arch
     from modules.precision import apply_recipe
     from train.config.compose import to_config
+    from train.config.files import composed
     from train.config.overrides import split_options
-    from train.config.schema import register_schema
     from train.data import build_source
-    from train.process.places import CONFIGS
+    from train.process import errors
 
 
 def main(arguments: list[str]) -> Summary:
     options, overrides = split_options(arguments, {"chip": ""}, "chip=90")
     if options["chip"] and not (options["chip"].isdigit() and len(options["chip"]) in (2, 3)):
         raise ValueError(f"chip={options['chip']} must be a compute capability without its dot, e.g. chip=90")
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = to_config(compose("train", overrides))
+    config = to_config(composed(overrides))
     source = build_source(config.data)
     arch = build_arch(config.model, source.spec)
     capability = (int(options["chip"][:-1]), int(options["chip"][-1])) if options["chip"] else None
@@ -43,11 +38,18 @@ def main(arguments: list[str]) -> Summary:
     apply_recipe(holder, name, config.precision.quantize, capability=capability)
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
     layers = config.model.describe_layers()
-    return summarise(arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers)
+    notes = config.model.notes()
+    return summarise(
+        arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers, notes=notes
+    )
 
 
-if __name__ == "__main__":
-    found = main(sys.argv[1:])
+def _print(arguments: list[str]) -> None:
+    found = main(arguments)
     print(found)
     for sentence in found.slow():
         print(f"\n{sentence}")
+
+
+if __name__ == "__main__":
+    errors.run(_print)

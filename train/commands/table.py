@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.config.compose import to_config
-from train.config.schema import EventsConfig, register_schema
+from train.config.files import composed
+from train.config.schema import EventsConfig
 from train.data.storage.tables import keep_table
 from train.process import distributed
-from train.process.places import CONFIGS
 from train.trainer import Trainer
 
 
@@ -28,20 +27,18 @@ def fit(
     "runtime.epochs=2". Everything else is as with `train/main.py data=events`: a run directory that holds a run is
     resumed, and `train.evaluate` and the other commands take it. Raises ValueError for keys and rows that are wrong.
     """
-    register_schema()
     chosen = [] if any(override.startswith("data=") for override in overrides) else ["data=events"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = compose("train", [*chosen, *overrides])
-    folder = (Path(data.get("cache_dir", composed.data.cache_dir)) / "tables").resolve()
+    whole = composed([*chosen, *overrides])
+    folder = (Path(data.get("cache_dir", whole.data.cache_dir)) / "tables").resolve()
     tables = {"files": table, "valid_files": valid, "test_files": test}
     kept = {key: [str(keep_table(each, folder))] for key, each in tables.items() if each is not None}
-    composed.runtime.run_dir = str(run_dir)
-    schema, chosen_data = OmegaConf.structured(EventsConfig), OmegaConf.to_container(composed.data)
+    whole.runtime.run_dir = str(run_dir)
+    schema, chosen_data = OmegaConf.structured(EventsConfig), OmegaConf.to_container(whole.data)
     try:
-        composed.data = OmegaConf.merge(schema, chosen_data, data | kept)
+        whole.data = OmegaConf.merge(schema, chosen_data, data | kept)
     except OmegaConfBaseException as error:
         raise ValueError(f"data.{error.full_key}: {error.msg}; the keys are those of EventsConfig") from None
-    config = to_config(composed)
+    config = to_config(whole)
     world = distributed.start(config.runtime)
     try:
         return Trainer(config, world).run()

@@ -22,7 +22,6 @@ Runs alone or under torchrun. `run_dir=` takes the run's best checkpoint, or its
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -38,7 +37,6 @@ with lasting():
     import pyarrow.parquet as pq
     import torch
     from torch import Tensor
-    from torch.distributed.elastic.multiprocessing.errors import record
 
     from modules.batch import UNKNOWN_ID
     from modules.models.retrieval import RetrievalModel
@@ -53,6 +51,7 @@ with lasting():
     from train.evaluate import checked_split, split_loader, trained
     from train.evaluate.catalogue import catalogue_items
     from train.evaluate.vectors import check_request_vectors, request_vectors, table_rows
+    from train.process import errors
 
 CHUNK = 16_384
 """Ids that are looked up together by a rank."""
@@ -223,4 +222,4 @@ def main(arguments: list[str]) -> Path:
 
 
 if __name__ == "__main__":
-    record(main)(sys.argv[1:])
+    errors.run(main)

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from modules.config import check_options
 from modules.models import CONFIGS, CustomConfig
-from train.config import environment, written
+from train.config import environment
 from train.config.numbers import check_numbers
+from train.config.overrides import unknown
 from train.config.schema import SOURCES, Config, EventsConfig, SyntheticConfig
+from train.config.secrets import refuse_secrets
 from train.loss import task_loss
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The composed configuration as plain dataclasses, validated."""
-    if HydraConfig.initialized():
-        hydra = HydraConfig.get()
-        environment.refuse_other_sections(hydra)
-        sources = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-        written.check(sources, hydra.runtime.choices)
-    environment.refuse_in_data(composed)
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    refuse_unknown(config)
-    _say_labels(config)
-    validate(config)
-    environment.refuse_passwords(config)
-    environment.note(config, composed)
+    """The composed configuration as plain dataclasses, validated. Errors do not show values of the environment."""
+    values = environment.read_by(composed)
+    environment.refuse_in_data(composed, values)
+    with values.hidden():
+        refuse_secrets(OmegaConf.to_container(composed, resolve=False))
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ValueError(f"the configuration leaves {', '.join(missing)} open; give a value, e.g. {missing[0]}=...")
+        config = OmegaConf.to_object(composed)
+        assert isinstance(config, Config)
+        refuse_secrets(dataclasses.asdict(config))
+        refuse_unknown(config)
+        _say_labels(config)
+        validate(config)
+    environment.note(config, values)
     return config
 
 
@@ -237,7 +234,5 @@ def refuse_unknown(section: object, path: str = "") -> None:
     known = {field.name for field in dataclasses.fields(section)}
     for name, value in vars(section).items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {path}{close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-            raise ValueError(f"{path}{name} is no key of the configuration; {hint}")
+            raise ValueError(unknown(path.rstrip("."), name, known))
         refuse_unknown(value, f"{path}{name}.")

@@ -9,33 +9,118 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from train.config.schema import Config
+from train.config.secrets import dotted, strings
 
-Texts = dict[tuple[Any, ...], str]
-"""Path of keys and list indices -> text of the interpolation."""
+Path = tuple[Any, ...]
+"""Keys and list indices that lead to a value."""
 KEPT = ("runtime", "run_dir")  # which says where the files of a run are
+CLOSED = (
+    "${oc.env:...} stands in a defaults list: which files are read does not depend on the environment; name the file, "
+    "or choose it on the command line, e.g. model=din"
+)
 _NAME = "_environment"
+SHORT = 6
+"""Values of fewer characters, such as numbers, are also parts of other words."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-PASSWORD = re.compile(r"\w://[^/\s@:]*:[^/\s@]+@")
 
 
-def note(config: Config, composed: DictConfig) -> None:
-    """Remember which values of `config` came from the environment in `composed`, of which it was made."""
-    raw = OmegaConf.to_container(composed, resolve=False)
-    texts = {path: text for path, text in _strings(raw) if "${" in text and path != KEPT}
-    object.__setattr__(config, _NAME, {path: text for path, text in texts.items() if _from_environment(text, texts)})
+@dataclass
+class Values:
+    """Which values of a configuration read the environment, and what they read."""
+
+    texts: dict[Path, str] = field(default_factory=dict)  # of the interpolations
+    read: dict[str, str] = field(default_factory=dict)  # value -> name of the variable
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """ValueErrors name variables in the place of what was read."""
+        try:
+            yield
+        except ValueError as error:  # OmegaConf's are such
+            text = told = getattr(error, "msg", None) or str(error)
+            if key := getattr(error, "full_key", None):
+                text = told = f"{key}: {told}"
+            for value, name in self.read.items():
+                edge = r"\b" if len(value) < SHORT else ""
+                text = re.sub(edge + re.escape(value) + edge, lambda _, name=name: f"${{oc.env:{name}}}", text)
+            if text == told and not isinstance(error, OmegaConfBaseException):
+                raise
+            raise ValueError(text) from None
+
+
+@contextmanager
+def _answered(answer: Callable[..., Any]) -> Iterator[None]:
+    """`oc.env` is this function."""
+    OmegaConf.register_new_resolver("oc.env", answer, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    """Nothing reads the environment: no error can show what a defaults list would have named by it."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError(CLOSED)
+
+    with _answered(refuse):
+        yield
+
+
+def read_by(composed: DictConfig) -> Values:
+    """Which values read the environment, however they are written: each is resolved, and `oc.env` notes its calls."""
+    values, calls = Values(), list[str]()
+
+    def note_call(name: str, *default: Any) -> Any:
+        calls.append(name)
+        found = oc.env(name, *default)
+        if found:
+            values.read[str(found)] = name
+        return found
+
+    with _answered(note_call):
+        for path, text in strings(OmegaConf.to_container(composed, resolve=False)):
+            if "${" not in text or path == KEPT:
+                continue
+            calls.clear()
+            try:
+                holder: Any = composed
+                for key in path:
+                    holder = holder[key]
+                if OmegaConf.is_config(holder):  # of which values may be interpolations in their turn
+                    OmegaConf.to_container(holder, resolve=True)
+            except OmegaConfBaseException as error:
+                if calls and "not found" in str(error):
+                    raise ValueError(
+                        f"{dotted(path)} is {text}, and the environment has no {calls[-1]}: set it, or give a "
+                        f"default, ${{oc.env:{calls[-1]},default}}"
+                    ) from None
+            if calls:
+                values.texts[path] = text
+    return values
+
+
+def note(config: Config, values: Values) -> None:
+    """Remember which values of `config` came from the environment."""
+    object.__setattr__(config, _NAME, values.texts)
 
 
 def to_saved(config: Config) -> dict[str, Any]:
     """The configuration as dictionaries, to be written to files and read by `from_dict`."""
     saved = dataclasses.asdict(config)
-    texts: Texts = getattr(config, _NAME, {})
+    texts: dict[Path, str] = getattr(config, _NAME, {})
     for (*path, last), text in texts.items():
         holder: Any = saved
         for key in path:
@@ -44,58 +129,13 @@ def to_saved(config: Config) -> dict[str, Any]:
     return saved
 
 
-def refuse_in_data(composed: DictConfig) -> None:
+def refuse_in_data(composed: DictConfig, values: Values) -> None:
     """ValueError for a value of `data` that reads more than other keys, `${key}`, or keys that read the environment."""
-    texts = {path: text for path, text in _strings(OmegaConf.to_container(composed, resolve=False)) if "${" in text}
-    for path, text in texts.items():
+    for path, text in strings(OmegaConf.to_container(composed, resolve=False)):
         plain = "${" not in REFERENCE.sub("", text) and "${." not in text
-        if path[0] == "data" and (not plain or _from_environment(text, texts)):
-            key = ".".join(map(str, path))
+        if path[0] == "data" and "${" in text and (not plain or path in values.texts):
             raise ValueError(
-                f"{key} is {text}: nothing in `data` may read the environment, because its files are passed on with "
-                f"data sets; let your shell fill in what you mean on the command line, e.g. {key}=$HOME/shop"
+                f"{dotted(path)} is {text}: nothing in `data` may read the environment, because its files are passed "
+                "on with data sets; let your shell fill in what you mean on the command line, e.g. "
+                f"{dotted(path)}=$HOME/shop"
             )
-
-
-def refuse_other_sections(hydra: HydraConf) -> None:
-    """ValueError for a chosen file of the group `data` that sets, or brings in, other sections than `data`."""
-    choice = f"{hydra.runtime.choices.get('data')}.yaml"
-    folders = [Path(source.path) / "data" for source in hydra.runtime.config_sources if source.schema == "file"]
-    for path in [folder / choice for folder in folders if (folder / choice).is_file()][:1]:
-        text = path.read_text(encoding="utf-8")
-        header = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
-        if header and header[1] not in ("data", "_group_"):
-            raise ValueError(f"{path} sets the section {header[1]}; a file of data/ sets `data` alone: remove @package")
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        entries = content.get("defaults", [])
-        for name in (name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):
-            if re.search(r"[/@ ]", name):
-                raise ValueError(
-                    f"{path} brings in {name!r}; the defaults of a file of data/ name other files of that folder, e.g. "
-                    "defaults: [events_schema, _self_]"
-                )
-
-
-def refuse_passwords(config: Config) -> None:
-    """ValueError, which does not hold the value, for a URL with a password: configurations are written and logged."""
-    for path, text in _strings(dataclasses.asdict(config)):
-        if PASSWORD.search(text):
-            raise ValueError(
-                f"{'.'.join(map(str, path))} is a URL with a password, which would be written to config.json, logs and "
-                "checkpoints; leave it out, and give it by the environment, e.g. AWS_SECRET_ACCESS_KEY for s3://"
-            )
-
-
-def _strings(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], str]]:
-    if isinstance(value, str):
-        return [(path, value)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [each for key, item in items for each in _strings(item, (*path, key))]
-
-
-def _from_environment(text: str, texts: Texts) -> bool:
-    """Whether a value reads the environment, or another one that does."""
-    if "${oc.env:" in text:
-        return True
-    keys = (tuple(name.split(".")) for name in REFERENCE.findall(text))
-    return any(key in texts and _from_environment(texts[key], texts) for key in keys)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 FREE = ("model.arguments", "data.histories", "tasks", "optimizer.arguments", "optimizer.schedule_arguments")
 """Keys whose values a class outside this repository or a loss takes, or which are compared with those of a column."""
-SIGNED = ("data.missing_fill",)
+SIGNED = ("data.missing_fill", "data.display")
 """Keys whose numbers may be negative."""
 BELOW_ONE = ("optimizer.betas", "data.id_dropout")
 """Keys of decays: at 1 an average would never learn; and of shares that leave nothing out of which to learn."""

@@ -1,8 +1,9 @@
-"""`key=value` arguments: a command's own among overrides of the configuration, and several values in one of them."""
+"""`key=value` arguments: a command's own among overrides, several values in one of them, and keys that are misspelt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def split_options(arguments: Sequence[str], defaults: dict[str, str], example: str) -> tuple[dict[str, str], list[str]]:
@@ -37,3 +38,17 @@ def split_values(text: str) -> list[str]:
         else:
             values[-1] += character
     return values
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that is nearest to this one, "" if none is near."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1)), "")
+
+
+def unknown(path: str, name: str, known: Iterable[str], value: str = "") -> str:
+    """What to say of a key that `path` does not have: the one that was meant, with its `=value`, or all there are."""
+    known = sorted(known)
+    prefix = f"{path}." if path else ""
+    close = closest(name, known)
+    hint = f"did you mean {prefix}{close}{value}?" if close else f"there are {', '.join(known)}"
+    return f"{prefix}{name} is no key of the configuration; {hint}"

@@ -7,6 +7,7 @@ Every field is documented beside it, and what it may be stands in it; models dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Optional
 
 from hydra.core.config_store import ConfigStore
@@ -196,7 +197,11 @@ class EventsConfig(DataConfig):
     # both, with time and split_by=time | none | name -> a mapping as StatisticConfig
     statistics: Any = "auto"
     known_at: dict[str, str] = field(default_factory=dict)  # task -> column of the time from which its label is known
-    display: dict[str, Any] = field(default_factory=dict)  # feature that no request has -> its value in scoring
+    # task -> seconds after a row at which its label is final; labels of younger rows are missing
+    matures_after: dict[str, float] = field(default_factory=dict)
+    as_of: str | None = None  # labels known or final after this time are missing; absent: the newest time in the files
+    # feature that rows have and requests do not, as the position -> its value in validation, test and scoring
+    display: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -407,6 +412,7 @@ class Config:
 SOURCES = (MovieLensConfig, EventsConfig, SyntheticConfig)
 
 
+@cache
 def register_schema() -> None:
     """Make the schema known to Hydra; YAML files name theirs as `<group>/<name>_schema` in their defaults list."""
     store = ConfigStore.instance()

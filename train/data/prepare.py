@@ -22,7 +22,8 @@ from train.config.schema import DataConfig, EventsConfig
 from train.data.features import mapping
 from train.data.features.columns import Coded, CodedLists
 from train.data.features.exact import ExactSum, Moments
-from train.data.features.numeric import scaled
+from train.data.features.numeric import INDICATOR, before_scaling, scaled
+from train.data.features.transforms import texts_as_ids
 from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
 from train.data.histories import History
 from train.data.requests import Requests
@@ -86,12 +87,16 @@ class Labels:
                 whole = whole and bool((observed == np.round(observed)).all())
                 self._bounds[task] = min(least, float(observed.min())), max(most, float(observed.max())), whole
 
-    def rates(self) -> dict[str, float]:
+    def rates(self, earlier: Mapping[str, float]) -> dict[str, float]:
+        """Of the training rows. A task that has labels of one class only, or none, keeps the rate of an `earlier` run;
+        without one it has the rate 0 if it has no label. Raises ValueError if no task has one."""
+        if not any(weight.value() for _, weight in self._sums):
+            raise ValueError(f"no task of {list(self.spec.tasks)} has an observed label in the training split")
         rates = {}
         for task, (total, weight) in zip(self.spec.tasks, self._sums, strict=True):
-            if not weight.value():
-                raise ValueError(f"task {task!r} has no observed label in the training split")
-            rates[task] = float(total.value() / weight.value())
+            rate = float(total.value() / weight.value()) if weight.value() else 0.0
+            lacks = rate in (0, 1) if task not in self.real else not weight.value()
+            rates[task] = earlier.get(task, rate) if lacks else rate
         return rates
 
     def unobserved(self) -> dict[str, float]:
@@ -212,10 +217,11 @@ def save_meta(
 ) -> None:
     transforms, digests = mapping.transforms_of(config), vectors.digests if vectors else {}
     statistics = dense.statistics | (vectors.statistics if vectors else {})
+    rates = earlier.label_rates if earlier else {}
     meta: dict[str, Any] = {
         "spec": dataclasses.asdict(spec),
         "bounds": bounds,
-        "label_rates": earlier.label_rates if earlier and not new_ids else labels.rates(),
+        "label_rates": rates if earlier and not new_ids else labels.rates(rates),
         "label_bounds": labels.bounds(),
         "numeric": statistics,
         "missing": dense.missing | labels.unobserved(),
@@ -223,12 +229,30 @@ def save_meta(
         "transforms": transforms,
         "vectors": digests,
         "statistics": config.statistics if isinstance(config, EventsConfig) else {},
+        "display": _display(config, spec, ids, statistics),
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,
         "files": table.files,
         "first_row": table.first_row,
     }
     store.save_meta(folder, meta)
+
+
+def _display(
+    config: DataConfig, spec: FeatureSpec, ids: Hashing | Vocabulary, statistics: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """The fixed values of `data.display` as a batch has them: rows of tables, and scaled numbers."""
+    if not isinstance(config, EventsConfig):
+        return {}
+    given, fixed = config.display, dict[str, float]()
+    for feature in spec.of_rows:
+        if feature.name in given:
+            fixed[feature.name] = int(ids.ids(feature.table, texts_as_ids([given[feature.name]]))[0])
+    for name in set(given) - set(fixed):
+        numbers = before_scaling(np.array([given[name]], np.float64), None, name in config.log_numeric)
+        fixed[name] = float(scaled(numbers, statistics[name])[0])
+        fixed[name + INDICATOR] = 0.0
+    return fixed
 
 
 def empty_training(config: DataConfig, rows: int) -> str:

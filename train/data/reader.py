@@ -83,6 +83,7 @@ class RequestReader:
         self.folder = run_dir
         self.spec, self.logarithmic = spec, set(data["log_numeric"])
         self.transforms = Transforms(data.get("transforms", {}))
+        self.display: dict[str, Any] = data.get("display", {})
         self.vendor: str = data.get("vendor") or ""
         self.event_types = frozenset(event.name for event in spec.histories)
         columns = [*data["request_numeric"], *data["candidate_numeric"], *data.get("vendor_numeric", [])]
@@ -153,11 +154,11 @@ class RequestReader:
         owners = [request["request"] for request in requests for _ in request["candidates"]]
         times = [self._time(request["time"]) for request in requests]
         histories = [(request["histories"], time) for request, time in zip(requests, times, strict=True)]
-        own = self._derived(own, spec.request, spec.request_dense, "the request")
+        own = self._shown(own, spec.request, spec.request_dense, "the request")
         vendors = None
         if spec.num_vendor_tokens:
             vendors = self._vendors(candidates, owners, [len(request["candidates"]) for request in requests])
-        candidates = self._derived(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
+        candidates = self._shown(candidates, spec.candidate, spec.candidate_dense, "a candidate", owners)
         counted: dict[str, np.ndarray] = {}
         if self.statistics:
             moments = np.array(times, np.int64)
@@ -205,7 +206,7 @@ class RequestReader:
         if (ids.codes < 0).any():
             raise ValueError(f"{whose} has {self.vendor}=None; it must have a vendor")
         each, sizes = vendor_runs(ids.codes, np.array(counts, np.int64))
-        derived = self._derived(candidates, spec.vendor, spec.vendor_dense, whose, owners)
+        derived = self._shown(candidates, spec.vendor, spec.vendor_dense, whose, owners)
         first = np.repeat(np.cumsum(sizes) - sizes, sizes).tolist()
         numbers = dict.fromkeys(self.indicated.get(name, name) for name in spec.vendor_dense)
         vectors = [vector.name for vector in spec.vendor_vectors]
@@ -230,6 +231,19 @@ class RequestReader:
         if time is None and not self.statistics and all(event.name in self.undated for event in self.spec.histories):
             return 0  # ages of events count from it, and here they are all the same
         return seconds(time, "the request")
+
+    def _shown(
+        self,
+        rows: list[Mapping[str, Any]],
+        features: Sequence[SparseFeature],
+        numbers: Sequence[str],
+        whose: str,
+        owners: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Mapping[str, Any]]:
+        """As `_derived`, with the fixed values of features that no request has."""
+        features = [feature for feature in features if feature.name not in self.display]
+        numbers = [name for name in numbers if self.indicated.get(name, name) not in self.display]
+        return [{**row, **self.display} for row in self._derived(rows, features, numbers, whose, owners)]
 
     def _derived(
         self,

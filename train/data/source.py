@@ -101,6 +101,10 @@ class PreparedSource:
     def keep_mapping(self, run_dir: Path) -> None:
         mapping.keep(self.folder, self.meta, run_dir)
 
+    def check(self) -> None:
+        """RuntimeError if the prepared data was cut short since this process mapped it."""
+        self._arrays.check()
+
     def num_requests(self, split: str) -> int:
         first, end = self.meta["bounds"][split]
         return end - first
@@ -126,7 +130,8 @@ class PreparedSource:
         return self._arrays[array_name(table)]
 
     def batch(self, split: str, requests: np.ndarray) -> RequestBatch:
-        arrays = self._arrays
+        self.check()
+        arrays, spec = self._arrays, self.spec
         rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
         starts = arrays["candidate_offsets"][rows]
         counts = arrays["candidate_offsets"][rows + 1] - starts
@@ -140,12 +145,20 @@ class PreparedSource:
             sparse = self._features("vendor", self.spec.vendor, vendors)
             sizes = of_vendors[vendors + 1] - of_vendors[vendors]
             vendor = VendorColumns(sparse, arrays["vendor_dense"][vendors], each, sizes)
+        request, request_dense = self._features("request", spec.request, rows), arrays["request_dense"][rows]
+        candidate = self._features("candidate", spec.candidate, candidates)
+        candidate_dense = arrays["candidate_dense"][candidates]
+        if split != "train":
+            self._as_scored(spec.request, request, spec.request_dense, request_dense)
+            self._as_scored(spec.candidate, candidate, spec.candidate_dense, candidate_dense)
+            if vendor is not None:
+                self._as_scored(spec.vendor, vendor.sparse, spec.vendor_dense, vendor.dense)
         return pack(
-            self.spec,
-            request=self._features("request", self.spec.request, rows),
-            candidate=self._features("candidate", self.spec.candidate, candidates),
-            request_dense=arrays["request_dense"][rows],
-            candidate_dense=arrays["candidate_dense"][candidates],
+            spec,
+            request=request,
+            candidate=candidate,
+            request_dense=request_dense,
+            candidate_dense=candidate_dense,
             histories=[self._events(event, rows) for event in self.spec.histories],
             request_time=arrays["request_time"][rows],
             candidate_counts=counts,
@@ -156,7 +169,20 @@ class PreparedSource:
             vendor=vendor,
         )
 
+    def _as_scored(
+        self, features: Sequence[SparseFeature], ids: Sequence[Ids], numbers: Sequence[str], dense: np.ndarray
+    ) -> None:
+        """Give features of the display the values that scoring gives them."""
+        fixed = self.meta["display"]
+        for feature, column in zip(features, ids, strict=True):
+            if feature.name in fixed:
+                column.values = np.full_like(column.values, fixed[feature.name])
+        for index, name in enumerate(numbers):
+            if name in fixed:
+                dense[:, index] = fixed[name]
+
     def lengths(self, split: str, requests: np.ndarray) -> np.ndarray:
+        self.check()
         rows = self.meta["bounds"][split][0] + np.asarray(requests, np.int64)
         total = np.zeros(len(rows), np.int64)
         for event in self.spec.histories:
@@ -164,8 +190,8 @@ class PreparedSource:
         return total
 
     @cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return store.load(self.folder)
+    def _arrays(self) -> store.Arrays:
+        return store.Arrays(self.folder)
 
     def _features(self, side: str, features: Sequence[SparseFeature], rows: np.ndarray) -> list[Ids]:
         single = self._arrays[f"{side}_ids"][rows]

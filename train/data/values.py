@@ -33,6 +33,10 @@ def shown(value: object) -> str:
         text = _shown.repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits
         text = f"<{type(value).__name__}>"
+    return cut(text)
+
+
+def cut(text: str) -> str:
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 3]}..."
 
 
@@ -69,7 +73,7 @@ def as_float(value: object) -> float:
     elif isinstance(value, bool) or not isinstance(value, int | float | np.number | Decimal):
         return math.inf
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except (OverflowError, TypeError, ValueError):  # 10**400, complex numbers, signalling NaN
         return math.inf
 
@@ -93,11 +97,8 @@ def seconds(value: Any, whose: str) -> int:
     given = value
     if isinstance(value, datetime):
         value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if (
-        not isinstance(value, int | float | np.integer | np.floating)
-        or isinstance(value, bool)
-        or not abs(value) <= LATEST // 1000
-    ):
+    a_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not a_number or not abs(value) <= LATEST // 1000:
         raise ValueError(
             f"{whose} has time={shown(given)}; it must be in seconds since 1970, up to the year 9999, e.g. 1700000000 "
             "(milliseconds are divided by 1000)"

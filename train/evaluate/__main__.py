@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from train.process.imports import lasting
 
 with lasting():
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from train.evaluate import main
+    from train.process import errors
 
 if __name__ == "__main__":
-    record(main)(sys.argv[1:])
+    errors.run(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -14,12 +15,16 @@ from train.process.distributed import World
 
 log = logging.getLogger(__name__)
 CPU_FEATURES = ("amx_bf16", "avx512_bf16")
+FORCED = "CPU_MULTIPLIES_BF16"
+"""Environment variable, 0 or 1: what a run takes its CPU for, such as a test of `precision=auto`."""
 
 
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether the device has instructions that multiply bfloat16; others widen each operand first."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if forced := os.environ.get(FORCED):
+        return forced == "1"
     features: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.11 does not have it
     return any(features.get(name) for name in CPU_FEATURES)
 

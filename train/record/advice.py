@@ -21,7 +21,8 @@ def ending(step: int, total: int, best_step: int, stale: int, *, early: bool) ->
     said = f"took all {total:,} steps"
     if early:
         than = f"better than that of step {best_step:,}" if best_step else "finite"
-        said = f"stopped early at step {step:,} of {total:,}: none of the last {stale} validations was {than}"
+        which = f"none of the last {stale} validations was" if stale > 1 else "the last validation was not"
+        said = f"stopped early at step {step:,} of {total:,}: {which} {than}"
     return f"{said}; the metrics are those of the checkpoint of step {best_step or step:,}"
 
 

@@ -292,8 +292,9 @@ def _focus(axes: Axes, whole: Line2D | None = None) -> None:
     values = values[np.isfinite(values)]
     if values.size and values.max() > values.min():
         low, high = np.quantile(values, [0, 0.97])
-        seen = [] if whole is None else np.asarray(whole.get_ydata(), dtype=np.float64)
-        high = max([high, *(value for value in seen if np.isfinite(value))])
+        if whole is not None:
+            seen = np.asarray(whole.get_ydata(), dtype=np.float64)
+            high = max([high, *seen[np.isfinite(seen)].tolist()])
         axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
 
 

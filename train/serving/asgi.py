@@ -5,24 +5,29 @@
 - `POST /score`: requests as JSON (one, or a list), as JSON lines (`application/x-ndjson`) or as an Arrow stream
   (`application/vnd.apache.arrow.stream`), and predictions in the same form.
 - `GET /health`: 200 as soon as the model is loaded.
+- `GET /ready`: 200 while calls are taken, 503 once the server is told to stop.
 - `GET /metrics`: counts and latencies in the text format of Prometheus.
 
-Scoring takes place in a few threads beside the event loop. A call too many is answered with 503 at once, so that a
-queue does not grow longer than clients wait.
+Scoring takes place in a few threads beside the event loop. A call too many is answered with 503 before its body is
+read, so that neither a queue nor memory grows with the clients. What a body may be is limited, too: see `App`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import os
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
+from train.data.values import cut
 from train.serving.formats import from_arrow_stream, from_json, from_json_lines, to_arrow_stream
 from train.serving.metrics import Metrics
 from train.serving.service import Service
@@ -33,13 +38,15 @@ Send = Callable[[Message], Awaitable[None]]
 Results = list[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
-JSON, LINES, ARROW, TEXT = (
+JSON, FORM, LINES, ARROW, TEXT = (
     "application/json",
+    "application/x-www-form-urlencoded",  # that curl -d sends, whatever the text
     "application/x-ndjson",
     "application/vnd.apache.arrow.stream",
     "text/plain; version=0.0.4; charset=utf-8",
 )
-METHODS = {"/score": "POST", "/health": "GET", "/metrics": "GET"}
+METHODS = {"/score": "POST", "/health": "GET", "/metrics": "GET", "/ready": "GET"}
+CALL_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class HTTPError(Exception):
@@ -52,11 +59,23 @@ class App:
     """`await app(scope, receive, send)`."""
 
     def __init__(
-        self, service: Service, *, threads: int = 2, most_waiting: int = 64, most_bytes: int = 16 << 20
+        self,
+        service: Service,
+        *,
+        threads: int = 2,
+        most_waiting: int = 64,
+        most_bytes: int = 16 << 20,
+        most_requests: int = 10_000,
+        body_seconds: float = 10,
+        drain_seconds: float = 30,
     ) -> None:
-        """`threads` score at once; `most_waiting` calls are scored or wait, and bodies have up to `most_bytes`."""
-        self.service, self.metrics = service, Metrics()
-        self.most_waiting, self.most_bytes = most_waiting, most_bytes
+        """`threads` score at once; `most_waiting` calls send their body, wait or are scored. A body has up to
+        `most_bytes`, decompressed too, and `most_requests`, and arrives within `body_seconds`. Calls that are open when
+        the server stops have `drain_seconds` to end.
+        """
+        self.service, self.metrics, self.draining = service, Metrics(), False
+        self.most_waiting, self.most_bytes, self.most_requests = most_waiting, most_bytes, most_requests
+        self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="score")
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -71,13 +90,23 @@ class App:
         while True:
             kind = (await receive())["type"]
             if kind == "lifespan.shutdown":
-                self._threads.shutdown()
+                await self._drain()
             await send({"type": f"{kind}.complete"})
             if kind == "lifespan.shutdown":
                 return
 
+    async def _drain(self) -> None:
+        """Take no more calls, and let open ones end."""
+        self.draining = True
+        end = time.monotonic() + self.drain_seconds
+        while self.metrics.in_flight and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        if self.metrics.in_flight:
+            log.warning("%d calls are left unanswered after %s s", self.metrics.in_flight, self.drain_seconds)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def _http(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        path, kind = scope["path"], JSON
+        path, kind, call = scope["path"], JSON, _call_id(scope)
         try:
             status, kind, body = 200, *await self._answer(scope, receive)
         except HTTPError as error:
@@ -85,10 +114,13 @@ class App:
         except ValueError as error:
             status, body = 400, _json({"error": str(error)})
         except Exception:
-            log.exception("a call to %s failed", path)
+            log.exception("call %s to %s failed", call, path)
             status, body = 500, _json({"error": "internal error, see the server's log"})
+        if 400 <= status < 500:
+            log.info("call %s is answered %d: %s", call, status, body.decode())
         self.metrics.responded(path if path in METHODS else "other", status)
-        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        length = str(len(body)).encode()
+        headers = [(b"content-type", kind.encode()), (b"content-length", length), (b"x-request-id", call.encode())]
         if status == 405:
             headers.append((b"allow", METHODS[path].encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -97,35 +129,62 @@ class App:
     async def _answer(self, scope: Mapping[str, Any], receive: Receive) -> tuple[str, bytes]:
         path = scope["path"]
         if path not in METHODS:
-            raise HTTPError(404, f"{path} is not served; there are {', '.join(METHODS)}")
+            raise HTTPError(404, f"{cut(path)} is not served; there are {', '.join(METHODS)}")
         if scope["method"] != METHODS[path]:
             raise HTTPError(405, f"{path} is for {METHODS[path]}")
         if path == "/health":
             return JSON, _json({"status": "ok", "tasks": self.service.tasks})
         if path == "/metrics":
             return TEXT, self.metrics.text().encode()
-        return await self._score(_content_type(scope), await self._body(receive))
+        if path == "/ready":
+            if self.draining:
+                raise HTTPError(503, "the server stops")
+            return JSON, _json({"status": "ready"})
+        return await self._score(scope, receive)
 
-    async def _score(self, kind: str, body: bytes) -> tuple[str, bytes]:
+    async def _score(self, scope: Mapping[str, Any], receive: Receive) -> tuple[str, bytes]:
+        headers = dict(scope["headers"])
+        # JSON where the client does not say.
+        kind = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         if kind not in CODECS:
-            raise HTTPError(415, f"content-type {kind} is not read; send {', '.join(CODECS)}")
+            raise HTTPError(415, f"content-type {cut(kind)} is not read; {SEND}")
+        if self.draining:
+            raise HTTPError(503, "the server stops; ask another one")
         if self.metrics.in_flight >= self.most_waiting:
             raise HTTPError(503, f"{self.metrics.in_flight} calls are scored or wait; try again later")
-        start = time.perf_counter()
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > self.most_bytes):
+            raise self._too_large()
         self.metrics.in_flight += 1
         try:
+            try:
+                async with asyncio.timeout(self.body_seconds):
+                    body = await self._body(receive)
+            except TimeoutError:
+                raise HTTPError(408, f"the body did not arrive within {self.body_seconds:g} s") from None
+            start = time.perf_counter()
             loop = asyncio.get_running_loop()
             answer, requests, candidates = await loop.run_in_executor(self._threads, self._scored, kind, body)
         finally:
             self.metrics.in_flight -= 1
         self.metrics.scored(requests, candidates, time.perf_counter() - start)
-        return kind, answer
+        return JSON if kind == FORM else kind, answer
 
     def _scored(self, kind: str, body: bytes) -> tuple[bytes, int, int]:
         """In a thread: the answer to a body, how many requests it had and how many candidates."""
-        read, write = CODECS[kind]
-        results = self.service(read(body))
-        return write(results), len(results), sum(len(result[self.service.tasks[0]]) for result in results)
+        if kind == FORM and body.lstrip()[:1] not in (b"{", b"["):
+            raise HTTPError(415, f"a form is not read; {SEND}")
+        requests = (
+            from_arrow_stream(body, self.most_requests, self.most_bytes)
+            if kind == ARROW
+            else (from_json_lines if kind == LINES else from_json)(body, self.most_requests)
+        )
+        results = self.service(requests)
+        candidates = sum(len(result[self.service.tasks[0]]) for result in results)
+        return CODECS[kind](results), len(results), candidates
+
+    def _too_large(self) -> HTTPError:
+        return HTTPError(413, f"a body has up to {self.most_bytes} bytes; send fewer requests at once")
 
     async def _body(self, receive: Receive) -> bytes:
         parts, size, more = [], 0, True
@@ -136,7 +195,7 @@ class App:
             parts.append(message.get("body", b""))
             size, more = size + len(parts[-1]), message.get("more_body", False)
             if size > self.most_bytes:
-                raise HTTPError(413, f"a body has up to {self.most_bytes} bytes; send fewer requests at once")
+                raise self._too_large()
         return b"".join(parts)
 
 
@@ -152,31 +211,39 @@ def _predictions(results: Results) -> bytes:
     return _json({"predictions": results})
 
 
-CODECS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
-    JSON: (from_json, _predictions),
-    LINES: (from_json_lines, _lines),
-    ARROW: (from_arrow_stream, to_arrow_stream),
+CODECS: dict[str, Callable[[Any], bytes]] = {
+    JSON: _predictions,
+    LINES: _lines,
+    ARROW: to_arrow_stream,
+    FORM: _predictions,
 }
+SEND = f"send {JSON}, {LINES}, {ARROW}"
 
 
-def _content_type(scope: Mapping[str, Any]) -> str:
-    """JSON where the client does not say."""
-    given = dict(scope["headers"]).get(b"content-type", JSON.encode()).decode("latin-1")
-    return given.partition(";")[0].strip().lower()
+def _call_id(scope: Mapping[str, Any]) -> str:
+    """The client's own, or a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return given if CALL_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def create_app() -> App:
     """The application of the export that GEMSMITH_EXPORT names.
 
     GEMSMITH_IMPORT: modules to import before, by commas, for a model of your own that could not be traced;
-    GEMSMITH_THREADS: threads that score (2).
+    GEMSMITH_THREADS, GEMSMITH_MOST_WAITING and so on: the settings of `App`.
     """
     folder = os.environ.get("GEMSMITH_EXPORT")
     if not folder:
         raise ValueError("GEMSMITH_EXPORT must name the folder of an export, e.g. GEMSMITH_EXPORT=runs/first/export")
     for module in filter(None, os.environ.get("GEMSMITH_IMPORT", "").split(",")):
         import_module(module)
-    threads = os.environ.get("GEMSMITH_THREADS", "2")
-    if not threads.isdecimal() or not int(threads):
-        raise ValueError(f"GEMSMITH_THREADS={threads} must be a number of at least 1, e.g. GEMSMITH_THREADS=2")
-    return App(Service.from_pretrained(folder), threads=int(threads))
+    settings = {}
+    for name, setting in inspect.signature(App).parameters.items():
+        if setting.kind is not setting.KEYWORD_ONLY:
+            continue
+        key = f"GEMSMITH_{name.upper()}"
+        given = os.environ.get(key, str(setting.default))
+        if not given.isdecimal() or not int(given):
+            raise ValueError(f"{key}={given} must be a number of at least 1, e.g. {key}={setting.default}")
+        settings[name] = int(given)
+    return App(Service.from_pretrained(folder), **settings)

@@ -10,6 +10,9 @@ from typing import Any, Self
 from train.data.reader import RequestReader
 from train.serving.scorer import Scorer
 
+MOST_PADDED = 1 << 16
+"""Rows of a batch of requests that are padded to the longest. On a CPU that takes memory for each of them."""
+
 
 class Service:
     """`service(requests)`; may be called from several threads at once."""
@@ -33,10 +36,19 @@ class Service:
         """
         if not requests:
             return []
-        batch = self.read.batch(requests)
-        ends = batch.candidate_offsets.tolist()
-        columns = self._by_task(self.scorer(batch).tolist())
-        return [{task: values[first:end] for task, values in columns.items()} for first, end in pairwise(ends)]
+        on_cpu = self.scorer.device.type == "cpu"
+        groups = alike([_length(each) for each in requests]) if on_cpu else [[*range(len(requests))]]
+        try:
+            batches = [self.read.batch([requests[place] for place in group]) for group in groups]
+        except ValueError:
+            self.read.batch(requests)  # numbers them as the caller does
+            raise
+        results: list[dict[str, list[Any]]] = [{}] * len(requests)
+        for group, batch in zip(groups, batches, strict=True):
+            columns = self._by_task(self.scorer(batch).tolist())
+            for place, (first, end) in zip(group, pairwise(batch.candidate_offsets.tolist()), strict=True):
+                results[place] = {task: values[first:end] for task, values in columns.items()}
+        return results
 
     def _by_task(self, rows: list[list[float]]) -> dict[str, list[Any]]:
         spec, columns, first = self.scorer.spec, {}, 0
@@ -45,3 +57,24 @@ class Service:
             columns[task] = [row[first] for row in rows] if width == 1 else [row[first:end] for row in rows]
             first = end
         return columns
+
+
+def _length(request: Any) -> int:
+    """Of its candidates or the longest of its histories, if it is a request."""
+    if not isinstance(request, Mapping):
+        return 1
+    histories = request.get("histories")
+    lists = [request.get("candidates"), *(histories.values() if isinstance(histories, Mapping) else ())]
+    return max((len(each) for each in lists if isinstance(each, Sequence)), default=1)
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Places of requests by batch: all in one, unless `MOST_PADDED` needs those of like lengths to be together."""
+    if len(lengths) * max(lengths) <= MOST_PADDED:
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > MOST_PADDED:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

@@ -64,7 +64,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
     arrays = {name: np.arange(len(name)) for name in ("plain", "history.x.ids", "list.a/b", "100%", "..")}
     save(tmp_path, arrays, {"key": [1]})
-    loaded = store.load(tmp_path)
+    loaded = store.Arrays(tmp_path)
     assert loaded.keys() == arrays.keys()
     assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
     assert store.load_meta(tmp_path) == {"key": [1]}
@@ -99,4 +99,19 @@ def test_a_damaged_cache_is_prepared_anew(file: str, tmp_path: Path, caplog: pyt
     assert again() == 3
     (folder / file).unlink()
     assert again() == 4
-    assert store.load(folder)["numbers"].tolist() == list(range(1000))
+    assert store.Arrays(folder)["numbers"].tolist() == list(range(1000))
+
+
+def test_sizes_are_compared_without_the_contents(tmp_path: Path) -> None:
+    folder, prepared = tmp_path / "data", []
+
+    def prepare(partial: Path) -> None:
+        prepared.append(partial)
+        save(partial, {"numbers": np.arange(1000)}, {"key": 1})
+
+    for _ in range(2):
+        store.prepare_once(folder, prepare, lambda make: make(), verify=False)
+        os.truncate(folder / "numbers.npy", 4000)
+    assert len(prepared) == 2
+    with pytest.raises(RuntimeError, match=r"numbers.npy of the prepared data in .*/data had 8,128 bytes .* has 4,000"):
+        store.Arrays(folder)

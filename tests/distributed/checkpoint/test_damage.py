@@ -22,9 +22,10 @@ from train.checkpoint.manifest import DamagedError
 from train.checkpoint.progress import Progress
 from train.checkpoint.read import read_metadata
 from train.evaluate import main as evaluate
-from train.record.tracking import read_metrics
+from train.process.files import summed, write_json
+from train.record.tracking import Record, read_metrics
 
-OPTIONS = ("checkpoint.every=2", "checkpoint.keep=9", "runtime.steps=6")
+OPTIONS = ("runtime.eval_every=2", "checkpoint.keep=9", "runtime.steps=6")
 NEWEST, BEFORE = "checkpoints/step_00000006", "checkpoints/step_00000004"
 
 
@@ -51,6 +52,12 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def sign(checkpoint: Path) -> None:
+    """As a forger would: a manifest that agrees."""
+    names = [file.name for file in checkpoint.iterdir() if file.name != "manifest.json"]
+    write_json(checkpoint / "manifest.json", {"files": {name: summed(checkpoint / name) for name in names}})
+
+
 class Runs:
     """Its pickle makes a folder."""
 
@@ -68,7 +75,7 @@ class Runs:
 def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(made)))
-    (checkpoint / "manifest.json").unlink()  # a forger's would agree
+    sign(checkpoint)
     refusal = r"step_00000006 is damaged \(UnpicklingError: .metadata names posix.mkdir, which no checkpoint does\)"
     with pytest.raises(ValueError, match=refusal):
         train_here(tmp_path / "new", f"checkpoint.load='{checkpoint}'", base=TINY_DLRM)
@@ -87,12 +94,12 @@ def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_pat
     key, info = next((key, info) for key, info in index.storage_data.items() if key.fqn.startswith("dense."))
     whole = pickle.dumps(index)
     payload = pickle.dumps(Runs(made))
-    (checkpoint / "manifest.json").unlink()
     index.state_dict_metadata[key.fqn] = BytesStorageMetadata()
     index.storage_data[MetadataIndex(key.fqn)] = info
     info.relative_path, info.offset, info.length = "__0_9.distcp", 0, len(payload)
     (checkpoint / "__0_9.distcp").write_bytes(payload)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    sign(checkpoint)
     with pytest.raises(DamagedError, match="is damaged .* a file holds something else than tensors") as refused:
         train_here(run_dir, *OPTIONS, base=TINY_DLRM)
     assert "weights_only" not in str(refused.value)  # torch's advice to unpickle it after all
@@ -104,7 +111,9 @@ def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_pat
         read_metadata(checkpoint)
 
 
-@pytest.mark.parametrize("what", ["flip", "older", "cut", "lost", "meta", "index", "manifest"])
+@pytest.mark.parametrize(
+    "what", ["flip", "older", "cut", "lost", "meta", "index", "manifest", "no meta.json", "no manifest.json"]
+)
 @pytest.mark.reliability(
     "a file of the newest checkpoint has a flipped bit, is cut short, is lost, or is that of an older step",
     "a warning names the file; the run goes on from the checkpoint before, and the damaged one is set aside",
@@ -112,13 +121,13 @@ def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_pat
 def test_the_newest_whole_checkpoint_serves(what: str, run_dir: Path) -> None:
     newest = run_dir / NEWEST
     file = {"meta": newest / "meta.json", "index": newest / ".metadata", "manifest": newest / "manifest.json"}.get(
-        what, shard(newest)
+        what, newest / what.removeprefix("no ") if what.startswith("no ") else shard(newest)
     )
     if what == "older":
         shutil.copy(shard(run_dir / BEFORE), file)
     elif what == "cut":
         file.write_bytes(file.read_bytes()[:1000])
-    elif what == "lost":
+    elif what == "lost" or what.startswith("no "):
         file.unlink()
     elif what == "manifest":
         file.write_bytes(file.read_bytes()[:20])
@@ -191,10 +200,38 @@ def test_progress_that_no_run_made_is_named(progress: dict[str, Any], message: s
         Progress.of(tmp_path, progress)
 
 
-def test_a_checkpoint_from_before_there_were_manifests_resumes(run_dir: Path) -> None:
-    (run_dir / NEWEST / "manifest.json").unlink()
-    train_here(run_dir, *OPTIONS[:2], "runtime.steps=7", base=TINY_DLRM)
-    assert f"resumed from {run_dir / NEWEST}" in (run_dir / "train.log").read_text()
+@pytest.mark.parametrize("how", ["flip", "lost"])
+@pytest.mark.reliability(
+    "the checkpoint that is best in validation, and not the newest, is damaged or lost",
+    "a warning; it is set aside, and what is best of the others, or the last step, takes its place: `results.json` has "
+    "the validation and the test of one model",
+)
+def test_another_takes_the_place_of_a_damaged_best(how: str, run_dir: Path) -> None:
+    """The newest says that step 2 was best; of the others, step 4 is."""
+    meta_file = run_dir / NEWEST / "meta.json"
+    meta = json.loads(meta_file.read_text())
+    values = {step: record.values for step in (2, 4, 6) for record in [validation(run_dir, step)]}
+    meta["progress"] |= {"best_step": 2, "best_ne": 0.1, "validations": [[2, 0.1], [4, 0.2], [6, 0.3]]}
+    meta_file.write_text(json.dumps(meta))
+    sign(run_dir / NEWEST)
+    best = run_dir / "checkpoints" / "step_00000002"
+    flip(shard(best)) if how == "flip" else shutil.rmtree(best)
+    train_here(run_dir, *OPTIONS, base=TINY_DLRM)
+    results = json.loads((run_dir / "results.json").read_text())
+    assert (results["step"], results["best_step"], results["best_ne"]) == (6, 4, 0.2)
+    assert results["valid"] == pytest.approx(values[4])
+    evaluate([f"checkpoint={run_dir / BEFORE}", f"out={run_dir / 'evaluated'}", "split=test"])
+    alone = json.loads((run_dir / "evaluated" / "metrics.json").read_text())
+    assert alone["click/ne"] == pytest.approx(results["test"]["click/ne"])
+    log = (run_dir / "train.log").read_text()
+    reason = "the checksum of __0_0.distcp" if how == "flip" else "it is lost"
+    assert f"step_00000002 is damaged ({reason}" in log
+    assert "It was the best in validation, and step 4 is best now" in log
+    assert best.with_suffix(".damaged").exists() == (how == "flip")
+
+
+def validation(run_dir: Path, step: int) -> Record:
+    return next(each for each in read_metrics(run_dir / "metrics.jsonl") if (each.step, each.split) == (step, "valid"))
 
 
 def test_the_best_checkpoint_is_found_beside_a_damaged_one(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +239,7 @@ def test_the_best_checkpoint_is_found_beside_a_damaged_one(run_dir: Path, caplog
     meta = json.loads((run_dir / BEFORE / "meta.json").read_text())
     meta["progress"]["best_step"] = 2
     (run_dir / BEFORE / "meta.json").write_text(json.dumps(meta))
-    (run_dir / BEFORE / "manifest.json").unlink()
+    sign(run_dir / BEFORE)
     assert best_checkpoint(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_00000002"
     assert "the checksum of meta.json" in caplog.text
 

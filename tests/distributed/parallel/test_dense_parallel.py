@@ -85,7 +85,7 @@ def test_tokens_that_travel_in_mxfp8_give_a_loss_close_by(tmp_path: Path) -> Non
 
 
 def test_in_bfloat16_layers_are_gathered_as_autocast_rounds_them(tmp_path: Path) -> None:
-    base = (*TINY, *CONSTANT, "runtime.steps=2", "optimizer.frozen=[arch.layers.0.cross]")
+    base = (*TINY, *CONSTANT, "precision=bf16", "runtime.steps=2", "optimizer.frozen=[arch.layers.0.cross]")
     losses = []
     for dense in ("ddp", "fsdp"):
         train_ranks(2, tmp_path / dense, f"parallel.dense={dense}", base=base)

@@ -8,15 +8,17 @@ Products and sums are of float64. What is not simulated: layouts, fences, the or
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import re
 import sys
+import textwrap
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +30,10 @@ from triton.runtime.jit import JITFunction
 
 from kernels.core.hopper import barrier
 from tests.kernels.core.simulated_values import (
+    Barrier,
+    Barriers,
     Int,
+    Memory,
     Pointer,
     Registers,
     extreme,
@@ -48,67 +53,13 @@ INSTRUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Barrier:
-    """An mbarrier: a phase ends when all have arrived and the bytes that they expect are there."""
-
-    def __init__(self) -> None:
-        self.phases = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.left = count
-        self.bytes = 0
-
-    def update(self, arrivals: int, expected_bytes: int) -> None:
-        self.left -= arrivals
-        self.bytes += expected_bytes
-        assert self.left >= 0, "more arrivals than the barrier counts"
-        if self.left == 0 and self.bytes == 0:
-            self.phases, self.left = self.phases + 1, self.count
-
-
-class Barriers(list):
-    index = list.__getitem__
-
-
-class Memory:
-    """A view of shared or of tensor memory, which is read when it is used and not when it is made."""
-
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self.read = read
-
-    shape = property(lambda self: tuple(self.read().shape))
-    dtype = property(lambda self: self.read().dtype)
-
-    def index(self, i: int) -> Memory:
-        assert 0 <= i < self.shape[0]
-        return Memory(lambda: self.read()[i])
-
-    def slice(self, start: int, length: int, dim: int = 1) -> Memory:
-        return Memory(lambda: self.read().narrow(dim, start, length))
-
-    def permute(self, dims: tuple[int, ...]) -> Memory:
-        return Memory(lambda: self.read().permute(dims))
-
-    def reshape(self, shape: tuple[int, ...]) -> Memory:
-        return Memory(lambda: self.read().reshape(shape))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-        return Memory(lambda: self.read().view(-1)[: math.prod(shape)].view(shape))
-
-    def load(self, layout: object) -> Registers:
-        return registers(self.read().clone())
-
-    def store(self, value: Tensor) -> None:
-        self.read().copy_(value)
-
-
 class Warps(threading.Thread):
     """A program, or a partition of one, which stops at each wait until the machine lets it go on."""
 
     def __init__(self, machine: Machine, program: int, function: Callable[..., None], arguments: tuple) -> None:
         super().__init__(daemon=True)
         self.machine, self.program, self.function, self.arguments = machine, program, function, arguments
-        self.speed = machine.random.choice(SPEEDS)
+        self.speed, self.unit_speed = machine.random.choice(SPEEDS), machine.random.choice(SPEEDS)
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.ended, self.error = False, None
@@ -151,10 +102,11 @@ class Warps(threading.Thread):
 class Machine:
     """Runs one launch. `stand_ins` take the place of device functions whose layouts or assembly do not run here."""
 
-    def __init__(self, seed: int, stand_ins: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, seed: int, stand_ins: Mapping[Any, Any]) -> None:
         self.random = random.Random(seed)
         self.warps: list[Warps] = []
         self.loads: list[Callable[[], None]] = []
+        self.speed = self.random.choice(SPEEDS)  # of loads
         self.turns: dict[tuple[int, str], Barrier] = defaultdict(Barrier)
         self.plain = Plain({**self.units(), **stand_ins})
 
@@ -182,9 +134,11 @@ class Machine:
         """Let one of the warps go on, or one thing that is under way be done; False if there is none."""
         choices = [(warps.speed, warps.resume) for warps in self.warps if not warps.ended and warps.ready()]
         if self.loads:
-            choices.append((1.0, lambda: self.loads.pop(self.random.randrange(len(self.loads)))()))
-        in_order = (queue for warps in self.warps for queue in (warps.products, warps.stores) if queue)
-        choices += [(1.0, lambda queue=queue: queue.pop(0)()) for queue in in_order]
+            choices.append((self.speed, lambda: self.loads.pop(self.random.randrange(len(self.loads)))()))
+        in_order = (
+            (warps.unit_speed, queue) for warps in self.warps for queue in (warps.products, warps.stores) if queue
+        )
+        choices += [(speed, lambda queue=queue: queue.pop(0)()) for speed, queue in in_order]
         waiting = [warps for warps in self.warps if not warps.ended]
         if not choices:
             assert not waiting, "deadlock: " + "; ".join(warps.where() for warps in waiting)
@@ -288,7 +242,7 @@ class Machine:
         return pointer.add(value)
 
     def assembly(self, text: str, constraints: str, arguments: list[Any], *types: Any, **options: Any) -> Any:
-        """Instructions of one operand, and barriers of two warpgroups by their number."""
+        """Instructions of one operand, and barriers of two warpgroups by their number, perhaps beside powers of 2."""
         if turn := re.search(r"bar\.(sync|arrive) (\d+), 256;", text):
             warps = self.now()
             meeting = self.turns[warps.program, turn[2]]
@@ -298,12 +252,11 @@ class Machine:
             meeting.update(1, 0)
             if turn[1] == "sync":
                 warps.until(lambda: meeting.phases > phase)
-        elif instruction := re.match(r"(\w+)\.approx[.\w]* \$0, \$1;$", text):
+            return torch.exp2(arguments[0]) if "ex2" in text else arguments[0]
+        if instruction := re.match(r"(\w+)\.approx[.\w]* \$0, \$1;$", text):
             return INSTRUCTIONS[instruction[1]](arguments[0])
-        else:
-            assert re.search(r"mov\.b32 \$0, (\$1|0);", text), f"needs a stand-in: {text}"
-            return arguments[0] if "$0, $1;" in text else 0
-        return arguments[0]
+        assert re.search(r"mov\.b32 \$0, (\$1|0);", text), f"needs a stand-in: {text}"
+        return arguments[0] if "$0, $1;" in text else 0
 
     def units(self) -> dict[Any, Any]:
         """What kernels call of Gluon, and what it is here."""
@@ -312,12 +265,13 @@ class Machine:
         language = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int32", "int64", "uint8", "exp2")},
             **dict.fromkeys(layouts, _Layout()),
-            float32=torch.float64, float16="half", bfloat16="bfloat",
+            float32=torch.float64, float16=torch.float64, bfloat16="no kernel is told that it computes in this type",
             cdiv=lambda a, b: Int(-(-a // b)),
             minimum=partial(extreme, torch.minimum, min), maximum=partial(extreme, torch.maximum, max), where=where,
             zeros=lambda shape, dtype, layout: registers(torch.zeros(tuple(shape), dtype=dtype)),
             full=lambda shape, value, dtype, layout: registers(torch.full(tuple(shape), value, dtype=dtype)),
             arange=lambda first, last, layout=None: registers(torch.arange(first, last)),
+            join=lambda a, b: torch.stack([a, b], -1),
             expand_dims=lambda x, axis: x.unsqueeze(axis),
             convert_layout=lambda x, layout: x,
             sum=sum_of, max=lambda x, axis: x.amax(axis),
@@ -344,20 +298,21 @@ class Machine:
 
 
 class Plain:
-    """Device functions as Python functions, which find `units` in the place of what is named there."""
+    """Device functions as Python functions, which find `units` in the place of what is named there; or other code."""
 
     def __init__(self, units: Mapping[Any, Any]) -> None:
         self.units = {id(each): (each, stand_in) for each, stand_in in units.items()}
         self.modules: dict[str, dict[str, Any]] = {}
 
     def __call__(self, value: Any) -> Any:
-        if id(value) in self.units:
-            return self.units[id(value)][1]
+        stand_in = self.units.get(id(value), (None, None))[1]
+        if stand_in is not None and not isinstance(stand_in, CodeType):
+            return stand_in
         if isinstance(value, gl.constexpr):
             return value.value
-        if isinstance(value, JITFunction):
-            function = value.fn
-            return FunctionType(function.__code__, self.names(function.__module__), function.__name__,
+        function = getattr(value, "fn", None)  # of a JITFunction, and of one that others interpret
+        if isinstance(function, FunctionType):
+            return FunctionType(stand_in or function.__code__, self.names(function.__module__), function.__name__,
                                 function.__defaults__, function.__closure__)  # fmt: skip
         return value
 
@@ -404,8 +359,17 @@ def _box(descriptor: Any, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice
     return tuple(inside), tuple(outside)
 
 
+def mutated(function: JITFunction, old: str, new: str) -> CodeType:
+    """A stand-in for a device function: its own code with a change."""
+    source = textwrap.dedent(inspect.getsource(function.fn))
+    assert old in source
+    text = "from __future__ import annotations\n" + source[source.index("def ") :].replace(old, new)
+    module = compile(text, function.fn.__code__.co_filename, "exec")
+    return next(each for each in module.co_consts if isinstance(each, CodeType))
+
+
 def launcher(
-    kernel: JITFunction, stand_ins: Mapping[Any, Callable[..., Any]], seed: int, machine: type[Machine] = Machine
+    kernel: JITFunction, stand_ins: Mapping[Any, Any], seed: int, machine: type[Machine] = Machine
 ) -> Callable[..., None]:
     """What may take the place of a kernel's `Launcher`."""
 

@@ -1,4 +1,4 @@
-"""What a Gluon kernel computes with, in Python: numbers of C, registers, pointers. See `simulated_gpu`."""
+"""What a Gluon kernel computes with, in Python: numbers of C, registers, pointers, memory. See `simulated_gpu`."""
 
 from __future__ import annotations
 
@@ -102,6 +102,60 @@ class Pointer:
 
 def held(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in WIDE else dtype
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and the bytes that they expect are there."""
+
+    def __init__(self) -> None:
+        self.phases = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+        self.bytes = 0
+
+    def update(self, arrivals: int, expected_bytes: int) -> None:
+        self.left -= arrivals
+        self.bytes += expected_bytes
+        assert self.left >= 0, "more arrivals than the barrier counts"
+        if self.left == 0 and self.bytes == 0:
+            self.phases, self.left = self.phases + 1, self.count
+
+
+class Barriers(list):
+    index = list.__getitem__
+
+
+class Memory:
+    """A view of shared or of tensor memory, which is read when it is used and not when it is made."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
+
+    shape = property(lambda self: tuple(self.read().shape))
+    dtype = property(lambda self: self.read().dtype)
+
+    def index(self, i: int) -> Memory:
+        assert 0 <= i < self.shape[0]
+        return Memory(lambda: self.read()[i])
+
+    def slice(self, start: int, length: int, dim: int = 1) -> Memory:
+        return Memory(lambda: self.read().narrow(dim, start, length))
+
+    def permute(self, dims: tuple[int, ...]) -> Memory:
+        return Memory(lambda: self.read().permute(dims))
+
+    def reshape(self, shape: tuple[int, ...]) -> Memory:
+        return Memory(lambda: self.read().reshape(shape))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
+        return Memory(lambda: self.read().view(-1)[: math.prod(shape)].view(shape))
+
+    def load(self, layout: object) -> Registers:
+        return registers(self.read().clone())
+
+    def store(self, value: Tensor) -> None:
+        self.read().copy_(value)
 
 
 def numbers(*bounds: int) -> Iterator[Int]:

@@ -61,6 +61,10 @@ OPERATORS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+@pytest.mark.reliability(
+    "rows of a few values whose bound is 10^12, in every operator that pads on a CPU",
+    "scratch memory is that of the longest row there is",
+)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_bound_of_rows_costs_nothing_on_a_cpu(name: str) -> None:
     assert torch.equal(OPERATORS[name](HUGE), OPERATORS[name](LONGEST))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language.nvidia import blackwell
 
-from tests.kernels.core.simulated_gpu import Barrier, Machine, Memory
+from tests.kernels.core.simulated_gpu import Machine
+from tests.kernels.core.simulated_values import Barrier, Memory
 
 
 class Blackwell(Machine):

@@ -27,7 +27,7 @@ def made(name: str, **changes: Any) -> nn.Module:
 
 
 def test_the_models_of_layers_are_these() -> None:
-    assert set(STACKS) == {"interformer", "kunlun", "wukong", "gem", "sasrec", "hstu"}
+    assert set(STACKS) == {"interformer", "kunlun", "wukong", "gem", "token_mixing", "onetrans", "sasrec", "hstu"}
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from kernels.core import dispatch
 from modules.batch import RequestBatch
@@ -33,6 +34,7 @@ from tests.modules.models.test_sequential import SPEC
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
 WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
+LATER = ("mixing-add", "mixing-revert", "mixing-newest", "mixing-heads", "mixing-attention", "onetrans-pyramid")
 CANDIDATES = (4, 0, 3, 4)  # together a number that no other size is
 
 
@@ -69,12 +71,12 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
 
         class Opaque(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *inputs: Any) -> Any:
+            def forward(ctx: Any, structure: TreeSpec, *inputs: Any) -> Any:
                 with _disable_current_modes(), torch.enable_grad():
                     ctx.leaves = [
                         x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs
                     ]
-                    ctx.out = backend(*ctx.leaves)
+                    ctx.out = backend(*tree_unflatten(ctx.leaves, structure))
                 return ctx.out.detach()
 
             @staticmethod
@@ -82,16 +84,21 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
                 wanted = [x for x in ctx.leaves if isinstance(x, Tensor) and x.requires_grad]
                 with _disable_current_modes():
                     gradients = iter(torch.autograd.grad(ctx.out, wanted, grad, allow_unused=True))
-                return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.leaves)
+                given = [isinstance(x, Tensor) and x.requires_grad for x in ctx.leaves]
+                return None, *(next(gradients) if each else None for each in given)
+
+        def apply(*inputs: Any) -> Any:
+            leaves, structure = tree_flatten(inputs)  # autograd sees no tensors inside lists
+            return Opaque.apply(structure, *leaves)
 
         # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
         if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv"):
             return lambda *inputs: _outside(backend, inputs)
         if op == "rms_norm":  # a pair where it is for two readers
-            return lambda *inputs: _outside(backend, inputs) if inputs[-1] is True else Opaque.apply(*inputs)
+            return lambda *inputs: _outside(backend, inputs) if inputs[-1] is True else apply(*inputs)
         if op == "linear_compression":
             return backend
-        return Opaque.apply
+        return apply
 
     monkeypatch.setattr(dispatch, "choose", chosen)
 
@@ -129,10 +136,11 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
         Kunlun.Config(**KUNLUN),
         Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=3),
         GEM.Config(**GEM_SMALL, num_layers=3),
+        *(VARIANTS[name] for name in LATER),
     ],
-    ids=[*MACHINES, "kunlun", "kunlun all in each layer", "gem"],
+    ids=[*MACHINES, "kunlun", "kunlun all in each layer", "gem", *LATER],
 )
-def test_wukong_kunlun_and_gem_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
+def test_models_of_layers_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
     torch.manual_seed(0)
     spec = random_spec()
     embedding = FeatureEmbedding(spec, config.dim, device="cpu")

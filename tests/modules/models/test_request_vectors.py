@@ -16,8 +16,10 @@ from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.onetrans import OneTransConfig
 from modules.models.ranking import RequestVectors
 from modules.models.retrieval import RetrievalModel
+from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
@@ -35,6 +37,11 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (DCNv2.Config(dim=8), (2 + 4) * 8),
     (DLRM.Config(dim=8), (2 + 4) * 8),
     (DIN.Config(dim=8), 2 * 8),
+    (TokenMixingConfig(dim=8, token_dim=16, user_tokens=3), 3 * 16),
+    (TokenMixingConfig(dim=8, token_dim=16, sequences="heads", user_tokens=3), 3 * 16),
+    (TokenMixingConfig(dim=8, token_dim=16, one_way=False), (2 + 4) * 8),
+    (OneTransConfig(dim=8, token_dim=16, num_layers=2, last_events=3, length_multiple=2), 16),
+    (OneTransConfig(dim=8, token_dim=16, request_tokens=2), 16),
 ]
 
 
@@ -84,6 +91,7 @@ def test_a_request_has_one_vector_whatever_its_candidates_are(config: ModelConfi
         (InterFormer.Config(dim=8, sequence_context="candidate"), 2, "every candidate has a sequence of its own"),
         (Kunlun.Config(dim=8), 0, "without histories it has no summaries"),
         (GEM.Config(dim=8), 0, "without histories it has no summaries"),
+        (OneTransConfig(dim=8), 0, "or use model.request_tokens=1"),
     ],
 )
 def test_one_without_such_vectors_says_why(config: ModelConfig, num_events: int, reason: str) -> None:

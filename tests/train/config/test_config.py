@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -12,13 +11,11 @@ from itertools import product
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from modules.models.kunlun import KunlunConfig
 from train.commands.doctor import ROOT
 from train.config.compose import from_dict, to_config
-from train.config.parser import accept_late_help
 from train.config.schema import Config, EventsConfig, register_schema
 from train.process import length
 
@@ -222,22 +219,6 @@ def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() 
         sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
         told = [float(number) for number in defaults.split(", ")]
         assert [getattr(getattr(config, group), name) for group, name in sections] == told, keys
-
-
-def test_a_parser_takes_hydra_s_late_help_and_still_refuses_malformed_text(monkeypatch):
-    """As Python 3.14 looks into help texts, where Hydra 1.3 has one that is no string: no training started."""
-
-    def look(parser, action):
-        if "%" in action.help:
-            raise ValueError("badly formed help string")
-
-    monkeypatch.setattr(argparse.ArgumentParser, "_check_help", look, raising=False)
-    accept_late_help()
-    parser = argparse.ArgumentParser()
-    for action in get_args_parser()._actions:
-        parser._check_help(action)
-    with pytest.raises(ValueError, match="badly formed"):
-        parser._check_help(argparse.Action([], "x", help="%"))
 
 
 def test_a_loss_of_one_s_own_is_of_the_labels_that_the_data_have() -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import wandb
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf import OmegaConf
 
-from tests.launching import ROOT, TINY_DLRM, train_here
+from launch.sweep import claim
+from tests.launching import TINY_DLRM, train_here
 from train.config.compose import from_dict, to_config
-from train.config.environment import refuse_other_sections, to_saved
-from train.config.schema import register_schema
+from train.config.environment import to_saved
+from train.config.files import composed
 
 SECRET = "entity-of-the-environment"
 TOKEN = "0123456789abcdef" * 2
@@ -62,12 +60,8 @@ def test_values_of_the_environment_are_not_written(
 
 def test_they_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", SECRET)
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        composed = compose(
-            "train", [*TINY_DLRM, "tracking.entity=${oc.env:OF_THE_TEST}", "tracking.group=${model.name}"]
-        )
-    config = to_config(composed)
+    options = ["tracking.entity=${oc.env:OF_THE_TEST}", "tracking.group=${model.name}"]
+    config = to_config(composed([*TINY_DLRM, *options]))
     saved = to_saved(config)
     assert config.tracking.entity == SECRET
     assert saved["tracking"]["group"] == "dlrm"
@@ -75,7 +69,7 @@ def test_they_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert from_dict(saved, []).tracking.entity == "another"
     assert to_saved(from_dict(saved, [])) == saved
     monkeypatch.delenv("OF_THE_TEST")
-    with pytest.raises(InterpolationResolutionError, match="Environment variable 'OF_THE_TEST' not found"):
+    with pytest.raises(ValueError, match=r"tracking.entity is .*, and the environment has no OF_THE_TEST: set it"):
         from_dict(saved, [])
 
 
@@ -88,18 +82,52 @@ def test_they_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_saved_configuration_of_no_run_is_named(change: Callable[[dict[str, Any]], None], message: str) -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        saved = to_saved(to_config(compose("train", list(TINY_DLRM))))
+    saved = to_saved(to_config(composed(TINY_DLRM)))
     change(saved)
     with pytest.raises(ValueError, match=message):
         from_dict(saved, [])
 
 
-def composed_with(*overrides: str) -> DictConfig:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", ["data=movielens_ids", *overrides])
+READS = [
+    "${oc.env:OF_THE_TEST}",
+    "${ oc.env:OF_THE_TEST}",
+    "${oc.env: OF_THE_TEST}",
+    "${oc.env:OF_THE_TEST,default}",
+    "a-${oc.env:OF_THE_TEST}-b",
+    "${oc.select:tracking.project}",
+    "${.project}",
+    "${..tracking.project}",
+    "${tracking[project]}",
+    "${tracking.${model_key}}",
+    "${oc.${.entity}:OF_THE_TEST}",
+    "${oc.decode:${oc.env:OF_THE_TEST}}",
+    "${.tags.0}",
+]
+
+
+@pytest.mark.parametrize("value", READS)
+def test_however_a_value_reads_the_environment_it_is_not_saved(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_TEST", SECRET)
+    monkeypatch.setenv("NAME_OF_A_KEY", "project")
+    value = value.replace("${model_key}", "${oc.env:NAME_OF_A_KEY}")
+    whole = composed([*TINY_DLRM, "tracking.entity=env"])
+    OmegaConf.update(whole, "tracking.project", "${ oc.env:OF_THE_TEST }")
+    OmegaConf.update(whole, "tracking.tags", ["${oc.env:OF_THE_TEST}"])
+    OmegaConf.update(whole, "tracking.group", value)
+    config = to_config(whole)
+    assert SECRET in str(config.tracking.group)
+    saved = to_saved(config)
+    assert SECRET not in json.dumps(saved)
+    assert saved["tracking"]["group"] == value
+    assert from_dict(saved, []).tracking.group == config.tracking.group
+
+
+@pytest.mark.parametrize("key", ["optimizer.lr", "optimizer.sparse", "runtime.steps", "model.dim"])
+def test_errors_do_not_show_what_the_environment_had(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_TEST", SECRET)
+    with pytest.raises(ValueError, match=key) as error:
+        to_config(composed([*TINY_DLRM, f"{key}=${{oc.env:OF_THE_TEST}}"]))
+    assert SECRET not in str(error.value)
 
 
 @pytest.mark.reliability(
@@ -122,49 +150,61 @@ def composed_with(*overrides: str) -> DictConfig:
 )
 def test_data_reads_no_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", SECRET)
-    composed = composed_with("tracking.entity=${oc.env:OF_THE_TEST}")
-    OmegaConf.update(composed, "data.user", "${tracking.entity}" if "user" in value else "user_id")
-    OmegaConf.update(composed, "data.root", value)
+    whole = composed(["data=movielens_ids", "tracking.entity=${oc.env:OF_THE_TEST}"])
+    OmegaConf.update(whole, "data.user", "${tracking.entity}" if "user" in value else "user_id")
+    OmegaConf.update(whole, "data.root", value)
     with pytest.raises(
         ValueError, match=r"data.(root|user) is .*: nothing in `data` may read the environment"
     ) as error:
-        to_config(composed)
+        to_config(whole)
     assert SECRET not in str(error.value)
 
 
 def test_data_may_name_other_keys() -> None:
-    composed = composed_with("data.cache_dir=/cache/${model.name}")
-    assert to_config(composed).data.cache_dir == "/cache/interformer"
+    whole = composed(["data=movielens_ids", "data.cache_dir=/cache/${model.name}"])
+    assert to_config(whole).data.cache_dir == "/cache/interformer"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("# @package _global_\ntracking: {project: mine}\n", "sets the section _global_"),
-        ("#@package tracking\nentity: a\n", "sets the section tracking"),
-        ("defaults:\n  - events_schema\n  - /tracking: default\n", "brings in '/tracking'"),
-        ("defaults:\n  - events_schema\n  - override /model: dlrm\n", "brings in 'override /model'"),
-        ("defaults:\n  - events_schema@_global_\n", "brings in 'events_schema@_global_'"),
-    ],
-)
-def test_a_file_of_data_sets_nothing_else(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    file = tmp_path / "data" / "theirs.yaml"
-    sources = [SimpleNamespace(schema="structured", path=""), SimpleNamespace(schema="file", path=str(tmp_path))]
-    hydra: Any = SimpleNamespace(runtime=SimpleNamespace(choices={"data": "theirs"}, config_sources=sources))
-    file.write_text("# a comment\n# @package data\ndefaults: [events_schema, _self_]\nfiles: [a.parquet]\n")
-    refuse_other_sections(hydra)
-    file.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        refuse_other_sections(hydra)
+HIDDEN = "hunter2-of-the-test"
 
 
 @pytest.mark.reliability(
-    "a URL with a password in the configuration",
-    "refused by the name of its key; neither error nor log has the password",
+    "a URL with a password, a token or a signature in the configuration",
+    "refused by the name of its key; neither error nor log nor a sweep's file has it",
 )
-def test_a_password_in_a_url_is_refused_without_being_shown() -> None:
-    with pytest.raises(ValueError, match=r"data.files.0 is a URL with a password.*AWS_SECRET_ACCESS_KEY") as error:
-        to_config(composed_with("data.files=['s3://key:hunter2@bucket/log/*.parquet']"))
-    assert "hunter2" not in str(error.value)
-    to_config(composed_with("data.files=['s3://bucket/a:b/c@d.parquet', 'http://host:80/a.csv']"))
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://key:{HIDDEN}@bucket/log/*.parquet",
+        f"https://user:a/{HIDDEN}@host/log.csv",
+        f"https://user:80/{HIDDEN}@host/log.csv",
+        f"https://:{HIDDEN}@host/log.csv",
+        f"https://{HIDDEN}@host/log.csv",
+        f"https://bucket.s3.amazonaws.com/a.csv?X-Amz-Credential=x&X-Amz-Signature={HIDDEN}",
+        f"https://bucket.s3.amazonaws.com/a.csv?x%2Damz%2Dsignature={HIDDEN}",
+        f"https://x.blob.core.windows.net/a.csv?sv=2024&sig={HIDDEN}&se=2026",
+        f"https://host/a.csv?access_token={HIDDEN}",
+        f"https://host/a.csv#api-key={HIDDEN}",
+        f"gs://bucket/a.csv?X-Goog-Signature={HIDDEN}",
+    ],
+)
+def test_a_secret_in_a_url_is_refused_without_being_shown(url: str, tmp_path: Path) -> None:
+    for override in (f'data.files=["{url}"]', f'+data.flies="{url}"', f'tracking.project="{url}"', f"data.root={url}"):
+        with pytest.raises(ValueError, match=r"^(data|tracking)\.[\w.]+ is a URL with a .*AWS_SECRET") as error:
+            to_config(composed(["data=movielens_ids", override]))
+        assert HIDDEN not in str(error.value)
+        with pytest.raises(ValueError, match="is a URL with a "):
+            claim(tmp_path / "sweep", "sweep", {"overrides": [override], "jobs": []})
+        assert not (tmp_path / "sweep").exists()
+
+
+def test_urls_without_a_secret_are_taken() -> None:
+    urls = [
+        "s3://bucket/a:b/c@d.parquet",
+        "http://host:80/a.csv",
+        "abfss://container@account.dfs.core.windows.net/log",
+        "sftp://user@host/log",
+        "https://host/a.csv?version=3&signed=no&design=1",
+        "https://host:8080/a%40b.csv",
+    ]
+    to_config(composed(["data=movielens_ids", f"data.files={json.dumps(urls)}"]))

@@ -51,12 +51,16 @@ def test_ranks_agree() -> None:
     ("capabilities", "multiplies"), [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True}, False)]
 )
 def test_a_cpu_that_only_widens_is_told_from_one_that_multiplies(
-    capabilities: dict[str, bool], multiplies: bool
+    capabilities: dict[str, bool], multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(precision.FORCED, raising=False)
     with mock.patch("torch.cpu.get_capabilities", return_value=capabilities):
         assert precision.multiplies_bf16(torch.device("cpu")) == multiplies
         dtype = torch.bfloat16 if multiplies else torch.float32
         assert precision.compute_dtype("auto", torch.device("cpu")) == dtype
+        for forced in (True, False):
+            monkeypatch.setenv(precision.FORCED, str(int(forced)))
+            assert precision.multiplies_bf16(torch.device("cpu")) == forced
 
 
 @pytest.mark.parametrize(("capability", "multiplies"), [((7, 5), False), ((8, 0), True), ((10, 0), True)])

@@ -15,6 +15,7 @@ from train.config.schema import EventsConfig
 from train.data.events import streamed
 from train.data.events.check import check, check_once, earlier_mapping
 from train.data.events.dense import Numbers, dense
+from train.data.events.late import final, newest
 from train.data.events.names import feature_spec, max_candidates
 from train.data.events.read import (
     files_by_split,
@@ -122,7 +123,7 @@ def _prepare_whole(
         user=columns.user.codes,
         time=columns.time,
         columns=columns.sparse,
-        labels=columns.labels,
+        labels=final(config, columns, newest(columns)),
         weights=columns.weights,
         dense=_dense(config, spec, columns.dense, requests, vendors, earlier.numeric if earlier else {}),
         histories=histories(config, columns, logs, requests),

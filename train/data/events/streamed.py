@@ -25,6 +25,7 @@ from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
 from train.data.events.dense import Numbers, dense
+from train.data.events.late import final, newest
 from train.data.events.names import max_candidates
 from train.data.events.read import held_out, histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
@@ -60,9 +61,11 @@ def prepare(
     number = min(-(-count // config.rows_at_once), MOST_PARTS)
     fields = Fields(config)
     dealt = PartFiles(work / "rows", fields.record, fields.items)
-    last, read = None, 0
+    last, read, until = None, 0, 0
     for last in chunks:
-        part = fields.pack(read_columns(config, last, read))
+        columns = read_columns(config, last, read)
+        until = max(until, newest(columns))
+        part = fields.pack(columns)
         read += len(last)
         _deal(part, part.records["user"], number, dealt)
     assert last is not None
@@ -72,9 +75,8 @@ def prepare(
     }
     shards = Shards(work / "shards", number, fields, list(config.histories))
     statistics = Spilled(config, folder, work / "statistics", number)
-    most = _form(
-        config, fields, dealt, logs, shards, statistics, partial(locate, last.table.files, last.table.first_row)
-    )
+    place = partial(locate, last.table.files, last.table.first_row)
+    most = _form(config, fields, dealt, logs, shards, statistics, until, place)
     statistics.run()
     if max_candidates(config) is None:
         spec = replace(spec, max_candidates=rounded(most))
@@ -138,6 +140,7 @@ def _form(
     logs: Mapping[str, tuple[LogFields, PartFiles]],
     shards: Shards,
     statistics: Spilled,
+    until: int,
     locate: Callable[[int], str],
 ) -> int:
     """Requests and histories of each part; returns the candidates of the largest request."""
@@ -146,6 +149,7 @@ def _form(
         part = dealt.read(shard)
         dealt.remove(shard)
         columns = fields.unpack(part)
+        part.records["labels"] = final(config, columns, until)
         formed = form_requests(
             np.arange(len(part.records)),
             columns.user.codes,

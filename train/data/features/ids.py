@@ -78,7 +78,7 @@ def booleans_as_digits(made: pa.StringArray) -> pa.StringArray:
     return made
 
 
-def _in_utc(value: datetime.datetime | np.datetime64) -> datetime.datetime:
+def _in_utc(value: Any) -> datetime.datetime:
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()
     return value.astimezone(datetime.UTC).replace(tzinfo=None) if value.tzinfo else value

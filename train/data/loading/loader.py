@@ -22,7 +22,7 @@ from train.data.batch import append_candidates, empty_batch, pad_events
 from train.data.loading.dealing import Dealer
 from train.data.loading.dropout import check_tables, drop_histories, drop_ids
 from train.data.loading.sampling import sample_negatives, uniform_items
-from train.data.source import Source
+from train.data.source import PreparedSource, Source
 from train.process.preemption import shield
 from train.process.quiet import quieten
 from train.process.signals import SIGNALS
@@ -111,7 +111,7 @@ def reading(loader: DataLoader) -> Iterator[Iterator[RequestBatch]]:
 
 
 class _Loader(DataLoader):
-    """RuntimeError that says so when a worker has died with a batch on its way, of which torch finds the end only."""
+    """RuntimeError that says why when a worker has died, of which torch finds the end only."""
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         try:
@@ -121,6 +121,11 @@ class _Loader(DataLoader):
                 "a worker of the data loader was killed, perhaps by the system for want of memory: see its log, or "
                 "use fewer, e.g. data.num_workers=2"
             ) from error
+        except RuntimeError:
+            source = self.dataset.source  # type: ignore[attr-defined]
+            if isinstance(source, PreparedSource):  # a worker was killed in the moment in which its data was cut short
+                source.check()
+            raise
 
 
 def _begin(worker: int) -> None:
@@ -142,7 +147,8 @@ def _process_starter() -> ForkServerContext:
             "file, or use data.num_workers=0"
         )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.main"])  # once for all workers, who import it where it is the main module
+    # Once for all workers, and not train.main: what is the main module they import under another name, with a warning.
+    context.set_forkserver_preload(["train.trainer", "train.config.files"])
     # What is started here, workers included, inherits that signals are blocked; see shield.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

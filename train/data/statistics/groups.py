@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,15 +54,17 @@ class Base:
 def labels(config: EventsConfig, columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(observed, positive, second from which a positive label is known), each [N, tasks].
 
-    Of a task of `data.known_at` every row counts as observed, from its own time on: were only those with a label to
+    Of a task whose labels come late every row counts as observed, from its own time on: were only those with a label to
     count, who has none would tell of the future.
     """
     observed, positive = ~np.isnan(columns.labels), columns.labels == 1
     known = np.repeat(columns.time[:, None] // 1000, positive.shape[1], 1)
     for task, name in enumerate(config.labels):
         if name in config.known_at:
-            observed[:, task] = True
             known[:, task] = np.maximum(known[:, task], columns.known[config.known_at[name]] // 1000)
+        elif name in config.matures_after:
+            known[:, task] += math.ceil(config.matures_after[name])
+        observed[:, task] |= name in config.known_at or name in config.matures_after
     return observed, positive, known
 
 

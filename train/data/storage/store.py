@@ -47,11 +47,12 @@ def cache_folder(config: DataConfig, files: Iterable[DataFile]) -> Path:
 def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst, verify: bool = True) -> None:
     """Prepare the folder by the first process, unless it is there, while the others wait.
 
-    With `verify`, its files are compared with their checksums first; a damaged folder is prepared anew.
+    Its files are compared with their sizes first, and with `verify` with their checksums; a damaged folder is prepared
+    anew.
     """
 
     def ensure() -> None:
-        if folder.exists() and verify and (fault := _fault(folder)):
+        if folder.exists() and (fault := _fault(folder, verify)):
             log.warning("%s is damaged (%s) and is prepared anew", folder, fault)
             shutil.rmtree(folder)
         if not folder.exists():
@@ -83,13 +84,13 @@ def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fault(folder: Path) -> str | None:
+def _fault(folder: Path, contents: bool) -> str | None:
     """What is wrong with the files of a prepared folder, in a few words."""
     try:
         sums = json.loads((folder / MANIFEST).read_text())
-        return next(iter(faults(folder, sums)), None)
+        return next(iter(faults(folder, sums, contents)), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {error!r}"
+        return f"{MANIFEST}: {error!r}" if contents else None
 
 
 def save_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -104,9 +105,32 @@ def load_meta(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "meta.json").read_text())
 
 
-def load(folder: Path) -> dict[str, np.ndarray]:
-    """The saved arrays by name, memory-mapped."""
-    return {
-        unquote(path.name.removesuffix(".npy")): np.asarray(np.load(path, mmap_mode="r"))
-        for path in folder.glob("*.npy")
-    }
+class Arrays(dict[str, np.ndarray]):
+    """The saved arrays by name, memory-mapped.
+
+    Reading one beyond the end of a file that was cut short would kill the process by a SIGBUS.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        files = sorted(folder.glob("*.npy"))
+        manifest = folder / MANIFEST
+        written = json.loads(manifest.read_text()) if manifest.exists() else {}
+        self._sizes = [(str(file), written.get(file.name, {}).get("bytes") or file.stat().st_size) for file in files]
+        self.check()
+        for file in files:
+            self[unquote(file.name.removesuffix(".npy"))] = np.asarray(np.load(file, mmap_mode="r"))
+
+    def check(self) -> None:
+        """RuntimeError if a file is not as long any more as it was written; a microsecond a file."""
+        for path, size in self._sizes:
+            try:
+                left = os.stat(path).st_size
+            except OSError:  # a file that was removed stays mapped
+                continue
+            if left < size:
+                raise RuntimeError(
+                    f"{Path(path).name} of the prepared data in {self._folder} had {size:,} bytes when it was "
+                    f"written and has {left:,}: something cut it short. Started again with the same runtime.run_dir, "
+                    "the run prepares the data anew and goes on; data.cache_dir can name a folder of its own"
+                )

@@ -1,4 +1,4 @@
-"""The Hopper backwards of attention and GDPA on a GPU in Python: results are right, and no order of events deadlocks.
+"""The Hopper kernels of attention and GDPA on a GPU in Python: results are right, and no order of events deadlocks.
 
 A kernel that waits for what never comes hangs the device, so the kernels run here first: their own loaders, keepers of
 order and consumers, on the tables that their own host code makes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -20,12 +20,16 @@ pytest.importorskip("triton")
 
 from kernels.attention.hopper import backward as attention
 from kernels.attention.hopper import backward_consumer as attention_consumer
-from kernels.attention.hopper import backward_loader, tables
+from kernels.attention.hopper import backward_loader, softmax, tables
+from kernels.attention.hopper import forward as attention_forward
+from kernels.core import scheduling
 from kernels.core.activations import activate
 from kernels.core.mask import NO_MASK, Mask
 from kernels.core.rows import Rows
 from kernels.gdpa.hopper import backward as gdpa
 from kernels.gdpa.hopper import backward_consumer as gdpa_consumer
+from kernels.gdpa.hopper import backward_loader as gdpa_loader
+from kernels.gdpa.hopper import forward as gdpa_forward
 from kernels.testing import poisoned_empty
 from tests.kernels.core import simulated_gpu as gpu
 from tests.kernels.core.interpreting import interpret
@@ -33,7 +37,12 @@ from tests.kernels.core.simulated_values import Pointer
 from tools.device_sources import Sources
 from tools.gpu_ledger import KERNELS as KERNEL_FAMILIES
 
-KERNELS = {attention: attention._attention_backward_kernel, gdpa: gdpa._gdpa_backward_kernel}
+KERNELS = {
+    attention_forward: attention_forward._attention_forward_kernel,
+    attention: attention._attention_backward_kernel,
+    gdpa_forward: gdpa_forward._gdpa_forward_kernel,
+    gdpa: gdpa._gdpa_backward_kernel,
+}
 DIM, SCALE, OUT_SCALE = 64, 0.125, 0.5
 # Those that the kernel computes without approximations.
 MIXED, ALIKE = ("silu", "relu", "silu", "relu", "identity", "silu"), ("silu",) * 6
@@ -57,10 +66,11 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     backward_loader.forget: forget,
     gdpa_consumer._store_rows: store_rows,
     gdpa_consumer._store_to_stay: store_to_stay,
-    gdpa_consumer.rounded_product: lambda x, y, dtype: x * y,
     attention_consumer._rounded: lambda x, dtype: x,
     attention_consumer._times: torch.mul,
     attention_consumer.in_lines: lambda x: x,
+    softmax.rounded: lambda p, dtype, layout: p,
+    softmax.corrected: lambda acc, factors: acc * factors[:, None],
 }
 
 
@@ -116,32 +126,48 @@ class Problem:
 @pytest.fixture(scope="module", autouse=True)
 def _interpreted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        interpret(patch, tables)
+        interpret(patch, tables, scheduling)
         yield
 
 
 def check(
-    problem: Problem, patch: pytest.MonkeyPatch, programs: int, seed: int, uneven: bool = False, in_flight: int = 32768
+    problem: Problem,
+    patch: pytest.MonkeyPatch,
+    programs: int,
+    seed: int,
+    uneven: bool = False,
+    in_flight: int = 32768,
+    changed: Mapping[Any, Any] | None = None,
 ) -> None:
-    family = gdpa if problem.kinds else attention
-    patch.setattr(family, "_launch_backward", gpu.launcher(KERNELS[family], STAND_INS, seed))
-    patch.setattr(family, "processors", lambda device: programs)
-    patch.setattr(family, "TOKENS_IN_FLIGHT", in_flight)
-    arguments = (problem.grad_out, *problem.inputs)
+    """Forward, unless there are several runs of queries, and backward, perhaps with other code of some functions."""
+    forward, backward = (gdpa_forward, gdpa) if problem.kinds else (attention_forward, attention)
+    for module, name in ((forward, "_launch_forward"), (backward, "_launch_backward")):
+        launcher = gpu.launcher(KERNELS[module], {**STAND_INS, **(changed or {})}, seed)
+        patch.setattr(module, name, lambda *arguments, launch=launcher: launch(*arguments))
+        patch.setattr(module, "processors", lambda device: programs)
+    patch.setattr(backward, "TOKENS_IN_FLIGHT", in_flight)
+    patch.setattr(gdpa.triton_short, "limit_of", lambda *arguments: 0)
+    patch.setattr(gdpa, "short_and_uneven", lambda *arguments: uneven)
+    patch.setattr(attention, "likely_short", lambda *arguments: 0)
+    settings = (problem.kinds, SCALE, OUT_SCALE, problem.mask) if problem.kinds else (SCALE, problem.mask)
+    found: list[Tensor] = []
     with poisoned_empty():
-        if problem.kinds:
-            patch.setattr(gdpa.triton_short, "limit_of", lambda *arguments: 0)
-            patch.setattr(gdpa, "short_and_uneven", lambda *arguments: uneven)
-            found = gdpa.backward(*arguments, *problem.rows, problem.kinds, SCALE, OUT_SCALE, problem.mask)
-        else:
-            patch.setattr(attention, "likely_short", lambda *arguments: 0)
-            found = attention.attention_backward(
-                *arguments, problem.out, problem.lse, *problem.rows, SCALE, problem.mask
+        if len(problem.q_offsets) == len(problem.k_offsets):
+            results = getattr(forward, "forward" if problem.kinds else "attention_forward")(
+                *problem.inputs, *problem.rows, *settings
             )
-    for name, actual, expected in zip("qkv", found, problem.gradients, strict=True):
+            found += [results] if problem.kinds else results
+        if problem.kinds:
+            found += gdpa.backward(problem.grad_out, *problem.inputs, *problem.rows, *settings)
+        else:
+            given = (problem.grad_out, *problem.inputs, problem.out, problem.lse)
+            found += attention.attention_backward(*given, *problem.rows, *settings)
+    results = (problem.out,) if problem.kinds else (problem.out, problem.lse)
+    expected = [*results, *problem.gradients][-len(found) :]
+    for name, actual, oracle in zip("dv dk dq lse out".split(), reversed(found), reversed(expected), strict=False):
         # The result is rounded to bfloat16; sums of dq, lse and delta are held in float32. Inputs have unit variance.
-        wrong = (actual.double() - expected).abs() > expected.abs() * 2**-8 + 1e-5
-        assert not wrong.any(), f"d{name} is wrong in {int(wrong.sum())} places"
+        wrong = (actual.double() - oracle).abs() > oracle.abs() * 2**-8 + 1e-5
+        assert not wrong.any(), f"{name} is wrong in {int(wrong.sum())} places"
 
 
 def kinds_of(family: str) -> tuple[str, ...] | None:
@@ -178,6 +204,32 @@ def test_random_rows(monkeypatch: pytest.MonkeyPatch, family: str, seed: int) ->
     check(problem, monkeypatch, programs, seed, chance.random() < 0.5, chance.choice([64, 512, 32768]))
 
 
+GDPA_TURN = "mbarrier.wait(step_done.index(step & 1), (step - 2) // 2 & 1, pred=step > 1)"
+
+
+@pytest.mark.parametrize(
+    ("family", "function", "old", "new"),
+    [
+        ("gdpa", gdpa_loader.keep_order, "step_done, step, b)", "step_done, step + 1, b)"),
+        ("gdpa", gdpa_loader.keep_order, GDPA_TURN, GDPA_TURN.replace("(step - 2)", "step")),
+        ("gdpa", backward_loader.await_flag, "(step - 1)", "(step - 2)"),
+        ("attention", backward_loader.await_flag, "(step - 1)", "(step - 2)"),
+        ("attention", backward_loader.load_tiles, "mbarrier.wait(done, 0)", "pass"),
+        ("attention", backward_loader.load_tiles, "raise_flag(flags_ptr, c)", "raise_flag(flags_ptr, b)"),
+    ],
+)
+def test_a_wrong_wait_is_seen(monkeypatch: pytest.MonkeyPatch, family: str, function: Any, old: str, new: str) -> None:
+    problem = Problem([[64, 100]], [400, 300], kinds=kinds_of(family))
+    changed = {function: gpu.mutated(function, old, new)}
+
+    def check_all() -> None:
+        for seed in range(8):
+            check(problem, monkeypatch, 3, seed, changed=changed)
+
+    with pytest.raises(AssertionError, match="deadlock|is wrong"):
+        check_all()
+
+
 def test_all_kernels_that_share_the_order_of_sums_run_here() -> None:
     """Whoever uses `await_flag` keeps barriers that it waits for, and can hang."""
     shared, users, sources = (backward_loader.__name__, "await_flag"), set(), Sources()
@@ -186,4 +238,4 @@ def test_all_kernels_that_share_the_order_of_sums_run_here() -> None:
             module = sources.name_of(path)
             launched = re.findall(r"= Launcher\((\w+)", path.read_text())
             users |= {(module, kernel) for kernel in launched if shared in sources.closure([(module, kernel)])}
-    assert users == {(kernel.fn.__module__, kernel.fn.__name__) for kernel in KERNELS.values()}
+    assert users == {(kernel.fn.__module__, kernel.fn.__name__) for kernel in (KERNELS[attention], KERNELS[gdpa])}

@@ -1,0 +1,120 @@
+"""The configuration of token mixing. docs/token_mixing.md says which keys the published models and ablations are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from modules.config import StackConfig, option
+
+MIXINGS = ("add", "revert", "boost", "attention", "none")
+FEED_FORWARDS = ("swiglu", "gelu", "linear", "moe")
+SEQUENCES = ("mean", "target", "queries", "heads")
+
+
+@dataclass
+class SparseConfig:
+    """Sparse experts of each token: alpha * sum over the top_k of num_experts, plus an expert that is always there."""
+
+    num_experts: int = option(4, least=1)  # of each token, as wide together as its feed-forward network
+    top_k: int = option(1, least=1)
+    alpha: float = 2.0  # of the routed sum; published: the inverse of the share of experts that are active
+    shared_expert: bool = True
+    bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
+
+
+@dataclass(kw_only=True)
+class TokenMixingConfig(StackConfig):
+    name: str = "token_mixing"
+    token_dim: int = option(64, least=1)  # width of the tokens that are mixed; dim is that of features
+    num_tokens: int = option(8, least=2)  # as many heads mix them
+    user_tokens: int | None = option(None, least=1)  # of these, from features of the request; null: half
+    one_way: bool = True  # user tokens receive nothing from item tokens and run once a request; false: all by candidate
+    tokens: str = option("groups", choices=["groups", "split"])  # a group of features each | equal slices of all
+    groups: list[list[str]] = option([])  # names of each group's features, user groups first; []: in order, evenly
+    global_token: bool = False  # one token of each side is made of all its features
+    mixing: str = option("boost", choices=MIXINGS)  # RankMixer's | TokenMixer-Large's | HyFormer's, MixFormer's | ...
+    norm: str = option("pre", choices=["pre", "post"])
+    residual: bool = True
+    feed_forward: str = option("swiglu", choices=FEED_FORWARDS)
+    per_token: bool = True  # weights of its own for each token; false: one set a side
+    expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
+    output_std: float = 0.0  # of the networks' last weights at first; 0: as of any linear layer
+    moe: SparseConfig = field(default_factory=SparseConfig)
+    interval: int = 0  # blocks after which their input is added again, but not to the last one's output; 0: never
+    lower_weight: float = 0.0  # loss of logits of each lower block, in that of the last one's; 0: none
+    sequences: str = option(
+        "mean", choices=SEQUENCES
+    )  # features: means | DIN-like; in each layer: HyFormer | MixFormer
+    merge_events: bool = False  # queries and heads: all event types in one sequence, by time; false: each its own
+    num_heads: int = option(2, least=1)  # of attention: target, queries and mixing=attention
+    encoding: str = option(
+        "swiglu", choices=["swiglu", "attention", "newest", "none"]
+    )  # queries: of events, each layer
+    num_newest: int = option(16, least=1)  # encoding=newest: events that attend to all, and are all that goes on
+    num_queries: int = option(1, least=1)  # of each side for each sequence
+    # what queries are made of: features and means of events | features | the candidate's alone (one_way=false)
+    query_from: str = option("all", choices=["all", "features", "candidate"])
+    renew_features: bool = False  # queries: each layer reads the first feature tokens; false: those of the layer before
+    sequence_ffn: str = option("own", choices=["own", "shared"])  # heads: a SwiGLU of events in each layer | one
+    head_dim: int = option(16, least=1)  # heads: width of a token's attention head
+    pool: str = option("mean", choices=["mean", "flatten"])  # what task heads read of the last tokens
+    head_hidden: list[int] = option([128, 64], least=1)
+
+    shared: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("token_dim", "num_tokens", "user_tokens", "one_way", "tokens", "groups", "global_token", "interval"),
+            *("lower_weight", "sequences", "merge_events", "num_queries", "query_from", "renew_features", "pool"),
+            *("sequence_ffn", "head_hidden"),
+        }
+    )
+
+    @property
+    def of_user(self) -> int:
+        """Tokens that features of the request make."""
+        return self.num_tokens // 2 if self.user_tokens is None else self.user_tokens
+
+    def check(self) -> None:
+        super().check()
+        heads, width = self.num_tokens, self.token_dim
+        if width % heads:
+            raise ValueError(
+                f"model.token_dim={width} must be a multiple of model.num_tokens={heads}, as many heads mix them, "
+                f"e.g. model.token_dim={heads * max(1, width // heads)}"
+            )
+        if self.of_user >= heads:
+            raise ValueError(
+                f"model.user_tokens={self.of_user} must be below model.num_tokens={heads}: items need a token, e.g. "
+                f"model.user_tokens={heads // 2}"
+            )
+        if self.query_from == "candidate" and self.one_way:
+            raise ValueError(
+                "model.query_from=candidate leaves queries of users nothing to be made of; use model.one_way=false"
+            )
+
+    def check_layer(self) -> None:
+        if self.token_dim % (2 * self.num_heads):
+            pairs = 2 * self.num_heads
+            raise ValueError(
+                f"model.token_dim={self.token_dim} must be a multiple of 2 * model.num_heads={pairs}, e.g. "
+                f"model.token_dim={pairs * max(1, self.token_dim // pairs)}"
+            )
+        if self.feed_forward == "moe" and self.sequences == "heads":
+            raise ValueError(
+                "model.feed_forward=moe: experts return rows as wide as they read, and with model.sequences=heads a "
+                "network reads a token beside what its head attended to; use model.feed_forward=swiglu"
+            )
+
+    def graphs_refusal(self) -> str | None:
+        if self.lower_weight:
+            return (
+                f"model.lower_weight={self.lower_weight}: a graph returns the last block's logits alone; use "
+                "runtime.cuda_graphs=false or model.lower_weight=0"
+            )
+        return None
+
+    def notes(self) -> list[str]:
+        of_item = self.num_tokens - self.of_user
+        if self.one_way:
+            return [f"{self.of_user} tokens run at the rows of requests, {of_item} at those of candidates"]
+        return [f"all {self.num_tokens} tokens run at the rows of candidates; model.one_way=true shares requests"]

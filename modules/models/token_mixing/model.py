@@ -1,0 +1,198 @@
+"""Token mixing: a stack of blocks over T tokens, then the heads. docs/token_mixing.md has the equations of RankMixer
+(arXiv 2507.15551), TokenMixer-Large (2602.06563), HyFormer (2601.12681) and MixFormer (2602.14110), whose one-way mask
+all of them have here: user tokens run once a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from modules.batch import FeatureSpec, RequestBatch
+from modules.broadcast import CandidateRows
+from modules.embedding import Tokens
+from modules.lce import LCE
+from modules.mlp import TaskHeads
+from modules.models.ranking import LowerLogits, RequestVectors
+from modules.models.token_mixing.config import TokenMixingConfig
+from modules.models.token_mixing.layers import TokenMixingLayer
+from modules.models.token_mixing.sequences import EventNetwork, Events, EventTokens, Sides, means
+from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups, named_groups
+from modules.norms import rms_norm
+from modules.target_attention import TargetAttention
+
+
+class Tokeniser(nn.Module):
+    """The tokens of both sides before the first block: queries of sequences, a global token, then groups or slices.
+
+    Features of a request are its tokens and, with `sequences=mean`, the means of its history fields. Those of a
+    candidate are its tokens and, with `target`, what it attends to in each event type.
+    """
+
+    def __init__(self, spec: FeatureSpec, config: TokenMixingConfig, num_sequences: int) -> None:
+        super().__init__()
+        self.config = config
+        self.events = [event.name for event in spec.histories]
+        user = [*(each.name for each in spec.request), *(each.name for each in spec.request_vectors)]
+        user = [*user, *["request_dense"] * bool(spec.request_dense)] or ["any_request"]
+        item = [*(each.name for each in spec.candidate), *(each.name for each in spec.candidate_vectors)]
+        item += ["candidate_dense"] * bool(spec.candidate_dense)
+        pools = [key for event in spec.histories for key in event.keys]
+        self.num_queries = num_sequences * config.num_queries if config.sequences == "queries" else 0
+        dim, width = config.dim, config.token_dim
+        if config.sequences == "mean":
+            user += pools
+        self.target: nn.ModuleList = nn.ModuleList()
+        if config.sequences == "target":
+            item += self.events
+            self.query = LCE(spec.num_candidate_tokens, len(self.events)) if self.events else None
+            self.event_tokens = nn.ModuleList(nn.Linear(len(event.fields) * dim, dim) for event in spec.histories)
+            self.target = nn.ModuleList(
+                TargetAttention(
+                    dim, config.num_heads, 1, max_candidates=spec.max_candidates, max_length=event.max_length
+                )
+                for event in spec.histories
+            )
+        self.pools = bool(self.num_queries) and config.query_from == "all"
+        of_user = 0 if config.query_from == "candidate" else len(user) + self.pools * len(pools)
+        reserved = self.num_queries + config.global_token
+        sizes = []
+        for side, count in (("user", config.of_user), ("item", config.num_tokens - config.of_user)):
+            left = count - reserved if config.one_way or side == "item" else count
+            if left < 1:
+                raise ValueError(
+                    f"the {side} side has {count} of model.num_tokens={config.num_tokens}, of which queries and the "
+                    f"global token take {reserved}, and features need one; use e.g. model.num_tokens="
+                    f"{2 * (reserved + 1)} with model.user_tokens=null"
+                )
+            sizes.append(left)
+        groups: list[list[list[int]] | None] = [None, None]
+        if config.groups:
+            groups = list(named_groups(config.groups, user, item))
+            if [len(each or ()) for each in groups] != sizes:
+                raise ValueError(
+                    f"model.groups has {len(groups[0] or ())} groups of requests' and {len(groups[1] or ())} of "
+                    f"candidates' features; with the other keys there are {sizes[0]} and {sizes[1]} tokens for them"
+                )
+        elif config.tokens == "groups":
+            groups = [even_groups(len(names), size) for names, size in zip((user, item), sizes, strict=True)]
+        self.user = SideTokens(len(user), dim, sizes[0], width, groups[0])
+        self.item = SideTokens(len(item), dim, sizes[1], width, groups[1])
+        of_query = len(item) * dim, of_user * dim
+        self.item_queries = GlobalTokens(*of_query, self.num_queries, width) if self.num_queries else None
+        self.user_queries = (
+            GlobalTokens(of_query[1], 0, self.num_queries, width) if self.num_queries and config.one_way else None
+        )
+        of_all = len(item) * dim, len(user) * dim
+        self.item_global = GlobalTokens(*of_all, 1, width) if config.global_token else None
+        self.user_global = GlobalTokens(of_all[1], 0, 1, width) if config.global_token and config.one_way else None
+
+    def forward(self, tokens: Tokens, rows: CandidateRows) -> Sides:
+        dim = self.config.dim
+        pooled = means(tokens.histories, self.events, dim)
+        request = rms_norm(tokens.request)
+        user = [request] if pooled is None or self.config.sequences != "mean" else [request, rms_norm(pooled)]
+        item = [rms_norm(tokens.candidate)]
+        if self.target:
+            item.append(self._attended(item[0], tokens, rows))
+        of_user, of_item = torch.cat(user, dim=1), torch.cat(item, dim=1)
+        users, items = [self.user(of_user)], [self.item(of_item)]
+        flat_user, flat_item = of_user.flatten(1), of_item.flatten(1)
+        if self.item_global is not None:
+            items.insert(0, self.item_global(flat_item, flat_user, rows))
+            users[:0] = [] if self.user_global is None else [self.user_global(flat_user)]
+        if self.item_queries is not None:
+            if self.pools and pooled is not None:
+                flat_user = torch.cat([flat_user, rms_norm(pooled).flatten(1)], dim=1)
+            known = None if self.config.query_from == "candidate" else flat_user
+            items.insert(0, self.item_queries(flat_item, known, rows))
+            users[:0] = [] if self.user_queries is None else [self.user_queries(flat_user)]
+        if self.config.one_way:
+            return torch.cat(users, dim=1), torch.cat(items, dim=1)
+        items.append(rows.expand(users[0]))
+        return None, torch.cat(items, dim=1)
+
+    def _attended(self, candidate: Tensor, tokens: Tokens, rows: CandidateRows) -> Tensor:
+        assert self.query is not None
+        queries = rms_norm(self.query(candidate)).split(1, dim=1)
+        attended = []
+        for name, linear, target, query in zip(self.events, self.event_tokens, self.target, queries, strict=True):
+            history = tokens.histories[name]
+            attended.append(target(query, rows.offsets, rms_norm(linear(history.values)), history.offsets))
+        return rms_norm(torch.cat(attended, dim=1))
+
+
+class TokenMixing(LowerLogits, RequestVectors, nn.Module):
+    """Logits [C, tasks] from tokens. Under `one_way`, all of the user side runs at the R rows of requests."""
+
+    Config = TokenMixingConfig
+
+    def __init__(self, spec: FeatureSpec, config: TokenMixingConfig) -> None:
+        super().__init__()
+        self.config = config
+        reads = config.sequences in ("queries", "heads")
+        self.event_tokens = EventTokens(spec, config) if reads and spec.histories else None
+        lengths = [] if self.event_tokens is None else self.event_tokens.max_lengths
+        self.tokeniser = Tokeniser(spec, config, len(lengths))
+        shares = config.sequences == "heads" and config.sequence_ffn == "shared" and lengths
+        self.event_network = EventNetwork(config) if shares else None  # what all layers would make is made once
+        layers: list[TokenMixingLayer] = []
+        for own in config.of_layers():
+            layers.append(TokenMixingLayer(own, lengths, spec.max_candidates))
+            lengths = layers[-1].max_lengths
+        self.layers = cast("Sequence[TokenMixingLayer]", nn.ModuleList(layers))
+        self.outputs, self.max_candidates = spec.num_outputs, spec.max_candidates
+        self.heads = self._heads()
+        lower = range(len(layers) - 1) if config.lower_weight else ()
+        self.lower_heads = nn.ModuleList(self._heads() for _ in lower)
+        self.lower_logits: list[Tensor] = []
+
+    def _heads(self) -> TaskHeads:
+        config = self.config
+        of_user = config.of_user if config.one_way else 0
+        counts = (1, 0) if config.pool == "mean" else (config.num_tokens - of_user, of_user)
+        of_item, of_request = (count * config.token_dim for count in counts)
+        return TaskHeads(of_item, config.head_hidden, self.outputs, config.dropout, of_request)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]."""
+        rows = CandidateRows.of(batch)
+        if self.only_vectors() and not self.config.one_way:
+            pooled = means(tokens.histories, list(tokens.histories), self.config.dim)
+            return torch.cat([tokens.request, *([] if pooled is None else [pooled])], dim=1).flatten(1)
+        x = self.tokeniser(tokens, rows)
+        events: list[Events] = [] if self.event_tokens is None else self.event_tokens(tokens.histories)
+        if self.event_network is not None:
+            events = [self.event_network(each) for each in events]
+        features = x if self.config.renew_features else None
+        earlier, interval, last = x, self.config.interval, len(self.layers) - 1
+        lower: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            x, events = layer(x, events, features, rows)
+            if interval and (index + 1) % interval == 0 and index < last:
+                user = None if x[0] is None or earlier[0] is None else x[0] + earlier[0]
+                earlier = x = user, x[1] + earlier[1]
+            if self.training and index < len(self.lower_heads):
+                lower.append(self._logits(self.lower_heads[index], x, rows))
+        self.lower_logits = lower
+        if self.only_vectors() and x[0] is not None:
+            return rms_norm(x[0]).flatten(1)
+        return self._logits(self.heads, x, rows)
+
+    def _logits(self, heads: nn.Module, x: Sides, rows: CandidateRows) -> Tensor:
+        user, item = (None if side is None else rms_norm(side) for side in x)
+        assert item is not None
+        if self.config.pool == "flatten":
+            return heads(item.flatten(1)) if user is None else heads(item.flatten(1), user.flatten(1), rows)
+        total = item.sum(1) if user is None else rows.add(item.sum(1), user.sum(1))
+        return heads(total / self.config.num_tokens)
+
+    def take_lower(self) -> list[tuple[float, Tensor]]:
+        made, self.lower_logits = self.lower_logits, []
+        return [(self.config.lower_weight, logits) for logits in made]
+
+    def aux_loss(self) -> Tensor:
+        return next(self.parameters()).new_zeros(())

@@ -1,0 +1,299 @@
+"""Token mixing against its equations on padded tensors, its published ablations, and what is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+from torch.nn import functional as F
+
+from modules.broadcast import CandidateRows
+from modules.core.summary import summarise
+from modules.models import build
+from modules.models.token_mixing import SparseConfig, TokenMixing, TokenMixingConfig
+from modules.moe import MoE
+from modules.newest import newest
+from modules.precision import apply_recipe
+from modules.token_linear import TokenLinear
+from tests.modules.factories import random_batch, random_spec
+from tests.modules.models.test_models import TOKEN_MIXING, Ranking, double, double_model
+from tests.modules.padded import norm
+from train.commands.doctor import ROOT
+from train.config.compose import to_config
+from train.config.schema import register_schema
+
+MODELS = ("rankmixer", "tokenmixer", "hyformer", "mixformer")
+SPEC = random_spec()
+
+
+class Padded:
+    """The model on T tokens of every candidate, [C, T, D], zeros where item tokens would reach user tokens."""
+
+    def __init__(self, model: TokenMixing) -> None:
+        self.model, self.config = model, model.config
+        self.user, self.pre = self.config.of_user * self.config.one_way, self.config.norm == "pre"
+
+    def mix(self, x: Tensor) -> Tensor:
+        slices = x.unflatten(2, (x.shape[1], -1)).transpose(1, 2).clone()
+        slices[:, : self.user, self.user :] = 0
+        return slices.flatten(2)
+
+    def network(self, layer: Any, z: Tensor, normalize: bool) -> Tensor:
+        weight = layer.own.weight if layer.shared is None else torch.cat([layer.shared.weight, layer.own.weight], 2)
+        z = z[..., : weight.shape[2]]
+        hidden = torch.einsum("cti,toi->cto", norm(z) if normalize else z, weight) + layer.bias
+        gate, up = hidden.chunk(2, 2) if layer.activation == "swiglu" else (hidden, None)
+        hidden = F.gelu(hidden) if up is None else F.silu(gate) * up
+        return torch.einsum("cti,toi->cto", hidden, layer.output.weight) + layer.output.bias.view(z.shape[1], -1)
+
+    def networks(self, layer: Any, z: Tensor, normalize: bool = False) -> Tensor:
+        item = self.network(layer.item, z[:, self.user :], normalize)
+        if layer.user is None:
+            return item
+        item = F.pad(item, (z.shape[2] - item.shape[2], 0)) if item.shape[2] < self.config.token_dim else item
+        return torch.cat([self.network(layer.user, z[:, : self.user], normalize), item], 1)
+
+    def block(self, block: Any, x: Tensor) -> Tensor:
+        first, then = (norm, lambda x: x) if self.pre else (lambda x: x, norm)
+        if block.mixing == "add":
+            s = then(x + self.mix(first(x)))
+            return then(s + self.networks(block.ffn, first(s)))
+        if block.mixing == "boost":
+            return then(x + self.networks(block.ffn, self.mix(first(x))))
+        mixed = self.mix(x)
+        h = mixed + self.networks(block.inner, mixed, self.pre)
+        return x + self.networks(block.ffn, self.mix(h), self.pre)
+
+    def attend(self, layer: Any, x: Tensor, events: Tensor, there: Tensor, heads: int, query: Tensor) -> Tensor:
+        """query [C, S, H, d] to events [C, L, D]."""
+        key, value = layer.key_value(events).unflatten(2, (2, heads, -1)).unbind(2)
+        scores = torch.einsum("cshd,clhd->cshl", query, key) * key.shape[3] ** -0.5
+        weights = scores.masked_fill(~there[:, None, None], -torch.inf).softmax(3).nan_to_num(0)
+        return torch.einsum("cshl,clhd->cshd", weights, value)
+
+    def __call__(self, tokens: Any, batch: Any) -> Tensor:
+        model, config, owner = self.model, self.config, batch.owner
+        user, item = model.tokeniser(tokens, CandidateRows.of(batch))
+        x = item if user is None else torch.cat([user[owner], item], 1)
+        sequences = [] if model.event_tokens is None else model.event_tokens(tokens.histories)
+        padded = [_padded(each.values, each.offsets) for each in sequences]
+        events, there = [each[owner] for each, _ in padded], [mask[owner] for _, mask in padded]
+        earlier = x
+        for index, layer in enumerate(model.layers):
+            if config.sequences == "queries":
+                for n, (encoding, decoding) in enumerate(zip(layer.encodings, layer.attend, strict=True)):
+                    events[n] = events[n] + encoding.swiglu(norm(events[n]))
+                    for place in {n, self.user + n}:
+                        q = decoding.query(x[:, place]).unflatten(1, (1, config.num_heads, -1))
+                        made = self.attend(decoding, x, events[n], there[n], config.num_heads, q)
+                        x = torch.cat([x[:, :place], decoding.output(made.flatten(2)), x[:, place + 1 :]], 1)
+            x = self.block(layer.block, x)
+            if config.sequences == "heads":
+                z = [norm(x)]
+                for n, head in enumerate(layer.attend):
+                    weight = head.item.weight if head.user is None else torch.cat([head.user.weight, head.item.weight])
+                    q = torch.einsum("cti,toi->cto", z[0], weight)[:, None]
+                    z.append(self.attend(head, x, layer.swiglu.swiglu(norm(events[n])), there[n], x.shape[1], q)[:, 0])
+                x = x + self.networks(layer.output, torch.cat(z, 2))
+            if config.interval and (index + 1) % config.interval == 0 and index + 1 < len(model.layers):
+                earlier = x = x + earlier
+        return model.heads(norm(x).mean(1))
+
+
+def _padded(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    rows = [values[first:last] for first, last in pairwise(offsets.tolist())]
+    mask = torch.arange(max(map(len, rows)))[None] < offsets.diff()[:, None]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask
+
+
+@functools.cache
+def composed(name: str) -> TokenMixingConfig:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config = to_config(compose("train", overrides=[f"model={name}"])).model
+    assert isinstance(config, TokenMixingConfig)
+    return config
+
+
+def published(name: str, **changes: Any) -> TokenMixingConfig:
+    """The configuration of a published model, of small sizes."""
+    return dataclasses.replace(composed(name), **TOKEN_MIXING | changes)
+
+
+@pytest.mark.parametrize("one_way", [True, False], ids=["one way", "all ways"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_is_its_equations_on_padded_tensors(name: str, one_way: bool) -> None:
+    config = published(name, one_way=one_way, num_layers=3, user_tokens=3)
+    model, batch = double_model(config, SPEC), double(random_batch(SPEC, (2, 0, 3), (5, 2, 0)))
+    tokens = model.embedding(batch)
+    actual, expected = model.arch(tokens, batch), Padded(model.arch)(tokens, batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    parameters = [p for p in model.arch.parameters() if p.requires_grad]
+    cotangent = torch.randn_like(actual)
+    made = [torch.autograd.grad(y, parameters, cotangent, allow_unused=True) for y in (actual, expected)]
+    for (parameter, _), a, b in zip(model.arch.named_parameters(), *made, strict=True):
+        if "lower_heads" not in parameter:
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-11, msg=lambda text, name=parameter: f"{name}: {text}")
+
+
+ABLATIONS: dict[str, list[dict[str, Any]]] = {
+    "rankmixer": [{"per_token": False}, {"mixing": "none"}, {"mixing": "attention"}, {"norm": "pre"}],
+    "tokenmixer": [
+        {"mixing": "boost"},
+        {"residual": False},
+        {"per_token": False},
+        {"feed_forward": "gelu"},
+        {"interval": 0},
+        {"global_token": False},
+        {"output_std": 0.0},
+        {"norm": "post"},
+        {"feed_forward": "moe"},
+    ],
+    "hyformer": [
+        {"query_from": "features"},
+        {"query_from": "candidate", "one_way": False},
+        {"merge_events": True},
+        {"encoding": "attention"},
+        {"encoding": "newest", "num_newest": 2},
+        {"encoding": "none"},
+        {"renew_features": True},
+    ],
+    "mixformer": [
+        {"mixing": "none"},
+        {"mixing": "attention"},
+        {"feed_forward": "linear"},
+        {"norm": "post"},
+        {"per_token": False},
+        {"sequence_ffn": "shared"},
+        {"one_way": False},
+    ],
+}
+SPARSE: list[dict[str, Any]] = [{"shared_expert": False}, {"alpha": 1.0}, {"top_k": 2}, {"num_experts": 2}]
+
+
+def seen(config: TokenMixingConfig) -> tuple[Tensor, int]:
+    model, batch = Ranking(config, SPEC), random_batch(SPEC, (2, 0, 3), (5, 2, 4))
+    return model(batch).detach(), sum(p.numel() for p in model.arch.parameters())
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, each) for name in MODELS for each in ABLATIONS[name]], ids=str)
+def test_a_published_ablation_is_one_override(name: str, change: dict[str, Any]) -> None:
+    (logits, _), (ablated, _) = (seen(published(name, num_layers=3, **each)) for each in ({}, change))
+    assert not torch.allclose(logits, ablated, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{}, *SPARSE, {"per_token": False}], ids=str)
+def test_sparse_experts_of_a_token_are_its_own(change: dict[str, Any]) -> None:
+    per_token = change.get("per_token", True)
+    sparse = SparseConfig(**{key: value for key, value in change.items() if key != "per_token"})
+    config = published("tokenmixer", feed_forward="moe", moe=sparse, per_token=per_token)
+    model = Ranking(config, SPEC)
+    layers = [module for module in model.arch.modules() if isinstance(module, MoE)]
+    kinds = 4 if per_token else 1
+    assert [layer.router.num_experts for layer in layers] == [sparse.num_experts * kinds] * len(layers)
+    seen: list[Any] = []
+    for layer in layers:
+        layer.router.register_forward_hook(lambda module, args, routing: seen.append(routing))
+    logits = model(random_batch(SPEC))
+    assert len(seen) == len(layers) == 2 * 2 * 3
+    for routing in seen:
+        if per_token:
+            kind = torch.arange(routing.selected_experts.shape[0]) % 4
+            assert torch.equal(routing.selected_experts // sparse.num_experts, kind[:, None].expand(-1, sparse.top_k))
+        torch.testing.assert_close(routing.scores.sum(1), torch.ones(routing.scores.shape[0]))
+    if change:
+        assert not torch.allclose(
+            logits, Ranking(published("tokenmixer", feed_forward="moe"), SPEC)(random_batch(SPEC))
+        )
+
+
+def test_the_summary_says_at_which_rows_tokens_run() -> None:
+    for one_way, said in ((True, "4 tokens run at the rows of requests"), (False, "all 8 tokens run at the rows of")):
+        config = published("rankmixer", one_way=one_way)
+        summary = summarise(build(config, SPEC), SPEC, config.dim, notes=config.notes())
+        assert said in str(summary).splitlines()[-1]
+
+
+def test_logits_of_lower_blocks_are_made_in_training_only() -> None:
+    model, batch = Ranking(published("tokenmixer"), SPEC), random_batch(SPEC)
+    logits = model(batch)
+    lower = model.arch.take_lower()
+    assert [(weight, each.shape) for weight, each in lower] == [(0.1, logits.shape)] * 2
+    sum(weight * each.square().sum() for weight, each in lower).backward()
+    assert all(p.grad.any() for p in model.arch.lower_heads.parameters())
+    assert model.arch.take_lower() == []
+    model.eval()(batch)
+    assert model.arch.take_lower() == []
+
+
+def test_groups_are_named_and_partition_the_features_of_each_side() -> None:
+    groups = [["user", "event0.item"], ["request_dense"], ["event0.tag", "event1.item", "event1.tag"]]
+    of_item = [["item", "candidate_dense"], ["tags"]]
+    config = published("rankmixer", sequences="mean", groups=groups + of_item, num_tokens=4, user_tokens=2)
+    with pytest.raises(ValueError, match="3 groups of requests' and 2 of candidates' features; .* are 2 and 2 tokens"):
+        build(config, SPEC)
+    config = dataclasses.replace(config, num_tokens=5, user_tokens=3, token_dim=20)
+    assert build(config, SPEC).tokeniser.item.groups == [[0, 2], [1]]
+    for wrong, said in (
+        ([["user", "nobody"]], "model.groups names 'nobody'"),
+        ([[*groups[0], "item"], *groups[1:], ["candidate_dense"], ["tags"]], "mixes features of requests"),
+        (groups + of_item[:1], "'tags' is named 0 times"),
+        ([*groups, *of_item, ["user"]], "'user' is named 2 times"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(dataclasses.replace(config, groups=wrong), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"token_dim": 20}, "model.token_dim=20 must be a multiple of model.num_tokens=8"),
+        ({"user_tokens": 8}, "model.user_tokens=8 must be below"),
+        ({"num_heads": 3}, "must be a multiple of 2 . model.num_heads=6"),
+        ({"query_from": "candidate"}, "use model.one_way=false"),
+        ({"sequences": "queries", "num_queries": 2}, "num_tokens=10 with"),
+        ({"sequences": "heads", "feed_forward": "moe"}, "use model.feed_forward=swiglu"),
+    ],
+)
+def test_what_does_not_fit_together_names_a_key_and_a_value(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build(dataclasses.replace(TokenMixingConfig(**TOKEN_MIXING), **change), SPEC)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_layers_of_tokens_are_quantised_by_name(per_token: bool) -> None:
+    torch.manual_seed(0)
+    config = published("tokenmixer", token_dim=64, dim=32, per_token=per_token, expansion=1.0)
+    model, batch = Ranking(config, SPEC), random_batch(SPEC)
+    before = model(batch)
+    rows = apply_recipe(model, "mxfp8", ["arch.layers.*.block.*"])
+    quantised = [row for row in rows if row.recipe == "mxfp8"]
+    assert {row.kind for row in quantised} == {"TokenLinear"}
+    assert len(quantised) == 3 * 2 * 5  # user: own, output; item: own, shared, output
+    after = model(batch)
+    assert 0 < (after - before).abs().max() < 0.1
+    after.sum().backward()
+    assert all(layer.weight.grad.any() for layer in model.modules() if isinstance(layer, TokenLinear))
+    layer = next(each for each in model.arch.layers.modules() if isinstance(each, TokenLinear))
+    assert layer.execution().startswith("reference: operands dequantised")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_the_newest_of_each_row_and_spare_rows_within_limits(count: int, newest_first: bool) -> None:
+    offsets, values = torch.tensor([0, 7, 7, 9, 12]), torch.arange(12)
+    index, cuts = newest(offsets, 12, count, newest_first=newest_first)
+    assert len(index) == min(12, 4 * count) == cuts[-1]
+    assert cuts.diff().max() <= max(count, 1)
+    for row, length in enumerate((7, 0, 2, 3)):
+        own = values[offsets[row] : offsets[row + 1]]
+        kept = own[:count] if newest_first else own[max(0, length - count) :]
+        assert torch.equal(values[index][cuts[row] : cuts[row + 1]], kept)
+    index, cuts = newest(torch.zeros(3, dtype=torch.int64), 0, count)
+    assert (len(index), cuts.tolist()) == (0, [0] * 5)

@@ -167,8 +167,8 @@ def test_wrong_types(tmp_path):
     with pytest.raises(ValueError, match="column 'time': it is int64, expected a list type or text joined by '|'"):
         build_source(config_of(tmp_path, **files, candidate_categorical=[], candidate_numeric=[], histories=lists))
     pq.write_table(pa.table({**table, "item": ["a"], "price": [1.0]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({**table, "item": [7], "price": [1.0]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet to .*b\.parquet disagree on column types"):
+    pq.write_table(pa.table({**table, "item": [7], "price": [[1.0]]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet: column 'price': it is list<.*>, expected numbers"):
         build_source(config_of(tmp_path, files=[str(tmp_path / "[ab].parquet")]))
 
 
@@ -179,7 +179,7 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
     with pytest.raises(ValueError, match=r"no rows in .*events\.csv"):
         build_source(config_of(tmp_path, rows=[]))
     (tmp_path / "wide.csv").write_text("\n".join([HEADER, *ROWS]), encoding="utf-16")
-    with pytest.raises(ValueError, match=r"wide\.csv: cannot be read \('utf-8' codec"):
+    with pytest.raises(ValueError, match=r"wide\.csv is UTF-16 text, which is not read here"):
         build_source(config_of(tmp_path, files=[str(tmp_path / "wide.csv")]))
     with pytest.raises(ValueError, match=r"no file matches .*nowhere\.csv'; name a file, a folder or a glob, e\.g\."):
         build_source(config_of(tmp_path, files=[str(tmp_path / "nowhere.csv")]))
@@ -352,6 +352,8 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     ("changes", "message"),
     [
         ({"time_format": "h"}, r"data\.time_format='h'"),
+        ({"time_format": "%Y-%m-%d %H:%M:%S %Z"}, r"data\.time_format=.*: %Z is not read .*%z"),
+        ({"histories": {"a": HistoryConfig(["item"], time_format="%G-%V")}}, r"a\.time_format=.*: %G is not read"),
         ({"histories": {"a": HistoryConfig(["item"], time_format="h")}}, r"data\.histories\.a\.time_format='h'"),
         ({"log_numeric": ["item"]}, r"data\.log_numeric names \['item'\]"),
         (
@@ -455,9 +457,23 @@ def test_text_times_beyond_the_year_9999_are_bad(text):
 
 
 @pytest.mark.reliability(
-    "a quote in a CSV file that is not closed", "named by file and row, not with the rest of the file"
+    "a quote in a CSV file that is not closed, with `data.csv_quotes=true`",
+    "named by file and row, not with the rest of the file",
 )
 def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
-    with pytest.raises(ValueError, match=r"events\.csv") as told:
-        build_source(config_of(tmp_path, [*ROWS[:4], '1,9,"1,0.5,1', *ROWS * 50]))
+    with pytest.raises(ValueError, match=r"events\.csv, row 5: a quote that nothing closes") as told:
+        build_source(config_of(tmp_path, [*ROWS[:4], '1,9,"1,0.5,1', *ROWS * 50], csv_quotes=True))
     assert len(str(told.value)) < 600 + len(str(tmp_path))
+
+
+@pytest.mark.reliability("a copy of a data file under another name", "a warning names both: their rows count twice")
+def test_copies_of_files_are_told(tmp_path, caplog):
+    config = config_of(tmp_path)
+    (tmp_path / "other.csv").write_text((tmp_path / "events.csv").read_text().replace("0.1", "0.2"))
+    config.files += [str(tmp_path / "other.csv")]
+    with caplog.at_level(logging.WARNING):
+        build_source(config)
+        assert "copy of" not in caplog.text
+        (tmp_path / "copy.csv").write_text((tmp_path / "events.csv").read_text())
+        build_source(config_of(tmp_path, files=[*config.files, str(tmp_path / "copy.csv")]))
+    assert f"{tmp_path}/copy.csv seems to be a copy of {tmp_path}/events.csv" in caplog.text

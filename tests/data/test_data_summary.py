@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.data.sources import events_config
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig, SyntheticConfig
 from train.data import SyntheticSource, build_source
 from train.data.summary import summarise
@@ -42,6 +43,17 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
     assert ["search.query", "1", "0.00", "none", "none"] in lines
     assert ["price", "0.0%", "0.0%"] in lines
     assert "nothing is known in train of: brand, search.query, price".split() in lines
+
+
+def test_times_in_the_future_are_told(tmp_path):
+    times = [1_700_000_000, 4_000_000_000]
+    pq.write_table(
+        pa.table({"user": [1, 2], "time": times, "item": [1, 2], "click": [0, 1]}), tmp_path / "rows.parquet"
+    )
+    source = build_source(events_config(tmp_path, split=[0.5, 0.0, 0.5]))
+    first, last = summarise(source)[0].splitlines()[1:3]
+    assert first.endswith("2023-11-14T22:13:20")
+    assert last.endswith("2096-10-02T07:06:40  in the future: is data.time_format right?")
 
 
 def test_rows_without_a_time_have_no_dates():

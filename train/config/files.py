@@ -60,7 +60,8 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
             config = compose(MAIN, list(overrides), return_hydra_config=True)
             if folders:
                 _check_hydra(config)
-                written.check(folders, {str(group): file for group, file in config.hydra.runtime.choices.items()})
+            choices = {str(group): file for group, file in config.hydra.runtime.choices.items()}
+            written.check([*folders, CONFIGS], choices)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explained(error, overrides, known)) from error
     OmegaConf.set_struct(config, False)

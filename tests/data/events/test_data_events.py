@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from modules.embedding import FeatureEmbedding, LocalEmbedding
 from tests.data.sources import events_config, whole
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
 from train.data import build_source
@@ -417,3 +419,27 @@ def test_cache_is_used_again_and_renewed_when_a_file_or_the_schema_changes(tmp_p
     config = make_config(tmp_path, make_table(count=150))
     assert build_source(config).folder != first.folder
     assert not list((tmp_path / "cache").glob("*.*"))  # no temporary folder is left
+
+
+def test_a_column_of_any_name_is_a_feature(tmp_path):
+    """Also one that is called as an attribute of the module that holds the tables, such as `type` and `items`."""
+    names = [*dir(torch.nn.ModuleDict()), "i.d", "a b", "x[0]", "9", "", " "]
+    table = make_table()
+    pq.write_table(pa.table(table | dict.fromkeys(names, table["item"])), tmp_path / "rows.parquet")
+    config = make_config(tmp_path, table)
+    config.files, config.candidate_categorical = ["rows.parquet"], ["item", *names]
+    config.histories, config.tables = {"seen": HistoryConfig(["items"])}, {"type": "keys", "update": "update"}
+    source = build_source(config)
+    tables = {feature.name: feature.table for feature in source.spec.candidate}
+    assert tables["items"] == "items_"
+    assert tables["type"] == tables["keys"] == "keys_"
+    assert tables["i.d"] == "i_d"
+    widths = {tables["train"]: 4, tables["pop"]: 4}
+    ours, local = FeatureEmbedding(source.spec, 8, "cpu", widths), LocalEmbedding(source.spec, 8, "cpu", widths)
+    local.load_state_dict(ours.state_dict())
+    batch = whole(source)
+    assert ours(batch).candidate.equal(local(batch).candidate)
+    config.candidate_categorical, config.tables = ["items", "items_"], {}
+    config.cache_dir = str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"columns 'items' and 'items_' would share the table 'items_'"):
+        build_source(config)

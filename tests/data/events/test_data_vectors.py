@@ -120,7 +120,10 @@ def test_a_malformed_vector_names_its_row(tmp_path: Path, vector: list[Any], mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"candidate_vectors": {"price": VectorConfig(3)}, "candidate_numeric": []}, "'price'.*expected a list of num"),
+        (
+            {"candidate_vectors": {"price": VectorConfig(3)}, "candidate_numeric": []},
+            "'price'.*expected a list type or text",
+        ),
         ({"candidate_numeric": ["image"]}, "'image' is a vector"),
         ({"request_vectors": {"image": VectorConfig(3)}}, "both name 'image'"),
     ],

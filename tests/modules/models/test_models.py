@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from kernels.core import dispatch
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.config import ModelConfig
 from modules.core.flops import FlopCounter, count_flops
-from modules.embedding import FeatureEmbedding
+from modules.embedding import FeatureEmbedding, LocalEmbedding
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -482,11 +483,11 @@ def test_specs_that_no_model_can_be_built_for_are_named():
     bare = dataclasses.replace(spec, candidate=(), candidate_dense=())
     with pytest.raises(ValueError, match="candidates have no feature"):
         build(DIN.Config(), bare)
-    dotted = dataclasses.replace(
-        spec, tables={**spec.tables, "user.id": 3}, request=(SparseFeature("user", "user.id"),)
-    )
-    with pytest.raises(ValueError, match=r"\+data\.tables=\{user\.id: user_id\}"):
-        FeatureEmbedding(dotted, 8)
+    for table, other in {"user.id": "user_id", "items": "items_", "train": "train_", "__len__": "__len___"}.items():
+        named = dataclasses.replace(spec, tables={**spec.tables, table: 3}, request=(SparseFeature("user", table),))
+        for embedding in (FeatureEmbedding, LocalEmbedding):
+            with pytest.raises(ValueError, match=rf"\+data\.tables=\{{{re.escape(table)}: {other}\}}"):
+                embedding(named, 8)
 
 
 def test_unknown_model_is_an_error():

@@ -128,7 +128,8 @@ def check(config: EventsConfig) -> None:
     if not used:
         raise ValueError("no column of ids is named, which tables are for; e.g. data.candidate_categorical=[item_id]")
     for column in sorted(name for name in used - config.tables.keys() if table_of(config, name) != name):
-        if same := [name for name in sorted(used - {column}) if table_of(config, name) == table_of(config, column)]:
+        others = (name for name in sorted(used - {column}) if config.tables.get(name) != column)
+        if same := [name for name in others if table_of(config, name) == table_of(config, column)]:
             raise ValueError(
                 f"columns {column!r} and {same[0]!r} would share the table {table_of(config, column)!r}, since no "
                 f"table can be called {column!r}; name one or, to share it, both in data.tables, e.g. {column}: other"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,8 @@ def read_lists(column: pa.ChunkedArray, separator: str) -> CodedLists:
     def read(part: pa.ChunkedArray) -> CodedLists:
         items, offsets, rows, spare = _lists(part, separator)
         coded = read_ids(items)
-        lists = CodedLists(coded.codes, offsets, coded.values, spare)
-        return lists if rows is None else lists.take(rows)
+        lists = CodedLists(coded.codes, offsets, coded.values)
+        return lists if rows is None else replace(lists.take(rows), spare=spare)
 
     return concat_lists([read(part) for part in _portions(column)])
 
@@ -149,7 +149,7 @@ def _read_items(column: pa.ChunkedArray, separator: str, read: Callable[[pa.Chun
 def _lists(
     column: pa.ChunkedArray, separator: str
 ) -> tuple[pa.ChunkedArray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """(items, offsets of lists, list of each row or None when they are one to one, `CodedLists.spare` of the lists).
+    """(items, offsets of lists, list of each row or None when they are one to one, `CodedLists.spare` of the rows).
 
     Equal texts are split once.
     """
@@ -290,6 +290,8 @@ def _dictionary(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
         column = column.cast(pa.string())
     if pa.types.is_float16(column.type):
         column = column.cast(pa.float32())  # Arrow neither rounds halves nor joins dictionaries of them
+    if pa.types.is_dictionary(column.type) and any(chunk.dictionary.null_count for chunk in column.chunks):
+        column = column.cast(column.type.value_type)  # Arrow does not join dictionaries that hold null
     if not pa.types.is_dictionary(column.type):
         try:
             column = column.dictionary_encode()

@@ -186,12 +186,11 @@ def _plain(table: pa.Table, columns: Sequence[str], of_folders: dict[str, str | 
     arrays = []
     for name in columns:
         if name not in table.column_names:
-            codes = (
-                pa.nulls(len(table), pa.int32())
-                if of_folders[name] is None
-                else pa.array(np.zeros(len(table), np.int32))
+            value = of_folders[name]
+            codes = pa.array(np.zeros(len(table), np.int32), mask=np.full(len(table), value is None))
+            arrays.append(
+                pa.DictionaryArray.from_arrays(codes, pa.array([] if value is None else [value], pa.string()))
             )
-            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array([of_folders[name]], pa.string())))
             continue
         column = table[name]
         if pa.types.is_run_end_encoded(column.type):

@@ -61,10 +61,13 @@ def _is_visible(file: PurePath, named: PurePath) -> bool:
         own = named.parts[len(fixed) :]
     *folders, last = file.parts[len(fixed) :] or ("",)
 
-    def is_hidden(part: str) -> bool:
-        return part.startswith((".", "_")) and not any(p[0] == part[0] and fnmatchcase(part, p) for p in own)
+    def is_hidden(part: str, depth: int) -> bool:
+        patterns = own if "**" in own else own[depth : depth + 1]
+        return part.startswith((".", "_")) and not any(p[0] == part[0] and fnmatchcase(part, p) for p in patterns)
 
-    return not is_hidden(last) and not any(is_hidden(each) and not is_column(each) for each in folders)
+    if is_hidden(last, len(folders)):
+        return False
+    return not any(is_hidden(each, depth) and not is_column(each) for depth, each in enumerate(folders))
 
 
 def is_column(folder: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from train.data.storage.remote import DataFile, stream
@@ -110,8 +111,8 @@ class _Reader:
         if self._separator in (b"", b"\n", b"\r", b'"'):
             raise ValueError(f"data.csv_separator={layout.separator!r} must be text between columns, e.g. ','")
         own = re.escape(self._separator)
-        # A quoted field that ends on its line, with what follows the quote, or any other text up to the separator.
-        field = rb'(?:\A|%b)(?:("[^"]*(?:""[^"]*)*"(?!")[^%b]*)|([^%b]*))' % (own, own, own)
+        # A quoted field that ends on its line, or any other text up to the separator.
+        field = rb'(?:\A|%b)(?:("[^"]*(?:""[^"]*)*")(?=[ ]*(?:%b|\r?\Z))[ ]*|([^%b]*))' % (own, own, own)
         self._fields, self._closing = re.compile(field), re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
         self._edge = np.zeros(256, bool)
         self._edge[[LF, CR, self._separator[0]]] = True
@@ -128,7 +129,7 @@ class _Reader:
         yield from self._blocks
         if self._as_text:
             logger.warning(
-                "%s: a quote at the start of a field is text in %d rows, from row %d on, since it would join rows; %s",
+                "%s: in %d rows, from row %d on, a field begins with a quote that does not enclose it: it is text; %s",
                 self._path, self._as_text, self._first_text, ADVICE,
             )  # fmt: skip
 
@@ -166,8 +167,17 @@ class _Reader:
                 f"{self._path}, rows {self.rows - len(block.starts) + 1} to {self.rows}: {len(kept)} rows were "
                 f"counted, and {table.num_rows + len(bad)} read; {ADVICE}"
             )
+        if self._replaced:  # within quotes it is text
+            table = pa.table(
+                {name: self._restored(column) for name, column in zip(columns, table.columns, strict=True)}
+            )
         flaws += [Flaw(int(kept[at]), self._told(row)) for at, row in zip(bad, malformed, strict=True)]
         return table, np.delete(kept, bad), sorted(flaws)
+
+    def _restored(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
+        unit, own = UNIT.decode(), self._layout.separator
+        chunks = [(chunk.indices, pc.replace_substring(chunk.dictionary, unit, own)) for chunk in column.chunks]
+        return pa.chunked_array([pa.DictionaryArray.from_arrays(*chunk) for chunk in chunks], TEXT)
 
     def _read_options(self, names: Sequence[str], length: int) -> csv.ReadOptions:
         encoding = self._layout.encoding
@@ -258,6 +268,7 @@ class _Reader:
                 continue
             end = self._last_line(lines, line)
             if end == line:
+                self._take_as_text(lines, line, joined, edits)
                 continue
             several = range(line, len(lines.ends) if end is None else end + 1)
             kind = self._kind(lines, several, end is not None, last, joined)
@@ -270,10 +281,22 @@ class _Reader:
             if self._layout.quoted:
                 edits[line] = b""
                 continue
-            self._as_text, self._first_text = self._as_text + 1, self._first_text or self._row_of(lines, line, joined)
-            fields = [quoted or _in_quotes(plain) for quoted, plain in self._fields.findall(lines.text(line))]
-            edits[line] = self._separator.join(fields)
+            self._take_as_text(lines, line, joined, edits, True)
         return len(lines.ends)
+
+    def _take_as_text(
+        self, lines: _Lines, line: int, joined: np.ndarray, edits: dict[int, bytes], joins: bool = False
+    ) -> None:
+        """Quote the fields of a line that begin with a quote that does not enclose them.
+
+        If it `joins` lines, always; else only where the line then has all columns.
+        """
+        fields = self._fields.findall(lines.text(line))
+        begin = any(plain.startswith(b'"') for _, plain in fields)
+        if not begin or not (joins or (self._layout.quoted is None and len(fields) == self._count)):
+            return
+        self._as_text, self._first_text = self._as_text + 1, self._first_text or self._row_of(lines, line, joined)
+        edits[line] = self._separator.join(quoted or _in_quotes(plain) for quoted, plain in fields)
 
     def _join_quoted(self, lines: _Lines, last: bool, joined: np.ndarray) -> int | None:
         """`_join` where every quote belongs to a field that is quoted, and no such field joins rows; else None."""
@@ -293,7 +316,8 @@ class _Reader:
                 return None
         if not self._layout.quoted:
             separators = np.bincount(
-                np.searchsorted(lines.ends, np.flatnonzero(lines.buffer == self._separator[0])), minlength=stop
+                np.searchsorted(lines.ends, np.flatnonzero(lines.buffer == self._separator[0])),
+                minlength=len(lines.ends),
             )
             separators[lines.empty] = self._count
             several = np.diff(np.append(begins, stop))
@@ -344,9 +368,7 @@ class _Reader:
         told = [line for line in several[:telling] if not lines.empty[line]]
         rows = [[quoted or plain for quoted, plain in self._fields.findall(lines.text(line))] for line in told]
         numbers = [at for at, text in enumerate(rows[0]) if NUMBER.fullmatch(text)]
-        if any(len(row) != self._count for row in rows) or not all(
-            NUMBER.fullmatch(row[at]) or EMPTY.fullmatch(row[at]) for row in rows for at in numbers
-        ):
+        if not all(len(row) == self._count and _alike([row[at] for at in numbers]) for row in rows):
             return "one row" if closed else "goes on"
         if len(told) == telling or (closed and numbers):
             return "rows"
@@ -421,6 +443,12 @@ class _Lines:
 
 def brief(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+
+
+def _alike(fields: list[bytes]) -> bool:
+    """Whether these are numbers or empty, and not all empty."""
+    numbers = [NUMBER.fullmatch(text) is not None for text in fields]
+    return not fields or (any(numbers) and all(n or EMPTY.fullmatch(t) for n, t in zip(numbers, fields, strict=True)))
 
 
 def _is_utf8(data: bytes) -> bool:

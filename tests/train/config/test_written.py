@@ -1,0 +1,61 @@
+"""Ids in YAML files that YAML takes for other values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+from train.config import written
+
+
+def folder_of(tmp_path: Path, value: str, key: str) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("defaults: [events_schema, base, _self_]\nfiles: [a.csv]\n")
+    (tmp_path / "data" / "base.yaml").write_text(key % value)
+    return tmp_path
+
+
+KEYS = [
+    "histories:\n  view: {where: {zip: %s}, fields: [item]}\n",
+    "histories:\n  view:\n    fields: [item]\n    where:\n      zip: [a, %s]\n",
+    "data:\n  histories: {view: {where: {zip: %s}}}\n",
+    "transforms: {home: {lookup: zip, table: {%s: a}}}\n",
+    "transforms: {home: {lookup: zip, table: {a: b}, default: %s}}\n",
+    "column_names: [a, %s]\n",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "value", ["01234", "1_000", "12:30", "0x1F", "0b11", "+5", "1e5", "1.50", ".5", "NO", "yes", "off"]
+)
+@pytest.mark.reliability(
+    "an id in a YAML file that YAML takes for another value: 01234 is 668, 12:30 is 750, NO is false",
+    "refused by file, line and key, with the way to write it",
+)
+def test_ids_that_yaml_reads_as_others_are_refused(tmp_path: Path, value: str, key: str) -> None:
+    folder = folder_of(tmp_path, value, key)
+    with pytest.raises(
+        ValueError, match=rf"base\.yaml, line \d: .* has {value.replace('+', '.')}, .*in quotes, \""
+    ) as told:
+        written.check([folder], {"data": "mine"})
+    assert f'"{value}"' in str(told.value)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "value", ["1234", "-7", "0", "12.0", "0.25", "true", '"01234"', "'NO'", "2024-01-01", "a1", "08:x"]
+)
+def test_ids_that_are_what_they_look_like_are_taken(tmp_path: Path, value: str, key: str) -> None:
+    written.check([folder_of(tmp_path, value, key)], {"data": "mine"})
+
+
+def test_other_keys_may_have_such_numbers(tmp_path: Path) -> None:
+    written.check([folder_of(tmp_path, "1_000", "hash_rows: %s\nlog_numeric: [a]\n")], {"data": "mine"})
+
+
+def test_shipped_files_are_fine() -> None:
+    for file in (ROOT / "configs").glob("*/*.yaml"):
+        written.check([ROOT / "configs"], {file.parent.name: file.stem})

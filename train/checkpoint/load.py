@@ -82,12 +82,17 @@ def intact_best(folder: Path, progress: Progress, world: World) -> Path | None:
             fault = error
         else:
             return path
-        world.by_first(lambda path=path: _set_aside(path) if path.is_dir() else None)
-        names = world.by_first(lambda: [each.name for each in checkpoints(folder)])
-        progress.forget_best({int(name.removeprefix("step_")) for name in names})
+        progress.forget_best(world.by_first(partial(_steps_without, path)))
         best = f"step {progress.best_step} is best now" if progress.best_step else "none of the others was validated"
         log.warning("%s. It was the best in validation, and %s", fault, best)
     return None
+
+
+def _steps_without(path: Path) -> set[int]:
+    """Those of the checkpoints that are left when this one is set aside."""
+    if path.is_dir():
+        _set_aside(path)
+    return {int(each.name.removeprefix("step_")) for each in checkpoints(path.parent)}
 
 
 def _set_aside(path: Path) -> Path:

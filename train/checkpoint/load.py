@@ -26,6 +26,7 @@ from train.checkpoint.progress import META, Progress
 from train.checkpoint.read import read, read_metadata
 from train.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
 from train.config.compose import from_dict
+from train.config.environment import to_saved
 from train.optim.dense import Optimizer
 from train.parallel.managed import check_ranks
 from train.process.distributed import World
@@ -168,15 +169,19 @@ def check_data(path: Path, fingerprint: str) -> None:
         )
 
 
-def check_config(path: Path, current: dict[str, Any]) -> None:
-    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged."""
-    # Keys that are newer than the checkpoint have their defaults.
-    saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
+def check_config(path: Path, current: dict[str, Any], shown: dict[str, Any] | None = None) -> None:
+    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged.
+
+    `shown`: what is told of the values, which do not include those of the environment; None: the values.
+    """
+    earlier = from_dict(read_meta(path)["config"], [])  # keys that are newer than the checkpoint have their defaults
+    saved, shown_before, shown = dataclasses.asdict(earlier), to_saved(earlier), shown or current
     for group, values in current.items():
         for key in dict.fromkeys((*values, *saved.get(group, {}))):
             value, before = values.get(key), saved.get(group, {}).get(key)
             if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
                 continue
+            value, before = (each.get(group, {}).get(key) for each in (shown, shown_before))
             if group in ("model", "precision", "tasks") or key in FIXED.get(group, ()):
                 raise ValueError(
                     f"{path} was written with {group}.{key}={before}, this run has {value}; "

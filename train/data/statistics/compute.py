@@ -160,7 +160,7 @@ class Spilled:
     def _pieces(self, group: Group, part: int, size: int) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
         """The records of a part with the seconds that each takes, all at once or divided by time."""
         file, record = self._work / f"{part}.part", group.record
-        if size <= 2 * self._at_once:
+        if size <= self._at_once * 5 // 4:  # parts are not equal to the record
             records = np.fromfile(file, record)
             file.unlink()
             yield records, ALWAYS

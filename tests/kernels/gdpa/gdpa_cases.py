@@ -62,8 +62,8 @@ def table_gradients(dtype: torch.dtype, pairs: int) -> Tolerance:
     if dtype is torch.float32:
         return gradients(pairs)
     return Tolerance(
-        f"each of up to {pairs} terms has a slope made of the hardware's tanh, which is off by 2^-11, 2^13 roundings of "
-        "the float32 that an entry is",
+        f"each of up to {pairs} terms has a slope made of the hardware's tanh, which is off by 2^-11: 2^13 roundings "
+        "of float32, which an entry is",
         roundings=2**26,
         reduction=pairs,
     )

@@ -97,8 +97,8 @@ def prepare(
         dictionaries = [counts.dictionary(event.name, field.name) for field in event.fields]
         for shard in range(number):
             codes, times = shards.events(shard, event.name)
-            columns = [Coded(codes[:, index], each.values) for index, each in enumerate(dictionaries)]
-            writer.events(event, columns, times)
+            coded = [Coded(codes[:, index], each.values) for index, each in enumerate(dictionaries)]
+            writer.events(event, coded, times)
     writer.close()
     none = np.zeros((0, 0), np.float32)
     known = Dense(none, none, scales, missing=counts.numbers.missing())

@@ -279,8 +279,10 @@ class Rows:
 
     def known(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 milliseconds as `milliseconds`, but NEVER where a time is missing."""
-        missing = self._read(name, lambda column: columns.read_ids(column).codes < 0)
-        times, bad = self._read(name, lambda column: columns.read_milliseconds(column, time_format))
+        missing = self.ids(name).codes < 0
+        times, bad = self._read(
+            name, lambda column: columns.read_milliseconds(column, time_format), columns.concat_arrays
+        )
         self.flag(bad & ~missing, name, _expected_time(time_format))
         return np.where(missing, NEVER, times)
 

@@ -145,7 +145,7 @@ class EventsConfig(DataConfig):
     name: str = "events"
     batch_size: Settled = option(None, least=1)
     root: str = "."  # folder that relative file names start from
-    files: list[str] = MISSING  # parquet or CSV files, folders, globs
+    files: list[str] = MISSING  # Parquet, ORC, Arrow or CSV files, folders, globs
     valid_files: list[str] = field(default_factory=list)  # splits with files of their own; the rest is split by time
     test_files: list[str] = field(default_factory=list)
     # seconds that training waits for further files once those that it knows are used up; 0: it takes no others

@@ -56,9 +56,8 @@ def _find_local(path: Path, root: Path) -> list[Path]:
 def _is_visible(file: PurePath, named: PurePath) -> bool:
     fixed = tuple(takewhile(lambda part: not glob.has_magic(part), named.parts))
     if file.parts[: len(named.parts)] == named.parts:  # the file or folder itself, whatever characters it has
-        fixed, own = named.parts, ()
-    else:
-        own = named.parts[len(fixed) :]
+        fixed = named.parts
+    own = named.parts[len(fixed) :]
     *folders, last = file.parts[len(fixed) :] or ("",)
 
     def is_hidden(part: str, depth: int) -> bool:

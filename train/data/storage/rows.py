@@ -270,9 +270,7 @@ class Rows:
 
     def milliseconds(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 since 1970; a missing or unreadable time is malformed."""
-        times, bad = self._read(
-            name, lambda column: columns.read_milliseconds(column, time_format), columns.concat_arrays
-        )
+        times, bad = self._milliseconds(name, time_format)
         example = self._value(name, int(np.flatnonzero(bad)[0])) if bad.any() else ""
         self.flag(bad, name, _expected_time(time_format, example))
         return times
@@ -280,11 +278,12 @@ class Rows:
     def known(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 milliseconds as `milliseconds`, but NEVER where a time is missing."""
         missing = self.ids(name).codes < 0
-        times, bad = self._read(
-            name, lambda column: columns.read_milliseconds(column, time_format), columns.concat_arrays
-        )
+        times, bad = self._milliseconds(name, time_format)
         self.flag(bad & ~missing, name, _expected_time(time_format))
         return np.where(missing, NEVER, times)
+
+    def _milliseconds(self, name: str, time_format: str) -> tuple[np.ndarray, ...]:
+        return self._read(name, lambda column: columns.read_milliseconds(column, time_format), columns.concat_arrays)
 
     def time_lists(self, name: str, separator: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds of all rows one after another, offsets [N + 1])."""

@@ -148,7 +148,7 @@ class RequestReader:
         if self.statistics:
             seconds = np.array(times, np.int64)
             counted = self.statistics.of("request", _Columns(self, own, "the request"), seconds)
-            both = [{**owner, **row} for owner, row in zip(owners, candidates, strict=True)]
+            both = [{**owner, **_mapping(row, "a candidate")} for owner, row in zip(owners, candidates, strict=True)]
             seconds = np.repeat(seconds, [len(request["candidates"]) for request in requests])
             counted |= self.statistics.of("candidate", _Columns(self, both, "a candidate"), seconds)
         return pack(
@@ -215,7 +215,8 @@ class RequestReader:
         """As `_derived`, with the fixed values of features that no request has."""
         features = [feature for feature in features if feature.name not in self.display]
         numbers = [name for name in numbers if self.indicated.get(name, name) not in self.display]
-        return [{**row, **self.display} for row in self._derived(rows, features, numbers, whose, owners)]
+        rows = self._derived(rows, features, numbers, whose, owners)
+        return [{**_mapping(row, whose), **self.display} for row in rows] if self.display else rows
 
     def _derived(
         self,
@@ -404,9 +405,13 @@ def _equal(value: Any, other: Any) -> bool:
     return value == other or (value != value and other != other)  # of missing numbers, too
 
 
-def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:
+def _mapping(row: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
         raise ValueError(f"{whose} is {row!r}; it must be a mapping of columns")
-    if name not in row:
+    return row
+
+
+def _column(row: Mapping[str, Any], name: str, whose: str) -> Any:
+    if name not in _mapping(row, whose):
         raise ValueError(f"{whose} has no {name!r}, it has {sorted(row)}; None is a missing value, [] no event")
     return row[name]

@@ -48,7 +48,7 @@ class Base:
         records["observed"], records["positive"], records["known"] = labels(self.config, columns)
         for index, name in enumerate(self.columns):
             records["hashes"][:, index] = hashed(columns.ids[name], self._seen)
-        return records if columns.good.all() else records[columns.good]
+        return records if columns.good.all() else np.take(records, np.flatnonzero(columns.good))
 
 
 def labels(config: EventsConfig, columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -131,7 +131,7 @@ class Group:
                 records[name] = base[name][:, self._tasks]
             for index, name in enumerate(self.each.distinct):
                 records["values"][:, index] = base["hashes"][:, self.base.columns.index(name)]
-        return records[known]
+        return records if known.all() else np.take(records, np.flatnonzero(known))
 
     def of_log(self) -> Iterator[np.ndarray]:
         """Entries of the log that is counted."""
@@ -175,10 +175,10 @@ class Group:
         second = np.maximum(records["second"], records["asked"])
         least, most = int(second.min(initial=0)), int(second.max(initial=0))
         order = np.argsort(code * np.int64(most - least + 1) + (second - least))  # for speed, of `advance`
-        records, code = records[order], code[order]
+        records, code = np.take(records, order), code[order]  # records[order] takes ten times as long
         asking = (records["asked"] > begin) & (records["asked"] <= end)
         rows = now(records["second"])
-        counted = records if rows.all() else records[rows]
+        counted = records if rows.all() else np.take(records, np.flatnonzero(rows))
         ones = np.ones((len(counted), 1), np.int64)
         half_life = self.each.half_life
         events = [Events(code[rows], counted["second"], np.concatenate([ones, counted["observed"]], 1), half_life)]
@@ -191,7 +191,7 @@ class Group:
             new, known = _new_pairs(counted, index, seen)
             events.append(Events(code[rows][new], counted["second"][new], np.ones((len(new), 1), np.int64)))
             pairs.append(known)
-        asks = records[asking]
+        asks = np.take(records, np.flatnonzero(asking))
         results = advance(keys, state.counters, events, code[asking], asks["asked"])
         after = State([counters for *_, counters in results], pairs)
         return asks, self.values(asks["asked"], [(values, last) for values, last, _ in results], prior), after

@@ -63,9 +63,9 @@ def prepare(
     dealt = PartFiles(work / "rows", fields.record, fields.items)
     last, read, until = None, 0, 0
     for last in chunks:
-        columns = read_columns(config, last, read)
-        until = max(until, newest(columns))
-        part = fields.pack(columns)
+        chunk = read_columns(config, last, read)
+        until = max(until, newest(chunk))
+        part = fields.pack(chunk)
         read += len(last)
         _deal(part, part.records["user"], number, dealt)
     assert last is not None

@@ -150,7 +150,7 @@ class Spilled:
         yield from group.of_log()
 
     def _append(self, records: np.ndarray, whose: np.ndarray, sizes: list[int], name: str) -> None:
-        records = records[np.argsort(whose, kind="stable")]
+        records = np.take(records, np.argsort(whose, kind="stable"))
         ends = np.cumsum(np.bincount(whose, minlength=len(sizes)))
         for index, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
             with (self._work / f"{index}.{name}").open("ab") as file:
@@ -195,11 +195,11 @@ class Spilled:
     def _keep(self, number: int, asks: np.ndarray, found: np.ndarray) -> None:
         results = np.zeros(len(asks), self._result(number))
         results["place"], results["values"] = asks["place"], found
-        order = np.argsort(asks["shard"], kind="stable")
+        results = np.take(results, np.argsort(asks["shard"], kind="stable"))
         ends = np.cumsum(np.bincount(asks["shard"], minlength=self.shards))
         for shard, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
             with (self._work / f"{shard}.{number}.results").open("ab") as file:
-                results[order[begin:end]].tofile(file)
+                results[begin:end].tofile(file)
 
     def _gather(self, shard: int) -> None:
         """The results of a shard, in the order of its candidates."""

@@ -3,6 +3,8 @@
 A table entry sums ds over all pairs that read it. A fixed number of programs process the tiles in a fixed order, each
 with a table of its own, and the tables are added at the end: no atomics, the same result every time, and memory that
 does not grow with the batch.
+
+Shared with `gdpa`.
 """
 
 from __future__ import annotations

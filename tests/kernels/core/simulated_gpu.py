@@ -59,7 +59,7 @@ class Warps(threading.Thread):
     def __init__(self, machine: Machine, program: int, function: Callable[..., None], arguments: tuple) -> None:
         super().__init__(daemon=True)
         self.machine, self.program, self.function, self.arguments = machine, program, function, arguments
-        self.speed, self.unit_speed = machine.random.choice(SPEEDS), machine.random.choice(SPEEDS)
+        self.speed, *self.speeds = machine.random.choices(SPEEDS, k=3)  # its own, of products, and of stores
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.ended, self.error = False, None
@@ -135,10 +135,9 @@ class Machine:
         choices = [(warps.speed, warps.resume) for warps in self.warps if not warps.ended and warps.ready()]
         if self.loads:
             choices.append((self.speed, lambda: self.loads.pop(self.random.randrange(len(self.loads)))()))
-        in_order = (
-            (warps.unit_speed, queue) for warps in self.warps for queue in (warps.products, warps.stores) if queue
-        )
-        choices += [(speed, lambda queue=queue: queue.pop(0)()) for speed, queue in in_order]
+        for warps in self.warps:
+            in_order = zip(warps.speeds, (warps.products, warps.stores), strict=True)
+            choices += [(speed, lambda queue=queue: queue.pop(0)()) for speed, queue in in_order if queue]
         waiting = [warps for warps in self.warps if not warps.ended]
         if not choices:
             assert not waiting, "deadlock: " + "; ".join(warps.where() for warps in waiting)

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.attention.bias import Bias
+from kernels.attention import Bias
 from kernels.core.activations import ACTIVATIONS
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.bias import Bias
+from kernels.attention import Bias
 from kernels.attention.triton.tables import PROGRAMS, _add, _sum_diagonals
 from kernels.attention.triton.tile import (
     LN2,

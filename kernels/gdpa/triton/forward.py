@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.bias import Bias
+from kernels.attention import Bias
 from kernels.attention.triton.tile import load_rows, load_times, locate, part_of_span, span, store_rows, tile_rows_of
 from kernels.core.mask import Mask
 from kernels.core.rows import Rows

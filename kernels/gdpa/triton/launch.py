@@ -7,7 +7,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.bias import Bias
+from kernels.attention import Bias
 from kernels.attention.triton import launch as attention_launch
 from kernels.attention.triton.launch import (
     Tile,

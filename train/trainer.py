@@ -160,7 +160,7 @@ class Trainer:
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
             checkpoint.check_data(saved, self.source.fingerprint)
-            checkpoint.check_config(saved, dataclasses.asdict(self.config))
+            checkpoint.check_config(saved, dataclasses.asdict(self.config), to_saved(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             if self.follower is not None:
                 self.progress.parts = self.progress.parts or self.follower.begin()

@@ -13,7 +13,7 @@ from kernels.core.caches import cached
 
 def check_offsets(total: int, offsets: Tensor) -> None:
     """ValueError unless offsets run from 0 to `total`. Checked on the CPU only: on a GPU it would be a sync."""
-    if not readable(offsets):
+    if not _readable(offsets):
         return
     if offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"offsets must be [B + 1] int32 or int64, got {list(offsets.shape)} {offsets.dtype}")
@@ -37,7 +37,7 @@ def check_floating(values: Tensor, name: str) -> None:
 
 def check_not_negative(numbers: Tensor, name: str) -> None:
     """ValueError where numbers count from the end in Python, which nothing does here. Only the CPU looks."""
-    if readable(numbers) and (numbers < 0).any():
+    if _readable(numbers) and (numbers < 0).any():
         raise ValueError(f"{name} must not be negative, got {int(numbers.min())}")
 
 
@@ -53,14 +53,14 @@ def check_lengths(offsets: Tensor, maximum: int, name: str) -> None:
         cached(lambda: assert_lengths(offsets, longest), ("lengths", longest), offsets)
         return
     longest = offsets.diff().max()
-    if not readable(offsets):
+    if not _readable(offsets):
         torch._assert_async(longest <= maximum, f"a jagged row is longer than {name}")
     elif longest > maximum:
         row = int(offsets.diff().argmax())
         raise ValueError(f"row {row} has {int(longest)} values, more than {name}={maximum}; raise {name}")
 
 
-def readable(tensor: Tensor) -> bool:
+def _readable(tensor: Tensor) -> bool:
     """Whether numbers can be read without a wait: those of a tensor on the CPU, unless it is traced."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 

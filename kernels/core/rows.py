@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.core.checks import readable
+from kernels.core.operator import intercepted
 
 
 class Rows(NamedTuple):
@@ -21,11 +21,11 @@ class Rows(NamedTuple):
 
 
 def padded_length(offsets: Tensor, max_length: int) -> int:
-    """What rows are padded to: the longest one that is there, if the host can see it, else the bound `max_length`.
+    """What rows are padded to: on a CPU the longest one that is there, else, and in a trace, the bound `max_length`.
 
-    A bound of thousands is for rare rows, and most batches of a CPU would consist of padding.
+    A bound of thousands is for rare rows, and most batches would consist of padding.
     """
-    if not readable(offsets) or offsets.shape[0] < 2:
+    if offsets.device.type != "cpu" or offsets.shape[0] < 2 or intercepted((offsets,)):
         return max_length
     return min(max(int(offsets.diff().max()), 1), max_length)
 

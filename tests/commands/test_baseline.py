@@ -76,7 +76,7 @@ def test_columns_are_what_the_rows_say(tmp_path: Path) -> None:
     )
     batches = list(baseline.batches(source, "train"))
     features = FlatFeatures(source.spec, batches, most_categories=20)
-    assert features.categories == ["brand"]
+    assert features.categories == {"brand": source.spec.tables["brand"]}
     batch = source.batch("test", np.arange(source.num_requests("test")))
     found = dict(zip(features.names, features.rows(batch).T, strict=True))
     training = np.concatenate([batch.row.numpy() for batch in batches])
@@ -91,7 +91,7 @@ def test_columns_are_what_the_rows_say(tmp_path: Path) -> None:
         assert found["clicked.brand = brand"][place] == len(same)
         since = np.log1p(now - table["time"][same].max()) if len(same) else np.nan
         np.testing.assert_allclose(found["clicked.brand = brand since"][place], since, rtol=1e-6)
-        assert found["item"][place] == (table["item"][training] == table["item"][row]).sum()
+        assert found["item rows"][place] == (table["item"][training] == table["item"][row]).sum()
         assert found["tags length"][place] == (2 if table["brand"][row] else 0)
     assert np.ptp(found["tags 1"]) == 1
 

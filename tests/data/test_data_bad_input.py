@@ -321,7 +321,7 @@ def test_all_positive_labels(tmp_path):
 
 def test_no_label_at_all_and_no_training_row(tmp_path):
     rows = [row[:-1] for row in ROWS]
-    with pytest.raises(ValueError, match="task 'click' has no observed label in the training split"):
+    with pytest.raises(ValueError, match=r"no task of \['click'\] has an observed label in the training split"):
         build_source(config_of(tmp_path, rows))
     with pytest.raises(ValueError, match="the training split is empty"):
         build_source(config_of(tmp_path, ROWS[:1], split=[0.2, 0.4, 0.4]))

@@ -48,15 +48,20 @@ def make_table(count: int = ROWS, seed: int = 0, start: int = START, span: int =
     }
 
 
+def write_searches(folder: Path, change: int = START + SPAN, seed: int = 9) -> None:
+    """`seed` decides what is searched from `change` on."""
+    generator, later = np.random.default_rng(9), np.random.default_rng(seed)
+    at = START + generator.integers(SPAN, size=200)
+    ids = {"user": generator.integers(15, size=200), "query": generator.integers(9, size=200)}
+    for name, column in ids.items():
+        column[at >= change] = later.integers(9, size=int((at >= change).sum()))
+        ids[name] = np.char.add(name[0], column.astype(str))
+    pq.write_table(pa.table({"at": at} | ids), folder / "searches.parquet")
+
+
 def make_config(folder: Path, table: dict[str, Any], **changes: Any) -> EventsConfig:
     pq.write_table(pa.table(table), folder / "rows.parquet")
-    generator = np.random.default_rng(9)
-    searches = {
-        "user": [f"u{user}" for user in generator.integers(15, size=200)],
-        "at": START + generator.integers(SPAN, size=200),
-        "query": [f"q{query}" for query in generator.integers(9, size=200)],
-    }
-    pq.write_table(pa.table(searches), folder / "searches.parquet")
+    write_searches(folder)
     settings = {
         "labels": {"click": "click", "buy": "buy"},
         "request_categorical": ["user", "country"],
@@ -170,11 +175,13 @@ def test_nothing_of_the_future_is_seen(tmp_path, statistics):
     for row in np.flatnonzero((known >= now) & ~late):  # purchases that are known later may not happen, or later still
         changed["bought_at"][row] = int(known[row] + generator.integers(86400)) if row % 2 else None
         changed["buy"][row] = row % 2
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    split = [0.8, 0.2, 0.0]
-    first = source_of(make_config(tmp_path / "one", table, statistics=statistics, split=split))
-    second = source_of(make_config(tmp_path / "two", changed, statistics=statistics, split=split))
+    sources = []
+    for folder, rows, searched in ((tmp_path / "one", table, 9), (tmp_path / "two", changed, 10)):
+        folder.mkdir()
+        config = make_config(folder, rows, statistics=statistics, split=[0.8, 0.2, 0.0])
+        write_searches(folder, now, searched)
+        sources.append(source_of(config))
+    first, second = sources
     for which in ("train", "valid"):
         batches = [whole(source, which) for source in (first, second)]
         until = int((batches[0].request_time <= table["time"][~late].max()).sum())

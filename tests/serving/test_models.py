@@ -37,9 +37,6 @@ TRACED = {
     "interformer": InterFormer.Config(**SMALL, **HEADS, feed_forward="moe"),
     "wukong": Wukong.Config(**SMALL, machine="attentive", hidden=[16], head_hidden=[16]),
     "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
-    "token_mixing of queries": TokenMixingConfig(**MIXING, sequences="queries", encoding="newest", num_newest=2),
-    "token_mixing of heads": TokenMixingConfig(**MIXING, sequences="heads", tokens="split", merge_events=True),
-    "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=3),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]
     "dlrm": MODELS["dlrm"].Config(dim=8),  # type: ignore[operator]
     "own": CustomConfig(name="served_models.Dot", dim=8),
@@ -59,6 +56,13 @@ OF_ITEMS = {
         dim=8, **HEADS, pffn_hidden=8, window=2, num_experts=1, layers=[{"num_seeds": 4}, {"num_heads": 1, "window": 3}]
     ),
     "gem": GEM.Config(**GEMS),
+    "token_mixing of queries": TokenMixingConfig(
+        **MIXING, num_layers=1, sequences="queries", encoding="newest", num_newest=2
+    ),
+    "token_mixing of heads": TokenMixingConfig(
+        **MIXING, num_layers=1, sequences="heads", tokens="split", merge_events=True
+    ),
+    "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=2),
 }
 ALL = TRACED | EAGER | OF_ITEMS
 

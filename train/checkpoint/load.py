@@ -26,6 +26,7 @@ from train.checkpoint.progress import META, Progress
 from train.checkpoint.read import read, read_metadata
 from train.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
 from train.config.compose import from_dict
+from train.config.environment import to_saved
 from train.optim.dense import Optimizer
 from train.parallel.managed import check_ranks
 from train.process.distributed import World
@@ -82,12 +83,17 @@ def intact_best(folder: Path, progress: Progress, world: World) -> Path | None:
             fault = error
         else:
             return path
-        world.by_first(lambda path=path: _set_aside(path) if path.is_dir() else None)
-        names = world.by_first(lambda: [each.name for each in checkpoints(folder)])
-        progress.forget_best({int(name.removeprefix("step_")) for name in names})
+        progress.forget_best(world.by_first(partial(_steps_without, path)))
         best = f"step {progress.best_step} is best now" if progress.best_step else "none of the others was validated"
         log.warning("%s. It was the best in validation, and %s", fault, best)
     return None
+
+
+def _steps_without(path: Path) -> set[int]:
+    """Those of the checkpoints that are left when this one is set aside."""
+    if path.is_dir():
+        _set_aside(path)
+    return {int(each.name.removeprefix("step_")) for each in checkpoints(path.parent)}
 
 
 def _set_aside(path: Path) -> Path:
@@ -163,15 +169,19 @@ def check_data(path: Path, fingerprint: str) -> None:
         )
 
 
-def check_config(path: Path, current: dict[str, Any]) -> None:
-    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged."""
-    # Keys that are newer than the checkpoint have their defaults.
-    saved = dataclasses.asdict(from_dict(read_meta(path)["config"], []))
+def check_config(path: Path, current: dict[str, Any], shown: dict[str, Any] | None = None) -> None:
+    """ValueError if a resumed run has another model, data or optimiser; other differences are only logged.
+
+    `shown`: what is told of the values, which do not include those of the environment; None: the values.
+    """
+    earlier = from_dict(read_meta(path)["config"], [])  # keys that are newer than the checkpoint have their defaults
+    saved, shown_before, shown = dataclasses.asdict(earlier), to_saved(earlier), shown or current
     for group, values in current.items():
         for key in dict.fromkeys((*values, *saved.get(group, {}))):
             value, before = values.get(key), saved.get(group, {}).get(key)
             if before == value or (group, key) == ("runtime", "run_dir"):  # which may be relative, or have moved
                 continue
+            value, before = (each.get(group, {}).get(key) for each in (shown, shown_before))
             if group in ("model", "precision", "tasks") or key in FIXED.get(group, ()):
                 raise ValueError(
                     f"{path} was written with {group}.{key}={before}, this run has {value}; "

@@ -2,7 +2,8 @@
 
 Trains LightGBM (`pip install lightgbm`), one model a task, on what a training with the same arguments reads: rows,
 splits, labels, weights, features and statistics (`train.data.flat` says how they become columns). Of histories it sees
-lengths, times and how often the candidate's ids are in them. Trees are added until validation stops getting better.
+lengths, times and how often the candidate's ids are in them. Trees are added until validation stops getting better, and
+validation decides whether ids of tables with more than 300 rows are categories or no more than counts.
 
 Writes `config.json`, `results.json` (with the columns' shares of the gain) and the predictions of the test split as a
 run does, so that `train.commands.segments` compares it with one (`against=`), and the trees as `TASK.txt`.
@@ -15,6 +16,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ with lasting():
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4096  # requests
+FEW = 300  # rows of tables whose ids are always categories
 PATIENCE = 50  # trees that validation may be no better for
 UNVALIDATED = 200  # trees where there is no validation split
 
@@ -95,16 +98,18 @@ def train(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     features = FlatFeatures(source.spec, batches(source, "train"), options.categories)
     train, valid = matrix(source, "train", features), matrix(source, "valid", features)
     log.info("%s training rows of %d columns", f"{len(train[0]):,}", len(features.names))
-    boosters, gains = {}, {}
+    boosters: dict[str, Trees] = {}
+    gains: dict[str, dict[str, float]] = {}
     for place, task in enumerate(source.spec.tasks):
-        boosters[task] = booster = _boost(lightgbm, parameters, features, train, valid, place, config.runtime.seed)
-        booster.save_model(str(run_dir / f"{task.replace('/', '_')}.txt"))
-        gain = booster.feature_importance("gain")
-        shares = sorted(zip(features.names, (gain / max(gain.sum(), 1e-9)).tolist(), strict=True), key=lambda x: -x[1])
-        gains[task] = {name: share for name, share in shares if share}
-        log.info("%s: %d trees; %s", task, booster.best_iteration, _strongest(gains[task]))
+        boosters[task] = found = _boost(lightgbm, parameters, features, train, valid, place, config.runtime.seed)
+        found.booster.save_model(str(run_dir / f"{task.replace('/', '_')}.txt"))
+        gain = found.booster.feature_importance("gain")
+        names = [features.names[number] for number in found.columns]
+        named = zip(names, (gain / max(gain.sum(), 1e-9)).tolist(), strict=True)
+        gains[task] = {name: share for name, share in sorted(named, key=lambda each: -each[1]) if share}
+        log.info("%s: %d trees; %s", task, found.number, _strongest(gains[task]))
 
-    trees = {task: booster.best_iteration for task, booster in boosters.items()}
+    trees = {task: found.number for task, found in boosters.items()}
     results: dict[str, Any] = {"step": max(trees.values()), "best_step": max(trees.values()), "trees": trees}
     results |= {"seconds": time.monotonic() - started, "label_rates": source.label_rates(), "advice": [], "gain": gains}
     for split in ("valid", "test"):
@@ -117,19 +122,49 @@ def train(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+@dataclass
+class Trees:
+    booster: Any
+    number: int
+    columns: list[int]  # of the matrix, which they read
+    loss: float  # of validation
+
+    def logits(self, columns: np.ndarray) -> np.ndarray:
+        return self.booster.predict(columns[:, self.columns], num_iteration=self.number, raw_score=True)
+
+
 def _boost(
     lightgbm: Any, parameters: dict[str, Any], features: FlatFeatures, train: Any, valid: Any, place: int, seed: int
-) -> Any:
-    """The booster of the task at `place`, of the rows whose label was observed."""
+) -> Trees:
+    """The trees of the task at `place`, of the rows whose label was observed."""
+    large = {name for name, rows in features.categories.items() if rows > FEW}
+    choices = [[number for number, name in enumerate(features.names) if name not in large]]
+    if large and len(valid[0]):
+        choices.append(list(range(len(features.names))))
+    found = [_train(lightgbm, parameters, features, train, valid, place, seed, columns) for columns in choices]
+    return min(found, key=lambda trees: trees.loss)
+
+
+def _train(
+    lightgbm: Any,
+    parameters: dict[str, Any],
+    features: FlatFeatures,
+    train: Any,
+    valid: Any,
+    place: int,
+    seed: int,
+    chosen: list[int],
+) -> Trees:
     sets = []
+    names = [features.names[number] for number in chosen]
     for columns, labels, weights in (train, valid):
         known = ~np.isnan(labels[:, place]) & (weights[:, place] > 0)
         made = lightgbm.Dataset(
-            columns[known],
+            columns[known][:, chosen],
             labels[known, place],
             weight=weights[known, place],
-            feature_name=[_plain(name) for name in features.names],
-            categorical_feature=[features.names.index(name) for name in features.categories],
+            feature_name=[_plain(name) for name in names],
+            categorical_feature=[number for number, name in enumerate(names) if name in features.categories],
             reference=sets[0] if sets else None,
             params={"verbose": -1},
         )
@@ -144,8 +179,8 @@ def _boost(
         valid_sets=[sets[1]] if stop else [],
         callbacks=stop,
     )
-    booster.best_iteration = booster.best_iteration or trees
-    return booster
+    loss = booster.best_score["valid_0"]["binary_logloss"] if stop else 0.0
+    return Trees(booster, booster.best_iteration or trees, chosen, loss)
 
 
 def _evaluate(
@@ -154,7 +189,7 @@ def _evaluate(
     losses: TaskLosses,
     split: str,
     features: FlatFeatures,
-    boosters: list[Any],
+    boosters: list[Trees],
     predictions: Path | None,
 ) -> dict[str, float]:
     """Metrics of a split as those of a run, with the same predictions."""
@@ -169,9 +204,7 @@ def _evaluate(
     writer = None if predictions is None else PredictionWriter(predictions, source.spec.tasks, losses, 0)
     for batch in batches(source, split):
         columns = features.rows(batch)
-        scores = [
-            booster.predict(columns, num_iteration=booster.best_iteration, raw_score=True) for booster in boosters
-        ]
+        scores = [trees.logits(columns) for trees in boosters]
         logits = torch.from_numpy(np.stack(scores, axis=1)).float()
         metrics.update(logits, batch.labels, batch.weights, batch.group, batch.candidate_offsets)
         if writer is not None:
@@ -189,8 +222,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
     parser.add_argument("--leaves", type=int, default=63, help="of a tree")
     parser.add_argument("--least", type=int, default=50, help="rows of a leaf")
-    counted = "ids of tables with more rows than that are counts; more helps where the same ids come again often"
-    parser.add_argument("--categories", type=int, default=1000, help=counted)
+    counted = "rows of the largest table whose ids may be categories; of larger ones there are counts alone"
+    parser.add_argument("--categories", type=int, default=10_000, help=counted)
     parser.add_argument("--config-dir", type=Path, help="a folder of further configurations, as of a training")
     parser.add_argument("overrides", nargs="*", help="as of the training command, e.g. data=shop")
     options = parser.parse_intermixed_args(arguments)

@@ -12,7 +12,6 @@ On a GPU each of the three replays CUDA graphs of the architecture, which would 
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ with lasting():
     from train.build import load_model
     from train.checkpoint import load as checkpoint
     from train.config.compose import from_dict
+    from train.config.environment import to_saved
     from train.config.overrides import split_options
     from train.data import build_source
     from train.process import errors
@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         "versions": versions.collect(),
         "compiled": about["compiled"],
         "eager": about["eager"],
-        "model": dataclasses.asdict(config.model),
+        "model": to_saved(config)["model"],
         "events": int(request.history_times.lengths().sum()),
         "rows": rows,
     }

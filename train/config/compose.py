@@ -50,6 +50,8 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     sources = {node.name: node for node in SOURCES}
     schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
+    if saved["data"]["name"] == "events":
+        saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:
         known = OmegaConf.merge(schema, saved)
     except OmegaConfBaseException as error:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -48,7 +49,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
             raise ValueError(f"--config-dir {config_dir} is no folder; name one with files such as data/mine.yaml")
         overrides = [*overrides, searchpath(config_dir)]
     known = [_parsed(text) for text in overrides]
-    given = [each.value() for each in known if each.key_or_group == SEARCHPATH]
+    given: list[Any] = [each.value() for each in known if each.key_or_group == SEARCHPATH]
     if len(given) > 1:
         raise ValueError(f"--config-dir and {SEARCHPATH} name folders more than once; give {SEARCHPATH}=[a,b] alone")
     folders = [Path(str(path).removeprefix("file://")) for paths in given for path in paths]
@@ -63,7 +64,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
             choices = {str(group): file for group, file in config.hydra.runtime.choices.items()}
             written.check([*folders, CONFIGS], choices)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explained(error, overrides, known)) from error
+        raise ValueError(_explained(error, known)) from error
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     OmegaConf.set_struct(config, True)
@@ -209,11 +210,11 @@ def _of_hydra(config: DictConfig) -> dict[str, object]:
     return {str(key): value for key, value in section.items() if key not in VOLATILE}
 
 
-def _explained(error: Exception, overrides: Sequence[str], known: Sequence[Override]) -> str:
+def _explained(error: Exception, known: Sequence[Override]) -> str:
     """Hydra's reason in one sentence, with the key that was meant where a name is close."""
-    causes, text = error, str(error)
-    while (causes := causes.__cause__ or causes.__context__) is not None:
-        text += f"\n{causes}"
+    text, cause = str(error), error.__cause__ or error.__context__
+    while cause is not None:
+        text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
     if environment.CLOSED in text:
         return environment.CLOSED
     if isinstance(error, MissingConfigException):
@@ -228,8 +229,8 @@ def _explained(error: Exception, overrides: Sequence[str], known: Sequence[Overr
     key = re.search(r"^Could not override '(.+?)'\.", text, re.MULTILINE) or re.search(r"full_key: (\S+)", text)
     if key and re.search(r"not in|No match in the defaults list|is not in struct", text):
         value = next((each for each in known if each.key_or_group == key[1]), None)
-        name = re.search(r"Key '(.+?)' (?:is )?not in", text)
-        within = [name[1]] if name and name[1] != key[1].split(".")[-1] else []  # of key={name: ...}
+        inner = re.search(r"Key '(.+?)' (?:is )?not in", text)
+        within = [inner[1]] if inner and inner[1] != key[1].split(".")[-1] else []  # of key={inner: ...}
         if suggestion := _suggestion(".".join([key[1], *within]), value, known):
             return suggestion
     if text.startswith("Ambiguous value"):
@@ -245,12 +246,11 @@ def _explained(error: Exception, overrides: Sequence[str], known: Sequence[Overr
 
 def _suggestion(key: str, override: Override | None, known: Sequence[Override]) -> str:
     """What an unknown key should have been, by what the chosen files have; "" if it is not unknown there."""
-    chosen = [each.input_line for each in known if each is not override and "." not in each.key_or_group]
-    try:
-        with environment.closed(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            node = compose(MAIN, [text for text in chosen if not text.startswith("+")])
-    except (HydraException, OmegaConfBaseException):
-        return ""
+    groups = [each for each in known if "." not in each.key_or_group or each.key_or_group == SEARCHPATH]
+    chosen = [str(each.input_line) for each in groups if each is not override]
+    node: Any = _composed_if_possible(chosen)
+    if node is None:  # the key stands in an experiment
+        node = _composed_if_possible([text for text in chosen if not text.startswith("+")])
     path = key.split(".")
     for depth, name in enumerate(path):
         if not isinstance(node, DictConfig):
@@ -260,7 +260,14 @@ def _suggestion(key: str, override: Override | None, known: Sequence[Override]) 
             continue
         if OmegaConf.get_type(node) is dict:
             return f"{key} is a new key of the mapping {'.'.join(path[:depth])}; to add it write +{key}=VALUE"
-        plain = override is not None and depth == 0 and len(path) == 1
-        value = f"={override.get_value_element_as_str()}" if plain and override is not None else ""
+        value = f"={override.get_value_element_as_str()}" if override is not None and len(path) == 1 else ""
         return unknown(".".join(path[:depth]), name, map(str, node), value)
     return ""
+
+
+def _composed_if_possible(overrides: list[str]) -> DictConfig | None:
+    try:
+        with environment.closed(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return compose(MAIN, overrides)
+    except (HydraException, OmegaConfBaseException):
+        return None

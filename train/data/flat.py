@@ -16,8 +16,8 @@ MOST_COLUMNS = 64
 class FlatFeatures:
     """The columns that a spec's features become.
 
-    Numbers and vectors are as they are in batches. An id of a feature is a category or, of a large table, its count in
-    training (trees that split sets of thousands of ids learn rows by heart); a list has its length, and columns of 0
+    Numbers and vectors are as they are in batches. An id of a feature has its count in training,
+    and is a category if its table is not too large; a list has its length, and columns of 0
     and 1 if its table is small. An event type has its number of events and the time since the newest; where a field of
     it has the table of a candidate's or vendor's id, also the number of events with that id and the time since the
     newest of them. Times are ln(1 + seconds). NaN is missing.
@@ -28,17 +28,17 @@ class FlatFeatures:
         categories."""
         self.spec = spec
         single = [feature for feature in spec.of_rows if not feature.is_list]
-        self.categories = [feature.name for feature in single if spec.tables[feature.table] <= most_categories]
-        self._counts = {
-            feature.name: np.zeros(spec.tables[feature.table], np.int64)
+        self.categories = {  # and their numbers of rows
+            feature.name: spec.tables[feature.table]
             for feature in single
-            if feature.name not in self.categories
+            if spec.tables[feature.table] <= most_categories
         }
+        self._counts = {feature.name: np.zeros(spec.tables[feature.table], np.int64) for feature in single}
         self.names: list[str] = []
         for batch in training:
             for side, features, rows in self._sides(batch):
                 for feature in features:
-                    if feature.name in self._counts:
+                    if not feature.is_list:
                         ids = side[feature.name].values().numpy()[rows]
                         self._counts[feature.name] += np.bincount(ids, minlength=len(self._counts[feature.name]))
             self.names = self.names or [name for name, _ in self._columns(batch)]
@@ -73,8 +73,9 @@ class FlatFeatures:
                 ids = ids[rows]
                 if side is not batch.request_sparse:
                     compared.append((feature, ids))
-                counts = self._counts.get(feature.name)
-                yield feature.name, np.where(ids == UNKNOWN_ID, np.nan, ids) if counts is None else counts[ids]
+                yield f"{feature.name} rows", self._counts[feature.name][ids]
+                if feature.name in self.categories:
+                    yield feature.name, np.where(ids == UNKNOWN_ID, np.nan, ids)
         now = batch.request_time.numpy()
         for event in spec.histories:
             times, lengths = (part.numpy() for part in _parts(batch.history_times, event.name))

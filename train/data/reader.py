@@ -35,6 +35,7 @@ from train.data.values import (
     as_float,
     equal,
     first_wrong,
+    mapping_of,
     refuse_unknown,
     seconds,
     several,
@@ -163,7 +164,7 @@ class RequestReader:
         if self.statistics:
             moments = np.array(times, np.int64)
             counted = self.statistics.of("request", _Columns(self, own, "the request"), moments)
-            both = [{**owner, **row} for owner, row in zip(owners, candidates, strict=True)]
+            both = [{**owner, **mapping_of(row, "a candidate")} for owner, row in zip(owners, candidates, strict=True)]
             moments = np.repeat(moments, [len(request["candidates"]) for request in requests])
             counted |= self.statistics.of("candidate", _Columns(self, both, "a candidate"), moments)
         batch = pack(
@@ -243,7 +244,8 @@ class RequestReader:
         """As `_derived`, with the fixed values of features that no request has."""
         features = [feature for feature in features if feature.name not in self.display]
         numbers = [name for name in numbers if self.indicated.get(name, name) not in self.display]
-        return [{**row, **self.display} for row in self._derived(rows, features, numbers, whose, owners)]
+        rows = self._derived(rows, features, numbers, whose, owners)
+        return [{**mapping_of(row, whose), **self.display} for row in rows] if self.display else rows
 
     def _derived(
         self,

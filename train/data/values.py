@@ -40,11 +40,15 @@ def cut(text: str) -> str:
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 3]}..."
 
 
-def value_of(row: Any, name: str, whose: str) -> Any:
-    """A value of a row. ValueError where there is none."""
+def mapping_of(row: Any, whose: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
         raise ValueError(f"{whose} is {shown(row)}; it must be a mapping of columns")
-    if name not in row:
+    return row
+
+
+def value_of(row: Any, name: str, whose: str) -> Any:
+    """A value of a row. ValueError where there is none."""
+    if name not in mapping_of(row, whose):
         has = shown(sorted(map(str, row)))
         raise ValueError(f"{whose} has no {name!r}, it has {has}; None is a missing value, [] no event")
     return row[name]

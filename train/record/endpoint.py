@@ -6,7 +6,6 @@ Rank 0 serves what the tracker is told anyway, from a thread: no request waits f
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -15,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from train.checkpoint.load import checkpoints
+from train.record.prometheus import TEXT, labels, metric
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OF_THE_RUN = {
     "loss": ("gemsmith_loss", "Training loss, mean since the last log line."),
     "lr": ("gemsmith_learning_rate", "Learning rate of the dense part."),
@@ -75,47 +74,26 @@ class Endpoint:
         return 200, f"step {self.step} of {self.total_steps}\n"
 
     def _metrics(self) -> tuple[int, str]:
-        lines = _metric("gemsmith_step", "Steps that have ended.", {"": self.step})
-        lines += _metric("gemsmith_total_steps", "Steps of the whole run.", {"": self.total_steps})
-        lines += _metric("gemsmith_step_age_seconds", "Since the last step ended; 0 between steps.", {"": self._age()})
+        lines = metric("gemsmith_step", "Steps that have ended.", {"": self.step})
+        lines += metric("gemsmith_total_steps", "Steps of the whole run.", {"": self.total_steps})
+        lines += metric("gemsmith_step_age_seconds", "Since the last step ended; 0 between steps.", {"": self._age()})
         if saved := checkpoints(self.run_dir / "checkpoints"):
             with contextlib.suppress(OSError):  # removed in this moment
                 age = max(0.0, time.time() - saved[-1].stat().st_mtime)
-                lines += _metric("gemsmith_checkpoint_age_seconds", "Since the newest checkpoint.", {"": age})
+                lines += metric("gemsmith_checkpoint_age_seconds", "Since the newest checkpoint.", {"": age})
                 step = int(saved[-1].name.removeprefix("step_"))
-                lines += _metric("gemsmith_checkpoint_step", "Step of the newest checkpoint.", {"": step})
+                lines += metric("gemsmith_checkpoint_step", "Step of the newest checkpoint.", {"": step})
         values, others = self._values.copy(), {}
         for key, (name, what) in OF_THE_RUN.items():
             if key in values.get("train", {}):
-                lines += _metric(name, what, {"": values["train"][key]})
+                lines += metric(name, what, {"": values["train"][key]})
         for split, found in values.items():
             for key, value in found.items():
                 if split != "train" or key not in OF_THE_RUN:
-                    task, _, metric = key.rpartition("/")
-                    others[_labels(split=split, task=task, metric=metric)] = value
-        lines += _metric("gemsmith_metric", "The newest value of each other metric.", others)
+                    task, _, last = key.rpartition("/")
+                    others[labels(split=split, task=task, metric=last)] = value
+        lines += metric("gemsmith_metric", "The newest value of each other metric.", others)
         return 200, "\n".join(lines) + "\n"
-
-
-def _metric(name: str, what: str, values: Mapping[str, float]) -> list[str]:
-    """Lines of a gauge; `values` by labels."""
-    if not values:
-        return []
-    numbers = {labels: _number(value) for labels, value in values.items()}
-    return [f"# HELP {name} {what}", f"# TYPE {name} gauge", *(f"{name}{each} {numbers[each]}" for each in numbers)]
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return repr(value) if math.isfinite(value) else ("+Inf" if value > 0 else "-Inf")
-
-
-def _labels(**labels: str) -> str:
-    escaped = {
-        name: text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, text in labels.items()
-    }
-    return "{" + ",".join(f'{name}="{text}"' for name, text in escaped.items()) + "}"
 
 
 def _server(host: str, port: int, pages: Mapping[str, Callable[[], tuple[int, str]]]) -> ThreadingHTTPServer:

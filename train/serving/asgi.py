@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import Any
 
 from train.data.values import cut
+from train.record.prometheus import TEXT
 from train.serving.formats import from_arrow_stream, from_json, from_json_lines, to_arrow_stream
 from train.serving.metrics import Metrics
 from train.serving.service import Service
@@ -38,12 +39,11 @@ Send = Callable[[Message], Awaitable[None]]
 Results = list[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
-JSON, FORM, LINES, ARROW, TEXT = (
+JSON, FORM, LINES, ARROW = (
     "application/json",
     "application/x-www-form-urlencoded",  # that curl -d sends, whatever the text
     "application/x-ndjson",
     "application/vnd.apache.arrow.stream",
-    "text/plain; version=0.0.4; charset=utf-8",
 )
 METHODS = {"/score": "POST", "/health": "GET", "/metrics": "GET", "/ready": "GET"}
 CALL_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)

@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
 
+from train.record.prometheus import labels, metric
+
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds in seconds."""
 
@@ -31,31 +33,18 @@ class Metrics:
         self._counts[bisect_left(BUCKETS, seconds)] += 1
 
     def text(self) -> str:
-        responses = [
-            f'gemsmith_http_responses_total{{path="{path}",status="{status}"}} {count}'
-            for (path, status), count in sorted(self._responses.items())
-        ]
+        responses = {labels(path=path, status=status): n for (path, status), n in sorted(self._responses.items())}
         bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
-        buckets = [
-            f'gemsmith_score_seconds_bucket{{le="{bound}"}} {count}'
-            for bound, count in zip(bounds, accumulate(self._counts), strict=True)
-        ]
-        lines = [
-            *_about("gemsmith_http_responses_total", "counter", "Responses by path and status."),
-            *responses,
-            *_about("gemsmith_scored_requests_total", "counter", "Ranking requests that were scored."),
-            f"gemsmith_scored_requests_total {self._requests}",
-            *_about("gemsmith_scored_candidates_total", "counter", "Candidates that were scored."),
-            f"gemsmith_scored_candidates_total {self._candidates}",
-            *_about("gemsmith_in_flight", "gauge", "Calls that are being scored or wait for it."),
-            f"gemsmith_in_flight {self.in_flight}",
-            *_about("gemsmith_score_seconds", "histogram", "Seconds of a call to /score, from its body to its scores."),
-            *buckets,
-            f"gemsmith_score_seconds_sum {self._seconds:.9g}",
-            f"gemsmith_score_seconds_count {sum(self._counts)}",
-        ]
-        return "\n".join(lines) + "\n"
-
-
-def _about(name: str, kind: str, what: str) -> list[str]:
-    return [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
+        counts = zip(bounds, accumulate(self._counts), strict=True)
+        seconds: dict[str, float] = {f"_bucket{labels(le=bound)}": count for bound, count in counts}
+        seconds |= {"_sum": self._seconds, "_count": sum(self._counts)}
+        return "\n".join(
+            [
+                *metric("gemsmith_http_responses_total", "Responses by path and status.", responses, "counter"),
+                *metric("gemsmith_scored_requests_total", "Requests scored.", {"": self._requests}, "counter"),
+                *metric("gemsmith_scored_candidates_total", "Candidates scored.", {"": self._candidates}, "counter"),
+                *metric("gemsmith_in_flight", "Calls that send a body, wait or are scored.", {"": self.in_flight}),
+                *metric("gemsmith_score_seconds", "Of a call, from its body to its scores.", seconds, "histogram"),
+                "",
+            ]
+        )

@@ -149,19 +149,19 @@ class MixingBlock(nn.Module):
         if self.mixing == "revert":
             return self._revert(x, rows)
         if self.mixing == "boost":
-            return self._sum(x, self.ffn(self._mix(self._before(x)), rows))
+            return self.added(x, self.ffn(self._mix(self.before(x)), rows))
         if self.mixing == "add":
             x = self._add(x, rows)
         elif self.attention is not None:
-            x = self._sum(x, self.attention(*self._before(x), rows))
-        user, item = self._before(x)
-        return self._sum(x, self.ffn(Mixed(user, None, item), rows))
+            x = self.added(x, self.attention(*self.before(x), rows))
+        user, item = self.before(x)
+        return self.added(x, self.ffn(Mixed(user, None, item), rows))
 
     def _add(self, x: Sides, rows: CandidateRows) -> Sides:
         """x + Mix(x), in which what users give to items is added to the items without a copy."""
-        user, shared, own = self._mix(self._before(x))
+        user, shared, own = self._mix(self.before(x))
         if user is None or shared is None:
-            return self._sum(x, (None, own))
+            return self.added(x, (None, own))
         width = shared.shape[2]
         first, last = x[1].split([width, own.shape[2]], dim=2)
         if not self.residual:
@@ -176,8 +176,8 @@ class MixingBlock(nn.Module):
         assert self.inner is not None
         mixed = self._mix(x)
         user = None if mixed.user is None else F.pad(mixed.user, (0, x[1].shape[2] - mixed.user.shape[2]))
-        mixed_user, mixed_item = self._sum((user, mixed.own), self.inner(mixed, rows, normalize=self.pre))
-        return self._sum(x, self.ffn(self._mix((mixed_user, mixed_item)), rows, normalize=self.pre))
+        mixed_user, mixed_item = self.added((user, mixed.own), self.inner(mixed, rows, normalize=self.pre))
+        return self.added(x, self.ffn(self._mix((mixed_user, mixed_item)), rows, normalize=self.pre))
 
     def _mix(self, x: Sides) -> Mixed:
         user, item = x
@@ -186,10 +186,10 @@ class MixingBlock(nn.Module):
         head = user.shape[2] // self.num_tokens
         return mix(user.unflatten(2, (self.num_tokens, head)), item.unflatten(2, (-1, head)))
 
-    def _before(self, x: Sides) -> Sides:
+    def before(self, x: Sides) -> Sides:
         return (None if x[0] is None else rms_norm(x[0]), rms_norm(x[1])) if self.pre else x
 
-    def _sum(self, x: Sides, change: Sides) -> Sides:
+    def added(self, x: Sides, change: Sides) -> Sides:
         user, item = change
         if self.residual:
             user = None if user is None or x[0] is None else x[0] + user
@@ -206,7 +206,7 @@ class TokenMixingLayer(nn.Module):
 
     def __init__(self, config: TokenMixingConfig, max_lengths: Sequence[int], max_candidates: int) -> None:
         super().__init__()
-        self.kind, self.num_queries, self.pre = config.sequences, config.num_queries, config.norm == "pre"
+        self.kind, self.num_queries = config.sequences, config.num_queries
         self.block = MixingBlock(config, max_candidates)
         dim, num_user = config.token_dim, config.of_user if config.one_way else 0
         limits = [{"max_candidates": max_candidates, "max_length": length} for length in max_lengths]
@@ -254,10 +254,10 @@ class TokenMixingLayer(nn.Module):
     def _attend(self, x: Sides, events: list[Events], rows: CandidateRows) -> Sides:
         if self.swiglu is not None:
             events = [self.swiglu(each) for each in events]
-        queries = self.block._before(x)
+        queries = self.block.before(x)
         attended = [attend(queries, each, rows) for attend, each in zip(self.attend, events, strict=True)]
         users, items = zip(*attended, strict=True)
         user, item = queries
         joined = torch.cat([item, *items], dim=2)
         mixed = Mixed(None if user is None else torch.cat([user, *users], dim=2), None, joined)
-        return self.block._sum(x, self.output(mixed, rows))
+        return self.block.added(x, self.output(mixed, rows))

@@ -121,6 +121,7 @@ def tarred() -> bytes:
         (b"\x80\x04\x95", "a pickle"),
         (b"\xfd7zXZ\x00", "a file packed by xz"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "content",  # which has the time in it
 )
 @pytest.mark.reliability(
     "data files of a format that is not read", "refused by file and format, with those that are read"

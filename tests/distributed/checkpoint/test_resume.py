@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import TINY_DLRM, train_here, train_ranks
+from tests.launching import TINY, TINY_DLRM, train_here, train_ranks
 from train.process.files import summed, write_json
 from train.record.tracking import Record, read_metrics
 
@@ -25,20 +25,36 @@ def training(run_dir: Path) -> list[Record]:
     return [record for record in read_metrics(run_dir / "metrics.jsonl") if record.split == "train"]
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1)])
+MODELS = {
+    "interformer": ("model=interformer_moe", "model.num_layers=1", "model.moe.bias_update_rate=0.05"),
+    "tokenmixer": ("model=tokenmixer", "model.feed_forward=moe"),
+    "onetrans": ("model=onetrans", "model.length_multiple=1", "model.last_events=4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "model"),
+    [
+        (1, 2, "interformer"),
+        (2, 1, "interformer"),
+        *(pytest.param(1, 2, name, marks=pytest.mark.nightly) for name in ("tokenmixer", "onetrans")),
+    ],
+)
 @pytest.mark.reliability(
     "a run stops amid an accumulation and is started again, on one rank and on two",
     "its losses and results equal the uninterrupted run's bit for bit",
 )
-def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(ranks: int, accumulate: int, tmp_path: Path) -> None:
+def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(
+    ranks: int, accumulate: int, model: str, tmp_path: Path
+) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     # Step 3 lies in the middle of an accumulation, of gradients and of the tokens that move the routers' biases.
-    routed = ("model=interformer_moe", "model.num_layers=1", "model.moe.bias_update_rate=0.05")
+    base = TINY if model == "interformer" else tuple(each for each in TINY if not each.startswith("model."))
     # Which negatives are left out depends on no process that was there before.
-    options = (*EVERY, *routed, "data.negative_rate=0.5", f"optimizer.accumulate={accumulate}")
-    train_ranks(ranks, whole, *options)
+    options = (*EVERY, *MODELS[model], "data.negative_rate=0.5", f"optimizer.accumulate={accumulate}")
+    train_ranks(ranks, whole, *options, base=base)
     shutil.copytree(whole / "checkpoints" / "step_00000003", resumed / "checkpoints" / "step_00000003")
-    train_ranks(ranks, resumed, *options)
+    train_ranks(ranks, resumed, *options, base=base)
     expected = {record.step: record.values["loss"] for record in training(whole)}
     actual = {record.step: record.values["loss"] for record in training(resumed)}
     assert list(actual) == [4, 5, 6]

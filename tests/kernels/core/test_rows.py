@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import attention, gdpa, ikbo, jagged
 from kernels.core.rows import padded_length
@@ -80,3 +81,5 @@ def test_what_the_host_cannot_see_is_padded_to_the_bound() -> None:
         assert padded_length(mode.from_tensor(OFFSETS), 7) == 7
     compiled = torch.compile(lambda offsets: torch.zeros(padded_length(offsets, 7)), backend="eager", fullgraph=True)
     assert compiled(OFFSETS).shape == (7,)
+    traced = make_fx(lambda offsets: offsets.new_zeros(padded_length(offsets, 7)))(OFFSETS)
+    assert traced(OFFSETS * 2).shape == (7,)

@@ -57,6 +57,18 @@ def gradients(rows: int) -> Tolerance:
     )
 
 
+def table_gradients(dtype: torch.dtype, pairs: int) -> Tolerance:
+    """Of entries of a bias table, which are float32 whatever the dtype of the operands."""
+    if dtype is torch.float32:
+        return gradients(pairs)
+    return Tolerance(
+        f"each of up to {pairs} terms has a slope made of the hardware's tanh, which is off by 2^-11: 2^13 roundings "
+        "of float32, which an entry is",
+        roundings=2**26,
+        reduction=pairs,
+    )
+
+
 def inputs_of(
     q_offsets: Tensor,
     k_offsets: Tensor,

@@ -18,7 +18,7 @@ from kernels.core.mask import Mask
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
-from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs, table_gradients
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
@@ -68,14 +68,23 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
     totals = inputs["q"].shape[0], inputs["k"].shape[0]
     tables = biases_of(*biases, heads[0], totals, device)
     call |= {key: tables.pop(key) for key in ("q_times", "k_times") if key in tables}
+    attend = partial(gdpa, max_q=129, max_k=130, **call)
     with poisoned_empty():
         check_gradients(
-            partial(gdpa, max_q=129, max_k=130, **call, backend="triton"),
-            partial(gdpa, max_q=129, max_k=130, **call, backend="reference"),
-            inputs | tables,
+            partial(attend, backend="triton", **tables),
+            partial(attend, backend="reference", **tables),
+            inputs,
             outputs(130),
-            gradients(300 if not tables else 130 * 300),
+            gradients(300),
         )
+        if tables:
+            check_gradients(
+                partial(attend, backend="triton", **inputs),
+                partial(attend, backend="reference", **{name: x.double() for name, x in inputs.items()}),
+                tables,
+                outputs(130),
+                table_gradients(dtype, 130 * 300),
+            )
 
 
 INTERPRETED = """

@@ -17,6 +17,7 @@ from modules.broadcast import CandidateRows
 from modules.core.summary import summarise
 from modules.models import build
 from modules.models.token_mixing import SparseConfig, TokenMixing, TokenMixingConfig
+from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups
 from modules.moe import MoE
 from modules.newest import newest
 from modules.precision import apply_recipe
@@ -297,3 +298,28 @@ def test_the_newest_of_each_row_and_spare_rows_within_limits(count: int, newest_
         assert torch.equal(values[index][cuts[row] : cuts[row + 1]], kept)
     index, cuts = newest(torch.zeros(3, dtype=torch.int64), 0, count)
     assert (len(index), cuts.tolist()) == (0, [0] * 5)
+
+
+@pytest.mark.parametrize("groups", [[[0, 3], [1], [2]], even_groups(4, 3), even_groups(4, 6), None], ids=str)
+def test_a_token_is_a_linear_layer_of_its_group_or_slice(groups: list[list[int]] | None) -> None:
+    torch.manual_seed(0)
+    features, count = torch.randn(5, 4, 6, dtype=torch.float64), 3 if groups is None else len(groups)
+    side = SideTokens(4, 6, count, 8, groups).double()
+    for token in range(count):
+        own = features.flatten(1)[:, 8 * token : 8 * token + 8] if groups is None else features[:, groups[token]]
+        weight, bias = side.linear.weight[token], side.linear.bias.view(count, -1)[token]
+        expected = own.flatten(1) @ weight[:, : own.flatten(1).shape[1]].T + bias
+        torch.testing.assert_close(side(features)[:, token], expected)
+    assert even_groups(4, 3) == [[0], [1], [2, 3]]
+    assert even_groups(2, 3) == [[0], [0], [1]]
+
+
+def test_a_global_token_is_an_mlp_of_all_features_and_reads_the_request_once() -> None:
+    torch.manual_seed(0)
+    layer, rows = GlobalTokens(6, 4, 2, 8).double(), CandidateRows.of_offsets(torch.tensor([0, 2, 2, 5]), 5)
+    candidate, request = torch.randn(5, 6, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    weight = torch.cat([layer.first.own.weight, layer.first.shared.weight], 1)
+    both = torch.cat([candidate, request[rows.owner]], 1)
+    hidden = F.silu(both @ weight.T + layer.first.own.bias).unflatten(1, (2, 8))
+    expected = torch.einsum("cti,toi->cto", hidden, layer.second.weight) + layer.second.bias.view(2, 8)
+    torch.testing.assert_close(layer(candidate, request, rows), expected)

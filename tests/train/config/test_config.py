@@ -192,6 +192,13 @@ def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> N
     assert from_dict(saved, []).model == equal.model
 
 
+def test_a_run_of_an_earlier_version_has_no_statistics() -> None:
+    config = to_config(composed("data=events", "data.files=[rows.csv]", "+data.labels={click: click}"))
+    saved = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert saved["data"].pop("statistics") == "auto"
+    assert getattr(from_dict(saved, []).data, "statistics", None) == "none"
+
+
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
     register_schema()
     added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0", "+data.table_min_count.user_id=10"]

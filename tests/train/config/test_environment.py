@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from launch.sweep import claim
 from tests.launching import TINY_DLRM, train_here
+from train.checkpoint.load import check_config
 from train.config.compose import from_dict, to_config
 from train.config.environment import to_saved
 from train.config.files import composed
@@ -120,6 +122,21 @@ def test_however_a_value_reads_the_environment_it_is_not_saved(value: str, monke
     assert SECRET not in json.dumps(saved)
     assert saved["tracking"]["group"] == value
     assert from_dict(saved, []).tracking.group == config.tracking.group
+
+
+def test_what_changes_at_a_resume_is_told_without_values_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now = (to_config(composed([*TINY_DLRM, f"tracking.entity={text}"])) for text in ("mine", "also"))
+    monkeypatch.setenv("OF_THE_TEST", SECRET)
+    secret = to_config(composed([*TINY_DLRM, "tracking.entity=${oc.env:OF_THE_TEST}"]))
+    for earlier, later in ((before, secret), (secret, now)):
+        meta = {"config": to_saved(earlier), "progress": {}, "data_fingerprint": ""}
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        check_config(tmp_path, dataclasses.asdict(later), to_saved(later))
+    assert "tracking.entity=${oc.env:OF_THE_TEST} (was mine)" in caplog.text
+    assert "tracking.entity=also (was ${oc.env:OF_THE_TEST})" in caplog.text
+    assert SECRET not in caplog.text
 
 
 @pytest.mark.parametrize("key", ["optimizer.lr", "optimizer.sparse", "runtime.steps", "model.dim"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
-from train.data.events.late import as_of
+from train.data.events.late import check_late
 from train.data.events.names import features, lists, numbers, numeric, table_of, vectors, wanted
 from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
@@ -99,23 +99,11 @@ def check(config: EventsConfig) -> None:
                 f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
                 "the answer; let only fields of histories have it, whose events are earlier ones"
             )
-    for key, given in (("known_at", config.known_at), ("matures_after", config.matures_after)):
-        if stray := sorted(set(given) - set(config.labels)):
-            raise ValueError(f"data.{key} names {stray[0]!r}, which is no task; there are {sorted(config.labels)}")
-        if given and not config.time:
-            raise ValueError(f"data.{key} compares times: data.time must name the time column of the rows")
-    if config.as_of is not None:
-        as_of(config)
-    for name, history in config.histories.items():
-        if history.known_at and (history.lists or history.files):
-            raise ValueError(
-                f"data.histories.{name}.known_at dates events that are rows; of a log `time` names the column of the "
-                "time at which an event was known"
-            )
-    single = {*features(config), *numeric(config)} - {*lists(config)}
+    check_late(config)
+    shown = {*features(config), *numeric(config)} - {*lists(config)}
     for name, value in config.display.items():
-        if name not in single:
-            raise ValueError(f"data.display.{name} is no feature of ids or numbers; there are {sorted(single)}")
+        if name not in shown:
+            raise ValueError(f"data.display.{name} is no feature of ids or numbers; there are {sorted(shown)}")
         if name in numeric(config) and not (isinstance(value, int | float) and math.isfinite(value)):
             raise ValueError(f"data.display.{name}={value!r} must be a number, e.g. data.display.{name}=1")
     statistics.check(config, {*numeric(config), *vectors(config)})

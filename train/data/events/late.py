@@ -10,6 +10,23 @@ from train.data.events.read import Columns
 from train.data.features.columns import read_milliseconds, time_format_of
 
 
+def check_late(config: EventsConfig) -> None:
+    """What keys of late labels must fulfil before any row is read."""
+    for key, named in (("known_at", {*config.known_at}), ("matures_after", {*config.matures_after})):
+        if stray := sorted(named - set(config.labels)):
+            raise ValueError(f"data.{key} names {stray[0]!r}, which is no task; there are {sorted(config.labels)}")
+        if named and not config.time:
+            raise ValueError(f"data.{key} compares times: data.time must name the time column of the rows")
+    if config.as_of is not None:
+        as_of(config)
+    for name, history in config.histories.items():
+        if history.known_at and (history.lists or history.files):
+            raise ValueError(
+                f"data.histories.{name}.known_at dates events that are rows; of a log `time` names the column of the "
+                "time at which an event was known"
+            )
+
+
 def newest(columns: Columns) -> int:
     """Milliseconds of the last time in good rows, of theirs and of those from which labels and events are known."""
     return max(int(times[columns.good].max(initial=0)) for times in (columns.time, *columns.known.values()))

@@ -48,7 +48,7 @@ class Part:
             lengths = self.records["lengths"][:, index]
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             items.append(values[ranges(starts[rows], lengths[rows])])
-        return Part(self.records[rows], items)
+        return Part(np.take(self.records, rows), items)
 
     def append_to(self, folder: Path, name: str) -> None:
         for file, values in zip(_files(folder, name, len(self.items)), (self.records, *self.items), strict=True):

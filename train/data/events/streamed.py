@@ -63,9 +63,9 @@ def prepare(
     dealt = PartFiles(work / "rows", fields.record, fields.items)
     last, read, until = None, 0, 0
     for last in chunks:
-        columns = read_columns(config, last, read)
-        until = max(until, newest(columns))
-        part = fields.pack(columns)
+        chunk = read_columns(config, last, read)
+        until = max(until, newest(chunk))
+        part = fields.pack(chunk)
         read += len(last)
         _deal(part, part.records["user"], number, dealt)
     assert last is not None
@@ -97,8 +97,8 @@ def prepare(
         dictionaries = [counts.dictionary(event.name, field.name) for field in event.fields]
         for shard in range(number):
             codes, times = shards.events(shard, event.name)
-            columns = [Coded(codes[:, index], each.values) for index, each in enumerate(dictionaries)]
-            writer.events(event, columns, times)
+            coded = [Coded(codes[:, index], each.values) for index, each in enumerate(dictionaries)]
+            writer.events(event, coded, times)
     writer.close()
     none = np.zeros((0, 0), np.float32)
     known = Dense(none, none, scales, missing=counts.numbers.missing())

@@ -67,8 +67,9 @@ def texts_of(values: Sequence[Any]) -> pa.StringArray:
             groups.setdefault(kind, []).append(place)
     for kind, places in groups.items():
         plain = next(plain for _, each, plain in KINDS if each is kind)
-        for place, text in zip(places, texts(pa.array([plain(values[i]) for i in places], kind)), strict=True):
-            made[place] = text.as_py()
+        found = texts(pa.array([plain(values[place]) for place in places], kind)).to_pylist()
+        for place, text in zip(places, found, strict=True):
+            made[place] = text
     return texts(pa.array(made, pa.string()))
 
 

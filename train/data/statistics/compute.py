@@ -150,7 +150,7 @@ class Spilled:
         yield from group.of_log()
 
     def _append(self, records: np.ndarray, whose: np.ndarray, sizes: list[int], name: str) -> None:
-        records = records[np.argsort(whose, kind="stable")]
+        records = np.take(records, np.argsort(whose, kind="stable"))
         ends = np.cumsum(np.bincount(whose, minlength=len(sizes)))
         for index, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
             with (self._work / f"{index}.{name}").open("ab") as file:
@@ -160,7 +160,7 @@ class Spilled:
     def _pieces(self, group: Group, part: int, size: int) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
         """The records of a part with the seconds that each takes, all at once or divided by time."""
         file, record = self._work / f"{part}.part", group.record
-        if size <= 2 * self._at_once:
+        if size <= self._at_once * 5 // 4:  # parts are not equal to the record
             records = np.fromfile(file, record)
             file.unlink()
             yield records, ALWAYS
@@ -195,11 +195,11 @@ class Spilled:
     def _keep(self, number: int, asks: np.ndarray, found: np.ndarray) -> None:
         results = np.zeros(len(asks), self._result(number))
         results["place"], results["values"] = asks["place"], found
-        order = np.argsort(asks["shard"], kind="stable")
+        results = np.take(results, np.argsort(asks["shard"], kind="stable"))
         ends = np.cumsum(np.bincount(asks["shard"], minlength=self.shards))
         for shard, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
             with (self._work / f"{shard}.{number}.results").open("ab") as file:
-                results[order[begin:end]].tofile(file)
+                results[begin:end].tofile(file)
 
     def _gather(self, shard: int) -> None:
         """The results of a shard, in the order of its candidates."""

@@ -50,60 +50,59 @@ class Counters:
 
 @dataclass
 class Events:
-    """E events of keys, in any order. weights [E, w]: what each adds to each of w counters."""
+    """E events of keys. weights [E, w]: what each adds to each of w counters."""
 
-    key: np.ndarray
+    code: np.ndarray  # [E] of the key among all
     second: np.ndarray
     weights: np.ndarray
     half_life: float = 0.0
 
 
-@dataclass
-class Asked:
-    """Q keys at a second each."""
-
-    key: np.ndarray
-    second: np.ndarray
-
-
 def advance(
-    counters: list[Counters], events: list[Events], asked: Asked
+    keys: np.ndarray, counters: list[Counters], events: list[Events], code: np.ndarray, asked: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray, Counters]]:
     """For each of the counters with its events: (values [Q, w] and seconds of the last event [Q] or NEVER, both of
-    events strictly before what is asked; the counters after all events)."""
-    keys = [asked.key, *(each.key for each in events), *(each.key for each in counters)]
-    distinct, codes = np.unique(np.concatenate(keys), return_inverse=True)
-    own, *others = np.split(codes, np.cumsum([len(each) for each in keys])[:-1])
-    seconds = [asked.second, *(each.second for each in events), *(each.last for each in counters)]
+    events strictly before what is asked; the counters after all events).
+
+    keys, rising, are all there are. code, asked [Q]: keys and seconds. What is sorted by key and second already, or
+    nearly so, is fast.
+    """
+    seconds = [asked, *(each.second for each in events), *(each.last for each in counters)]
     least = min((int(each.min()) for each in seconds if len(each)), default=0)
     span = max((int(each.max()) for each in seconds if len(each)), default=0) - least + 1
-    if len(distinct) * span >= 2**63:
+    if len(keys) * span >= 2**63:
         raise ValueError(f"times span {span} seconds, more than any data set does: is data.time_format right?")
+    wanted = code * np.int64(span) + (asked - least)
+    return [
+        _advance(keys, before, new, code, asked, wanted, least, span)
+        for before, new in zip(counters, events, strict=True)
+    ]
 
-    def place(code: np.ndarray, second: np.ndarray) -> np.ndarray:
-        return code * np.int64(span) + (second - least)
 
-    wanted = place(own, asked.second)
-    order = np.argsort(wanted)
-    wanted = wanted[order]
-    results = []
-    for index, (before, new) in enumerate(zip(counters, events, strict=True)):
-        code = np.concatenate([others[len(events) + index], others[index]])
-        second = np.concatenate([before.last, new.second])
-        weights = np.concatenate([before.count, new.weights])
-        keyed = place(code, second)
-        sorting = np.argsort(keyed)
-        keyed, code, second, weights = keyed[sorting], code[sorting], second[sorting], weights[sorting]
-        ends = np.empty(len(order), np.int64)
-        ends[order] = np.searchsorted(keyed, wanted)
-        first = np.append(0, np.cumsum(np.bincount(code, minlength=len(distinct))))
-        some = ends > first[own]
-        run = _Runs(code, _slot(second, new.half_life), weights, before.carry, sorting)
-        last = np.append(second, NEVER)[np.where(some, ends - 1, -1)]
-        values = np.zeros((len(ends), weights.shape[1]))
-        values[some] = run.before(ends[some], _slot(asked.second[some], new.half_life))
-        results.append((values, last, run.counters(distinct, second)))
-    return results
+def _advance(
+    keys: np.ndarray,
+    before: Counters,
+    new: Events,
+    asked_code: np.ndarray,
+    asked: np.ndarray,
+    wanted: np.ndarray,
+    least: int,
+    span: int,
+) -> tuple[np.ndarray, np.ndarray, Counters]:
+    code = np.concatenate([np.searchsorted(keys, before.key), new.code])
+    second = np.concatenate([before.last, new.second])
+    weights = np.concatenate([before.count, new.weights])
+    keyed = code * np.int64(span) + (second - least)
+    sorting = np.argsort(keyed, kind="stable")  # which takes what is in order as it is
+    keyed, code, second, weights = keyed[sorting], code[sorting], second[sorting], weights[sorting]
+    ends = np.searchsorted(keyed, wanted)
+    first = np.append(0, np.cumsum(np.bincount(code, minlength=len(keys))))
+    some = ends > first[asked_code]
+    runs = _Runs(code, _slot(second, new.half_life), weights, before.carry, sorting)
+    values = np.zeros((len(ends), weights.shape[1]))
+    values[some] = runs.before(ends[some], _slot(asked[some], new.half_life))
+    last = np.append(second, NEVER)[np.where(some, ends - 1, -1)]
+    return values, last, runs.counters(keys, second)
 
 
 class _Runs:
@@ -142,10 +141,10 @@ class _Runs:
         counted = self.totals[ends] - self.totals[self.starts[run]]
         return (self.carry[run] + counted) * POWERS[(slot - self.slot[run]).clip(0, FORGOTTEN)][:, None]
 
-    def counters(self, distinct: np.ndarray, second: np.ndarray) -> Counters:
+    def counters(self, keys: np.ndarray, second: np.ndarray) -> Counters:
         final = np.flatnonzero(np.append(self.code[1:] != self.code[:-1], True)[: len(self.code)])
         last = np.append(self.starts[1:], len(second))[final] - 1
-        return Counters(distinct[self.code[final]], second[last], self.sums[final], self.carry[final])
+        return Counters(keys[self.code[final]], second[last], self.sums[final], self.carry[final])
 
 
 def _slot(second: np.ndarray, half_life: float) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,6 +25,9 @@ class Lookup:
         names = ("user", "request_categorical", "labels")
         self._config = EventsConfig(statistics=statistics, **{name: data[name] for name in names})
         self.logarithmic = {name for name, log in describe.all_features(self._config).items() if log}
+        self._wanted: dict[str, set[str]] = {
+            side: {*describe.of_side(self._config, side)} for side in get_args(describe.Side)
+        }
         base, counters = Base(self._config), folder / mapping.COUNTERS
         self._groups = []
         if statistics:
@@ -37,11 +41,12 @@ class Lookup:
 
     def of(self, side: describe.Side, columns: Columns, seconds: np.ndarray) -> dict[str, np.ndarray]:
         """[N] float64 by feature of that side, NaN where nothing is known, of rows that are asked at a second each."""
-        wanted, found = describe.of_side(self._config, side), dict[str, np.ndarray]()
+        wanted, found = self._wanted[side], dict[str, np.ndarray]()
+        hashes = cache(lambda name: hashed(columns.ids(name), {}))
         for group, state in self._groups:
             names = list(describe.features(group.name, group.each))
             if names[0] in wanted:
-                key, known = combined([hashed(columns.ids(name), {}) for name in group.each.by])
+                key, known = combined([hashes(name) for name in group.each.by])
                 values = group.at(state, key, seconds, self._prior)
                 values[~known] = np.nan
                 found |= {name: values[:, index].astype(np.float64) for index, name in enumerate(names)}

@@ -45,6 +45,8 @@ def write_prior(folder: Path, prior: Prior) -> None:
 
 
 def read_prior(folder: Path, tasks: Sequence[str]) -> Prior:
+    if not (folder / PRIOR).exists():
+        raise ValueError(f"{folder} holds no {PRIOR}; the counters of a run stand beside its vocabulary: copy both")
     saved = json.loads((folder / PRIOR).read_text())
     hours = np.array(saved["hours"], np.int64)
     return Prior(tasks, hours, np.array(saved["counts"], np.int64).reshape(len(hours), len(tasks), 2))

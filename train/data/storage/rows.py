@@ -277,7 +277,7 @@ class Rows:
 
     def known(self, name: str, time_format: str) -> np.ndarray:
         """[N] int64 milliseconds as `milliseconds`, but NEVER where a time is missing."""
-        missing = self._read(name, columns.read_ids, columns.concat_ids).codes < 0
+        missing = self.ids(name).codes < 0
         times, bad = self._milliseconds(name, time_format)
         self.flag(bad & ~missing, name, _expected_time(time_format))
         return np.where(missing, NEVER, times)

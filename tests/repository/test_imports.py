@@ -46,9 +46,8 @@ def test_what_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *extras["train"], *extras["cuda"], *extras["baseline"]]
-    names = {
-        Requirement(text).name.removesuffix("-core").replace("pyyaml", "yaml").replace("-", "_") for text in declared
-    }
+    distributions = [Requirement(text).name.removesuffix("-core").removeprefix("Py") for text in declared]
+    names = {name.lower().replace("-", "_") for name in distributions}
     found = {name.split(".")[0] for package in FORBIDDEN for path in files(package) for name in imported(path)}
     assert found - names - set(FORBIDDEN) - sys.stdlib_module_names == set()
 

@@ -41,7 +41,7 @@ from train.config.schema import Config, EventsConfig
 GENERATED = ("shop", "video", "news")
 LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {
     "ids": ("data=movielens_ids",),
-    "features": ("data=movielens", "optimizer.lr=0.002"),
+    "features": ("data=movielens",),
 }
 TABLES = {"ids": ("userId", "movieId"), "features": ("user", "movie")}  # of users and items; of others user and item
 KEPT = ("step", "best_step", "seconds", "valid", "test")
@@ -55,6 +55,7 @@ COMMON = {
     BASE: epochs(2),
     "one epoch": epochs(1),
     "dropout": epochs(2, "model.dropout=0.2"),
+    "lr 0.002, dropout": epochs(2, "optimizer.lr=0.002", "model.dropout=0.2"),
     "both dropouts": epochs(2, "model.dropout=0.2", "model.embedding_dropout=0.2"),
     "as it is": (),
     "eps 1e-4": epochs(2, "tracking.tags=['eps=1e-4']"),
@@ -70,6 +71,7 @@ COMMON = {
 OF_INTERFORMER = COMMON | {
     "quiet 0.5": epochs(2, "tracking.tags=['quiet=0.5']"),
     "quiet 0.5, dropout": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2"),
+    "quiet 0.5, dropout, lr 0.002": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2", "optimizer.lr=0.002"),
     "quiet 0.25": epochs(2, "tracking.tags=['quiet=0.25']"),
     "quiet 0.5, four epochs": epochs(4, "tracking.tags=['quiet=0.5']"),
     "units": epochs(2, "tracking.tags=[units]"),
